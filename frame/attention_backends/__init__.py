@@ -1,4 +1,4 @@
-"""Manifest of the attention backends that come with the package: names and what each can do.
+"""Manifest of the in-tree attention backends: names, capabilities, options.
 
 Imports no torch and no kernel; a backend's module is imported when it is selected.
 """
@@ -43,7 +43,8 @@ FLEX_ATTENTION = replace(TORCH_NATIVE, compute_capability=((8, 0), (12, 1)))
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities(AttentionCapabilities):
-    """Of Triton kernels: they run on a GPU, and on a CPU only under TRITON_INTERPRET=1, which is slow and meant for tests."""
+    """Capabilities of Triton kernels, which run on a GPU; on a CPU they run only under
+    TRITON_INTERPRET=1, which is slow and meant for tests."""
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
         if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -71,10 +72,10 @@ class TritonOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    share_prefixes: bool = Field(True, description="Decode rows that share the beginning of their keys read it once, together.")
+    share_prefixes: bool = Field(True, description="Decode rows with a common prefix read its keys once for all (cascade attention).")
 
 
-UNPROVEN = 12  # the rank of backends that never ran on a card that they are made for: below all that did
+UNPROVEN = 12  # rank of backends that were never run on the hardware they are made for: below all that were
 
 
 @hookimpl
@@ -85,7 +86,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         capabilities=TORCH_NATIVE,
         api=API,
         rank=10,
-        summary="PyTorch operations only: the reference everywhere and the fast path of a CPU.",
+        summary="PyTorch operations only: the reference on every device, and the fastest on a CPU.",
     )
     registry.add(
         "triton",
@@ -95,7 +96,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         rank=20,
         requires=("triton>=3.4",),
         options=TritonOptions,
-        summary="Triton kernels that read the page table: split decode with grouped heads, flash extend, latent attention.",
+        summary="Triton kernels that read the page table: split-KV decode with grouped heads, FlashAttention extend, latent attention.",
     )
     registry.add(
         "flashinfer",
@@ -113,7 +114,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         capabilities=FLEX_ATTENTION,
         api=API,
         rank=5,
-        summary="PyTorch's flex_attention over gathered pages: compiled on a GPU, its plain form on a CPU.",
+        summary="PyTorch's flex_attention over gathered pages: compiled on a GPU, eager on a CPU.",
     )
     registry.add(
         "trtllm_mha",
@@ -123,7 +124,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=UNPROVEN,
         requires=("flashinfer-python>=0.6.12,<0.8",),
-        summary="TensorRT-LLM's multi-head kernels for Blackwell cards, as FlashInfer brings them.",
+        summary="TensorRT-LLM's multi-head attention kernels for Blackwell GPUs, as packaged by FlashInfer.",
     )
     registry.add(
         "trtllm_mla",
@@ -133,7 +134,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=UNPROVEN,
         requires=("flashinfer-python>=0.6.12,<0.8",),
-        summary="TensorRT-LLM's latent kernels for Blackwell cards, as FlashInfer brings them.",
+        summary="TensorRT-LLM's latent-attention kernels for Blackwell GPUs, as packaged by FlashInfer.",
     )
     registry.add(
         "fa3",
@@ -142,7 +143,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=14,
         modules={"flash_attn_interface": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention"},
-        summary="FlashAttention-3 by its own library, multi-head and absorbed latent attention.",
+        summary="FlashAttention-3 from its own library: multi-head and absorbed latent attention.",
     )
     registry.add(
         "flashmla",
@@ -151,5 +152,5 @@ def register_attention_backends(registry: KindRegistry) -> None:
         api=API,
         rank=14,
         requires=("sgl-flash-mla>=1.0",),
-        summary="DeepSeek's FlashMLA kernels for decodes of latent attention.",
+        summary="DeepSeek's FlashMLA kernels for decode steps of latent attention.",
     )

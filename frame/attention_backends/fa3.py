@@ -1,6 +1,8 @@
-"""The `fa3` backend: FlashAttention-3 (arXiv 2407.08608) by the library's own function over a paged cache, latents absorbed.
+"""The `fa3` backend: FlashAttention-3 (arXiv 2407.08608) from its own library, over a paged cache,
+with absorbed latents.
 
-Knows the arguments of `flash_attn_interface.flash_attn_with_kvcache` (read in Dao-AILab/flash-attention, `hopper/`), no request.
+Calls `flash_attn_interface.flash_attn_with_kvcache` (Dao-AILab/flash-attention, `hopper/`). Depends
+on no request.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from pydantic import BaseModel
 
 from frame.attention_backends.libraries import FA3
 from frame.attention_backends.page_tables import PageTableBackend, PageTablePlan
-from frame.attention_backends.shared import dense
+from frame.attention_backends.shared import make_rows_contiguous
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
 
 class FlashAttention3Backend(PageTableBackend):
-    """One call for a step's decodes, one for its extends."""
+    """One library call for a step's decodes and one for its extends."""
 
     capabilities: ClassVar[AttentionCapabilities] = FA3
 
@@ -33,16 +35,18 @@ class FlashAttention3Backend(PageTableBackend):
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         keys, values = batch.kv.layer(spec.layer)
-        return self._call(spec, batch.plan, dense(q), keys, values)
+        return self._call(spec, batch.plan, make_rows_contiguous(q), keys, values)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         (cached,) = batch.kv.layer(layer.spec.layer)
-        keys = cached[:, :, None]  # one head
+        keys = cached[:, :, None]  # one key-value head
         rank = layer.kv_lora_rank
-        absorbed = dense(layer.absorb(q_nope))
-        return layer.unabsorb(self._call(layer.spec, batch.plan, dense(q_rope), keys[..., rank:], keys[..., :rank], absorbed))
+        absorbed = make_rows_contiguous(layer.absorb(q_nope))
+        return layer.unabsorb(
+            self._call(layer.spec, batch.plan, make_rows_contiguous(q_rope), keys[..., rank:], keys[..., :rank], absorbed)
+        )
 
     def _call(
         self,
@@ -53,7 +57,8 @@ class FlashAttention3Backend(PageTableBackend):
         values: torch.Tensor,
         against_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`against_values`: further query parts, scored against the values, as absorbed latents are."""
+        """`against_values`: further query parts that are scored against the values (the library's
+        `qv`), for absorbed latents."""
         outs: list[torch.Tensor] = []
         for part in (plan.decodes, plan.extends):
             if part is None:

@@ -1,6 +1,7 @@
-"""The `flashmla` backend: decodes of latent attention by DeepSeek's FlashMLA kernels; prompts are another backend's.
+"""The `flashmla` backend: decode steps of latent attention by DeepSeek's FlashMLA kernels. Another
+backend computes prompts.
 
-Knows the arguments of `flash_mla.flash_mla_with_kvcache` (read in sgl-flash-mla 1.0.0), no request.
+Calls `flash_mla.flash_mla_with_kvcache` (sgl-flash-mla 1.0.0). Depends on no request.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ class FlashMLAKernels:
 
     @classmethod
     def load(cls) -> FlashMLAKernels:
-        """Imports the library. Raises ImportError or OSError with what it lacks."""
+        """Import the library. Raises ImportError or OSError if it cannot be loaded."""
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
         return cls(flash_mla_with_kvcache, get_mla_metadata)
 
 
 class FlashMLABackend(PageTableBackend):
-    """Absorbed decodes. The library's schedule of a step is made on the device by the first layer, in a captured graph too."""
+    """Absorbed decodes. The first layer of a step computes the library's schedule on the device, in
+    a captured graph too."""
 
     capabilities: ClassVar[AttentionCapabilities] = FLASHMLA
 
@@ -46,7 +48,7 @@ class FlashMLABackend(PageTableBackend):
         self._first_layer: int | None = None
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        raise TypeError("Attention backend 'flashmla' computes latent attention alone.")
+        raise TypeError("Attention backend 'flashmla' computes latent attention only; use another backend for multi-head attention.")
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -54,7 +56,7 @@ class FlashMLABackend(PageTableBackend):
         plan: PageTablePlan = batch.plan
         part = plan.decodes
         if part is None or plan.extends is not None:
-            raise TypeError("Attention backend 'flashmla' computes decodes alone; name another for prompts beside it.")
+            raise TypeError("Attention backend 'flashmla' computes decodes only; name another for prompts beside it.")
         (cached,) = batch.kv.layer(layer.spec.layer)
         if self._first_layer is None or layer.spec.layer <= self._first_layer:
             self._first_layer = layer.spec.layer
@@ -68,6 +70,6 @@ class FlashMLABackend(PageTableBackend):
             self._schedule,
             softmax_scale=layer.spec.scale,
             causal=True,
-            use_legacy=True,  # the kernels for compute capability 9.0, and the only ones that read a plain cache
+            use_legacy=True,  # the kernels for compute capability 9.0, and the only ones that read an unquantized cache
         )
         return layer.unabsorb(out[:, 0])

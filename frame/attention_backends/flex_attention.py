@@ -1,7 +1,8 @@
-"""The `flex_attention` backend: PyTorch's flex_attention (arXiv 2412.05496) over the groups of rows that `torch_native` gathers.
+"""The `flex_attention` backend: PyTorch's flex_attention (arXiv 2412.05496) over the row groups of
+`torch_native`.
 
-Masks, windows, soft caps and sinks are a function of scores, which torch.compile makes part of one Triton kernel on a GPU; on a CPU
-the function runs as it is. Knows no request and no page arithmetic.
+Masks, windows, soft caps and sinks form a score function, which torch.compile fuses into one Triton
+kernel on a GPU; on a CPU it runs eagerly. Depends on no request and no page arithmetic.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from frame.core.interfaces.build import BuildContext
 
 ScoreMod = Callable[..., torch.Tensor]
 
-MIN_WIDTH = 16  # of heads, for the compiled kernel
-MIN_BLOCKED_QUERIES = 1024  # queries of a group from which on blocks that nobody sees are worth skipping
-MAX_SHAPES = 64  # of groups that are compiled for; PyTorch leaves a function as it is that asks for more, and its own limit is 8
-# tiles of queries and keys, and loads under way, by the bytes of a row up to which they fit; PyTorch's own do up to 256
+MIN_WIDTH = 16  # smallest head dimension of the compiled kernel
+MIN_BLOCKED_QUERIES = 1024  # queries per group from which skipping masked blocks pays
+# compiled group shapes at most; PyTorch's own limit is 8, beyond which a function is no longer
+# compiled
+MAX_SHAPES = 64
+# (BLOCK_M, BLOCK_N, stages) by the largest row size in bytes for which they fit; up to 256 bytes
+# PyTorch's own tiles fit
 TILES = {512: {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}, 1024: {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1}}
 SMALLEST_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1}
 
 
 class FlexAttentionBackend(TorchNativeBackend):
-    """Groups of rows as batches of flex_attention: no row is in one matrix with another's keys. `plan` is `torch_native`'s."""
+    """Each group of rows is one batch of flex_attention. `plan` is that of `torch_native`."""
 
     capabilities: ClassVar[AttentionCapabilities] = FLEX_ATTENTION
 
@@ -50,8 +54,9 @@ class FlexAttentionBackend(TorchNativeBackend):
         width = v.shape[-1]
         if q.shape[-1] < MIN_WIDTH or width < MIN_WIDTH:
             q, k, v = (torch.nn.functional.pad(part, (0, max(0, MIN_WIDTH - part.shape[-1]))) for part in (q, k, v))
-        offset = torch.full((), group.offset, dtype=torch.int32, device=q.device)  # a tensor: a number would be compiled in
-        with allow_sync(q.device):  # a shape that is new is compiled
+        # a tensor: a Python number would become a constant of the compiled code
+        offset = torch.full((), group.offset, dtype=torch.int32, device=q.device)
+        with allow_sync(q.device):  # compiles for a new shape
             out = self._flex(
                 q,
                 k,
@@ -63,14 +68,14 @@ class FlexAttentionBackend(TorchNativeBackend):
                 return_aux=None if spec.sinks is None else AuxRequest(lse=True),
                 kernel_options=None if q.device.type == "cpu" else _kernel_options(q, k, v),
             )
-        if spec.sinks is not None:  # a sink takes its share of the weights, and has no value
+        if spec.sinks is not None:  # a sink adds weight but no value
             out, aux = out
             out = out * torch.sigmoid(aux.lse - spec.sinks.float()[:, None])[..., None].to(out.dtype)
         result: torch.Tensor = out[..., :width].transpose(1, 2)
         return result
 
     def _block_mask(self, spec: AttentionSpec, group: Group, q: torch.Tensor) -> BlockMask | None:
-        """Which blocks of a long causal group hold anything that is seen. None: all are computed."""
+        """The block mask of a long causal group; None: all blocks are computed."""
         if q.device.type == "cpu" or group.mask is not None or not spec.causal or group.query_len < MIN_BLOCKED_QUERIES:
             return None
         key = (group.query_len, group.key_len, group.offset, spec.sliding_window)
@@ -91,23 +96,24 @@ def _by_head(part: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 
 def _kernel_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
-    """Which kernel, and tiles that fit, where PyTorch's choice does not: it takes the one for decodes up to 127 queries, which holds all
-    queries of all heads that share keys at once, and tiles that are made for widths of up to 128."""
+    """Kernel options where PyTorch's defaults fail: it selects the decode kernel for up to 127
+    queries, which holds all queries of all heads of a group at once, and tiles made for widths up
+    to 128."""
     row = (1 << (max(k.shape[-1], v.shape[-1]) - 1).bit_length()) * k.element_size()
     options: dict[str, Any] = {}
     if row > 256:
         options = {"FORCE_USE_FLEX_ATTENTION": True, **next((tiles for most, tiles in TILES.items() if row <= most), SMALLEST_TILES)}
     elif q.shape[2] > 1:
         options = {"FORCE_USE_FLEX_ATTENTION": True}
-    if q.dtype == torch.float32:  # three products on the tensor cores; exact ones compile for minutes
+    if q.dtype == torch.float32:  # three TF32 products on the tensor cores; exact float32 compiles for minutes
         options["FLOAT32_PRECISION"] = "'tf32x3'"
     return options
 
 
 def _score_mod(spec: AttentionSpec, mask: torch.Tensor | None, offset: torch.Tensor) -> ScoreMod:
-    """What becomes of a scaled score: soft cap, then the group's additive mask, or the causal one."""
+    """The score function: soft cap, then the group's additive mask or the causal mask."""
     window = spec.sliding_window
-    # a tensor: a fraction is no constant to the compiler either, and as a number it fails
+    # a tensor: the compiler fails on a Python float here
     cap = None if spec.soft_cap is None else torch.full((), spec.soft_cap, device=offset.device)
     has_queries = mask is not None and mask.shape[2] > 1
 

@@ -1,6 +1,8 @@
-"""What the backends can do that call kernels of installed libraries. Plain data: imports no torch and no library.
+"""Capabilities of the backends that call installed libraries. Plain data: imports no torch and no
+library.
 
-Knows how a library's kernels come to be (prebuilt, or compiled at the start), since one without them is not to be chosen.
+A library whose kernels are neither prebuilt nor compilable on this machine is reported as
+unsupported.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ class FlashInferOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    workspace_mib: int = Field(384, ge=16, le=8192, description="Device memory for the parts of rows that are split, in MiB.")
+    workspace_mib: int = Field(384, ge=16, le=8192, description="Device memory for partial results of split-KV attention, in MiB.")
 
 
 @dataclass(frozen=True, slots=True)
 class LatentCapabilities(AttentionCapabilities):
-    """Latent attention without window and soft cap, which attention by heads may have; `widths` are those of queries and values that the
-    kernels for prompts of latents take."""
+    """Capabilities of a library whose latent attention has no sliding window and no soft cap, even
+    if its multi-head attention has them. `widths`: supported (query width, value width) of the
+    prefill kernels for expanded latents."""
 
     widths: tuple[tuple[int, int], ...] | None = None
 
@@ -48,18 +51,19 @@ class LatentCapabilities(AttentionCapabilities):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferCapabilities(LatentCapabilities):
-    """The wrappers' own limits, and that there must be kernels: prebuilt ones or a compiler."""
+    """The limits of FlashInfer's wrappers, and the requirement that its kernels are prebuilt or can
+    be compiled."""
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
         reasons = LatentCapabilities.unsupported(self, requirements)
         if requirements.kind == "mha" and requirements.head_dim != requirements.v_head_dim:
             reasons.append(
-                Reason(f"keys and values are of one width, the model's are {requirements.head_dim} and {requirements.v_head_dim}")
+                Reason(f"needs keys and values of one width; the model has {requirements.head_dim} and {requirements.v_head_dim}")
             )
         if requirements.kind == "mla" and requirements.kv_dtype != requirements.dtype:
             reasons.append(Reason(f"cannot read a {requirements.kv_dtype} cache of latents", f"cache.kv_dtype: {requirements.dtype}"))
         if not reasons and requirements.device == "cuda" and not _has_kernels():
-            reasons.append(Reason("compiles its kernels at the start and finds no nvcc or no ninja; set CUDA_HOME and install ninja"))
+            reasons.append(Reason("compiles its kernels at start-up and found no nvcc or no ninja; set CUDA_HOME and install ninja"))
         return reasons
 
 
@@ -84,7 +88,7 @@ class WorkspaceOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    workspace_mib: int = Field(256, ge=128, le=8192, description="Device memory for the parts of rows that are split, in MiB.")
+    workspace_mib: int = Field(256, ge=128, le=8192, description="Device memory for partial results of split-KV attention, in MiB.")
 
 
 BLACKWELL = ((10, 0), (10, 3))
@@ -139,7 +143,7 @@ FA3 = LatentCapabilities(
 
 
 def _has_kernels() -> bool:
-    """Whether FlashInfer brings compiled kernels, or can compile them."""
+    """Whether FlashInfer has prebuilt kernels or can compile them."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return True
     found = importlib.util.find_spec("flashinfer")

@@ -1,8 +1,9 @@
-"""How fast our backends were, by name: what `auto` goes by on cards of which it is known. Plain data.
+"""Measured speeds of the in-tree backends by GPU model, which `auto` compares. Plain data.
 
-Written from `benchmarks/results/2026-11-21-attention-backends-h200-4.json` (`benchmarks/attention_backends.py`): geometric means over the
-batches, TB/s of decodes and TFLOP/s of extends; Triton's latent extends from `-2.json`, with the tile that they have again. A backend
-that is not here, or a card, is judged by rank.
+Taken from `benchmarks/results/2026-11-21-attention-backends-h200-4.json`
+(`benchmarks/attention_backends.py`): geometric means over the batches, in TB/s for decode and
+TFLOP/s for extend. Triton's latent extend is from `-2.json`, measured with the tile that it uses
+now. A backend or GPU that is not listed is judged by rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import MappingProxyType
 
 from frame.core.interfaces.attention import Measured
 
-H200 = ("NVIDIA H200", (9, 0))  # the driver's name, and the compute capability, which other cards have as well
+H200 = ("NVIDIA H200", (9, 0))  # the driver's device name, and the compute capability, which other GPUs share
 
 MEASURED: Mapping[str, tuple[Measured, ...]] = MappingProxyType(
     {

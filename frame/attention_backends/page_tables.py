@@ -1,6 +1,8 @@
-"""What backends share whose kernels read one table of pages a row: parts of a step with their tables, and expanded latents.
+"""Base class of backends whose library reads one page table per row: row ranges of a step, and
+chunks of latents to expand.
 
-Reads the batch's host view; never waits for the device. Knows no library and no layer.
+Reads the batch's host view and never waits for the device. Used by `fa3`, `flashmla` and `trtllm`;
+depends on no library and no layer.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
-EXPANDED_KEYS = 1 << 15  # keys of latents that are expanded at once; a longer row is expanded whole
+EXPANDED_KEYS = 1 << 15  # latents expanded at a time; a longer row is expanded whole
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Consecutive rows of a step, counted from their own first; int32 on the device but for the Python numbers."""
+    """Consecutive rows of a step. Tensors are int32 on the device, indexed from the range's first
+    row."""
 
     tokens: slice
-    table: torch.Tensor  # [rows, pages]; entries behind a row's last page mean nothing
+    table: torch.Tensor  # [rows, pages]; entries after a row's last page are undefined
     seq_lens: torch.Tensor  # [rows]
     query_starts: torch.Tensor  # [rows + 1]
     max_queries: int
@@ -36,37 +39,37 @@ class RowRange:
     def rows(self) -> int:
         return int(self.seq_lens.shape[0])
 
-    def key_starts(self) -> torch.Tensor:
-        """[rows + 1]: where each row's keys begin when all rows' keys lie side by side."""
+    def compute_key_starts(self) -> torch.Tensor:
+        """int32 [rows + 1]: where each row's keys start when all rows' keys are concatenated."""
         return F.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedChunk:
-    """Extends whose latents are expanded together."""
+    """Extend rows whose latents are expanded together."""
 
     part: RowRange
-    places: torch.Tensor | None  # int64 [keys] in the cache, rows side by side; None: the keys are this step's own
+    places: torch.Tensor | None  # int64 [keys]: KV slots, row after row; None: the keys are this step's own
 
 
 @dataclass(frozen=True, slots=True)
 class PageTablePlan:
-    """A step's decodes and extends; None where there are none."""
+    """The decodes and extends of a step; None where there are none."""
 
     decodes: RowRange | None
     extends: RowRange | None
-    chunks: list[ExpandedChunk]  # the extends again, in pieces, where latents are expanded
+    chunks: list[ExpandedChunk]  # the extends in chunks, if latents are expanded
 
 
 class PageTableBackend(AttentionBackend):
-    """A backend whose kernels take tables of pages. `plan` is a `PageTablePlan`."""
+    """A backend whose library reads page tables. `plan` is a `PageTablePlan`."""
 
-    table_multiple = 1  # a row's table holds pages for a multiple of so many tokens
-    expands_latents = False  # whether extends run over expanded latents
+    table_multiple = 1  # a page table covers a multiple of this many tokens
+    expands_latents = False  # whether extends use expanded latents
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._tables: torch.Tensor | None = None  # of captured decodes
+        self._tables: torch.Tensor | None = None  # [rows, pages]: page tables of captured decode steps
 
     def plan(self, batch: ForwardBatch) -> PageTablePlan:
         first, rows = batch.num_decodes, batch.num_rows
@@ -89,17 +92,17 @@ class PageTableBackend(AttentionBackend):
         if plan.decodes is not None:
             plan.decodes.table[:, : batch.page_table.shape[1]].copy_(batch.page_table.index_select(0, batch.request_slots))
 
-    def _make_range(self, batch: ForwardBatch, first: int, last: int) -> RowRange:
+    def _make_range(self, batch: ForwardBatch, first: int, stop: int) -> RowRange:
         host = batch.host
         start = int(host.query_lens[:first].sum())
-        queries, keys = host.query_lens[first:last], host.seq_lens[first:last]
+        queries, keys = host.query_lens[first:stop], host.seq_lens[first:stop]
         width = self._width(batch, -(-int(keys.max()) // batch.kv.page_size))
-        table = batch.page_table[:, :width].index_select(0, batch.request_slots[first:last])
+        table = batch.page_table[:, :width].index_select(0, batch.request_slots[first:stop])
         return RowRange(
             tokens=slice(start, start + int(queries.sum())),
             table=F.pad(table, (0, width - table.shape[1])) if table.shape[1] < width else table,
-            seq_lens=batch.seq_lens[first:last],
-            query_starts=batch.query_starts[first : last + 1] - start,
+            seq_lens=batch.seq_lens[first:stop],
+            query_starts=batch.query_starts[first : stop + 1] - start,
             max_queries=int(queries.max()),
             max_keys=int(keys.max()),
         )
@@ -112,15 +115,16 @@ class PageTableBackend(AttentionBackend):
         first, keys = batch.num_decodes, batch.host.seq_lens.astype(np.int64)
         while first < batch.num_rows:
             fits = int(np.searchsorted(np.cumsum(keys[first:]), EXPANDED_KEYS, side="right"))
-            last = first + max(1, fits)
-            part = self._make_range(batch, first, last)
-            is_fresh = bool((keys[first:last] == batch.host.query_lens[first:last]).all())
-            yield ExpandedChunk(part, None if is_fresh else locate_keys(batch, first, int(keys[first:last].sum()), last))
-            first = last
+            stop = first + max(1, fits)
+            part = self._make_range(batch, first, stop)
+            is_fresh = bool((keys[first:stop] == batch.host.query_lens[first:stop]).all())
+            yield ExpandedChunk(part, None if is_fresh else locate_keys(batch, first, int(keys[first:stop].sum()), stop))
+            first = stop
 
 
 def gather_latents(chunk: ExpandedChunk, latent: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-    """The piece's latents side by side: this step's own, or those of the cache [pages, page_size, width]."""
+    """The chunk's latents [keys, width]: this step's own, or those of the cache [pages, page_size,
+    width]."""
     if chunk.places is None:
         return latent[chunk.part.tokens]
     return cached.view(-1, cached.shape[-1]).index_select(0, chunk.places)

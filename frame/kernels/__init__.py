@@ -1,7 +1,8 @@
-"""Triton kernels that layers, quantization methods, MoE runners and the sampler share: one file a purpose, plain functions of tensors.
+"""Triton kernels for layers, quantization methods, MoE runners and the sampler.
 
-Each has a form in PyTorch where it is called, which is its reference and runs where kernels do not. Knows no model, no plugin and
-no request. Importing this module loads no Triton.
+One file per purpose; each public function takes and returns tensors. The caller of a kernel has a
+PyTorch version of the same computation, which is the reference and the fallback. The kernels depend
+on no model, plugin or request. Importing this package does not import Triton.
 """
 
 from __future__ import annotations
@@ -12,33 +13,40 @@ import os
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NO_PDL = "FRAME_NO_PDL"  # set to 1, it keeps kernels from being launched before the one ahead of them has ended
+NO_PDL = "FRAME_NO_PDL"  # set to 1, it turns programmatic dependent launch off
 
 _LEAST_PROCESSORS = 128
-_GLUON = "3.6."  # the Triton whose Gluon is known to do: its names change from one release to the next
+_GLUON = "3.6."  # the tested Triton release: the names of Gluon change between releases
 
 
 def can_use_triton(device: torch.device) -> bool:
-    """Whether kernels run on tensors of this device: a GPU (compute capability 8.0 on) with Triton, or a CPU under its interpreter."""
+    """Whether Triton kernels run on this device: a GPU of compute capability 8.0 or later with
+    Triton installed, or a CPU under TRITON_INTERPRET=1."""
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     return INTERPRETED
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Whether kernels on this device convert to and from float8_e4m3 (compute capability 8.9)."""
+    """Whether kernels on this device convert to and from float8_e4m3 (compute capability 8.9 or
+    later)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether launches on this device may be programmatic dependent launches (compute capability 9.0): a kernel begins while the one
-    ahead of it ends, and waits (`gdc_wait`) before it reads what that one wrote."""
+    """Whether this device supports programmatic dependent launch (compute capability 9.0 or later):
+    a kernel starts before the previous one ends, and waits (`gdc_wait`) before it reads that
+    kernel's output."""
     return device.type == "cuda" and os.environ.get(NO_PDL) != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def supports_tma_streaming(device: torch.device) -> bool:
-    """Whether kernels on this device copy boxes of weights while the one ahead still runs, as `frame.kernels.linear.linear_stream`
-    does: a GPU of compute capability 9.0 with as many multiprocessors as outputs are cut into slices, and Triton 3.6 for its Gluon."""
+    """Whether the Gluon kernels run on this device (`frame.kernels.linear.linear_stream` and
+    others).
+
+    They need compute capability 9.0 (TMA and warp-group MMA), at least 128 multiprocessors (one for
+    each slice of outputs) and Triton 3.6.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or INTERPRETED:
         return False
     if torch.cuda.get_device_properties(device).multi_processor_count < _LEAST_PROCESSORS:
@@ -49,7 +57,8 @@ def supports_tma_streaming(device: torch.device) -> bool:
 
 
 def get_shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have on chip; under the interpreter, as much as it likes."""
+    """Shared memory that one program may use, in bytes; practically unlimited under the
+    interpreter."""
     if device.type != "cuda":
         return 1 << 40
     from triton.runtime import driver

@@ -1,7 +1,8 @@
-"""Where compiled kernels are kept between starts, and how many a start had to compile.
+"""Selects the folder of Triton's kernel cache, and counts the kernels that a start compiles.
 
-Triton keeps what it compiled by a hash of everything that the code depends on; here is only decided in which folder, and noted for which
-configurations a start has gone through, so that the next can tell whether it will be quick. Importing this module loads no Triton.
+Triton names each cache entry by a hash of the source, the options and the device. This module
+selects the folder and records which configurations a start has completed, so that the next start
+can report whether it is warm. Importing this module does not import Triton.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-CACHE_DIR_VARIABLE = "TRITON_CACHE_DIR"  # the user's word, if he says one
-_NOTES = "frame-complete"  # folder of notes in the cache
+CACHE_DIR_VARIABLE = "TRITON_CACHE_DIR"  # Triton's own variable: a value that the user has set is kept
+_NOTES = "frame-complete"  # subfolder of the cache with one file for each completed start
 
 
 @dataclass(slots=True)
 class KernelCounts:
-    """Kernels of a start: those compiled, with the seconds that this took (in all threads together), and those that the cache had."""
+    """The kernels of one start. `compiled`: kernels that were compiled; `loaded`: kernels that the
+    cache had; `seconds`: compile time, summed over threads."""
 
     compiled: int = 0
     loaded: int = 0
@@ -31,18 +33,23 @@ class KernelCounts:
 
 @dataclass(frozen=True, slots=True)
 class KernelCache:
-    """A folder of compiled kernels. `key` names what a start compiles for: chip, plugins and their versions, the model's shape."""
+    """A folder of compiled kernels.
+
+    `folder` is Triton's cache folder. `key` identifies what a start compiles for: GPU, plugins with
+    their versions, and the shape of the model.
+    """
 
     folder: Path
     key: str
 
     @property
     def is_warm(self) -> bool:
-        """Whether a start of this key has finished before."""
+        """Whether a start with this key has completed before."""
         return self._note.is_file()
 
-    def complete(self, counts: KernelCounts) -> None:
-        """A start has finished. A folder that cannot be written to is no reason to fail: the next start says `cold` once more."""
+    def mark_complete(self, counts: KernelCounts) -> None:
+        """Record that a start has completed. A folder that cannot be written to is ignored; the
+        next start then reports a cold cache again."""
         with contextlib.suppress(OSError):
             self._note.parent.mkdir(parents=True, exist_ok=True)
             self._note.write_text(json.dumps(asdict(counts)))
@@ -53,7 +60,8 @@ class KernelCache:
 
 
 def select_cache_folder(chip: str, environ: MutableMapping[str, str] | None = None) -> Path:
-    """The folder that Triton is to use, which is set in the environment unless the user has: one for each chip and version of Triton."""
+    """Return Triton's cache folder. If the user has not set it, set it in the environment to one
+    folder per GPU model and Triton version."""
     environ = os.environ if environ is None else environ
     if not environ.get(CACHE_DIR_VARIABLE):
         root = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".cache")
@@ -64,11 +72,12 @@ def select_cache_folder(chip: str, environ: MutableMapping[str, str] | None = No
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[KernelCounts]:
-    """Counts what Triton compiles, or loads, until the end of the block. What listened before hears nothing meanwhile."""
+    """Count the kernels that Triton compiles or loads inside the block. A listener that was
+    installed before is not called meanwhile."""
     counts = KernelCounts()
     try:
         from triton import knobs
-    except ImportError:  # nothing to count
+    except ImportError:  # Triton is not installed
         yield counts
         return
 

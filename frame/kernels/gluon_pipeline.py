@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""Items on their way through shared memory, as the Gluon kernels of this folder have them: places, barriers, products of four warps.
+"""Shared-memory pipeline of the Gluon kernels (compute capability 9.0): stages, barriers, MMA loop.
 
-An item is a part of a product's inputs, with the weights for it, in one of `STAGES` places that are used in turn. Knows no kernel, and not
-who fetches what.
+A producer warp fills `STAGES` stages of shared memory in turn; consumer warp groups multiply them
+(warp specialization, as in CUTLASS's and FlashAttention-3's producer-consumer kernels). An item is
+one stage: a tile of inputs and the tile of weights for it. Used by `gated_prefill` and
+`expert_prefill`; depends on no kernel.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 @gluon.jit
 def view(buffer, place, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """[HEIGHT, WIDTH] from `place` on, however many of the buffer's pieces those are."""
-    return buffer.index(place)._reinterpret(buffer.dtype, [HEIGHT, WIDTH], buffer.layout)  # noqa: SLF001  (there is no other way)
+    """`buffer` from stage `place` on, seen as one [HEIGHT, WIDTH] tile that may span several
+    stages."""
+    return buffer.index(place)._reinterpret(buffer.dtype, [HEIGHT, WIDTH], buffer.layout)  # noqa: SLF001 - Gluon has no public function
 
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Two a stage: that its item is there, after so many arrivals, and that so many are done with it."""
+    """Allocate two barriers for each stage. `ready` completes after PRODUCERS arrivals, `free`
+    after CONSUMERS arrivals."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -31,7 +35,11 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: 
 
 @gluon.jit
 def multiply_items(x, w, ready, free, item, steps, PART: gl.constexpr):
-    """The sums [64, 256] of so many items from `item` on, of their 64 rows number `PART` and all of their weights."""
+    """Sum of x_tile @ w_tile.T over `steps` items, starting at `item` -> float32 [64, 256].
+
+    Computed by one consumer group (four warps) for its 64 rows; PART is 0 or 1. Each item has 64
+    inputs. The MMA of an item overlaps the wait for the next one.
+    """
     STAGES: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     sums = gl.zeros([64, 256], gl.float32, layout)
@@ -39,7 +47,7 @@ def multiply_items(x, w, ready, free, item, steps, PART: gl.constexpr):
         stage = item % STAGES
         mbarrier.wait(ready.index(stage), item // STAGES & 1)
         sums = warpgroup_mma(x.index(stage * 2 + PART), view(w, stage * 2, 256, 64).permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_wait(1, deps=(sums,))  # the item before this one is done with
+        sums = warpgroup_mma_wait(1, deps=(sums,))  # the previous item's MMA has completed: release its stage
         mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1, pred=k > 0)
         item += 1
     sums = warpgroup_mma_wait(0, deps=(sums,))

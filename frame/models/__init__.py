@@ -1,6 +1,6 @@
-"""Manifest of the in-tree models: records only, nothing heavy is imported here.
+"""Manifest of the in-tree models. Records only; nothing heavy is imported here.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+Each record names its target as "module:Class"; the registry imports it when it is selected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forms(family: str) -> tuple[str, ...]:
-    """A decoder's checkpoints: with its language head, as a body alone, with a head over labels."""
+    """The checkpoints of a decoder family: language model, body only, sequence classifier."""
     return (f"{family}ForCausalLM", f"{family}Model", f"{family}ForSequenceClassification")
 
 
@@ -31,7 +31,7 @@ _DECODERS = (
     ("deepseek_v3", "deepseek_v3:DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM",), "DeepSeek-V3, V3.1 and R1"),
 )
 _ENCODERS = (
-    ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and their like"),
+    ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
     (
         "roberta",
         "roberta:RobertaModel",

@@ -1,4 +1,5 @@
-"""BERT and what was distilled from it (MiniLM, BGE, E5, GTE): for embeddings, and with a head for classes or relevance."""
+"""BERT and models derived from it (MiniLM, BGE, E5, GTE): embeddings, and classification or
+relevance with a head."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BertModel(Encoder):
-    """Positions from 0; the head is the pooler's layer and the classifier."""
+    """Positions start at 0. The head is the pooler's dense layer and the classifier."""
 
     prefix: ClassVar[str] = "bert."
 

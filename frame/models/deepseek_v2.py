@@ -1,4 +1,5 @@
-"""DeepSeek-V2: latent attention, softmax routing (over groups, in the large model), shared experts, yarn."""
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, softmax routing (group-limited in the large
+model), shared experts, YaRN."""
 
 from __future__ import annotations
 
@@ -10,21 +11,22 @@ from frame.models.layers.decoder import Decoder
 from frame.models.layers.mla import LatentAttention
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
-from frame.models.layers.rotary import Rotary, rope_parameters, yarn_scale
+from frame.models.layers.rotary import Rotary, compute_yarn_scale, read_rope_parameters
 from frame.models.layers.router import RoutingRule
 
 
 class DeepseekV2ForCausalLM(Decoder):
-    """The first `first_k_dense_replace` layers are dense. V3 differs in routing alone (`routing`)."""
+    """The first `first_k_dense_replace` layers are dense. V3 differs in its routing only
+    (`build_routing`)."""
 
     ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
     def build_rotary(self) -> Rotary:
         interleaved = self.model_config.config.get("rope_interleave", True)
-        return Rotary(self.context, self.model_config.config["qk_rope_head_dim"], rope_parameters(self.model_config), interleaved)
+        return Rotary(self.context, self.model_config.config["qk_rope_head_dim"], read_rope_parameters(self.model_config), interleaved)
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        scale = self.model_config.head_dim**-0.5 * yarn_scale(rope_parameters(self.model_config))
+        scale = self.model_config.head_dim**-0.5 * compute_yarn_scale(read_rope_parameters(self.model_config))
         return LatentAttention(self.context, self.model_config, layer, prefix, self.rotary, scale)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
@@ -38,7 +40,7 @@ class DeepseekV2ForCausalLM(Decoder):
         return MoE(self.context, prefix, ExpertSizes(config["n_routed_experts"], hidden, inner), self.build_routing(), shared)
 
     def build_routing(self) -> RoutingRule:
-        """How this generation routes."""
+        """The routing rule of this model generation."""
         config = self.model_config.config
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
         return RoutingRule(

@@ -1,4 +1,5 @@
-"""DeepSeek-V3, V3.1 and R1: V2's shape with sigmoid routing, a correction bias and groups scored by their two best experts."""
+"""DeepSeek-V3 (arXiv 2412.19437), V3.1 and R1: V2's layers, with sigmoid routing, a correction
+bias, and group scores that are the sum of the two best experts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from frame.models.layers.router import RoutingRule
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """Weights of layers past the last (the multi-token-prediction modules) are left out."""
+    """The weights after the last layer (multi-token-prediction modules) are ignored."""
 
     def get_ignored(self) -> tuple[str, ...]:
         extra = self.model_config.config.get("num_nextn_predict_layers") or self.model_config.config.get("num_mtp_layers") or 0

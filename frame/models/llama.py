@@ -1,4 +1,5 @@
-"""Llama 2 and 3, and Mistral: grouped-query attention with rotary embedding, gated feed-forward, pre-norm."""
+"""Llama 2 and 3, and Mistral: grouped-query attention with rotary embedding, gated feed-forward,
+pre-norm."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from frame.models.layers.mlp import GatedMLP
 
 
 class LlamaForCausalLM(Decoder):
-    """`attention_bias` and `mlp_bias` as in the config; Mistral's sliding window holds for all layers."""
+    """`attention_bias` and `mlp_bias` follow the config. Mistral's sliding window applies to all
+    layers."""
 
     ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 

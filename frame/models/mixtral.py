@@ -1,4 +1,4 @@
-"""Mixtral: Llama's attention, and eight experts a layer of which the best two are renormalised."""
+"""Mixtral: Llama's attention, and experts of which the best two are renormalised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from frame.models.layers.router import RoutingRule
 
 
 class MixtralForCausalLM(Decoder):
-    """The checkpoint calls the mixture `block_sparse_moe` and an expert's layers w1 (gate), w3 (up), w2 (down)."""
+    """The checkpoint names the MoE layer `block_sparse_moe`, and an expert's layers w1 (gate), w3
+    (up) and w2 (down)."""
 
     mlp_name: ClassVar[str] = "block_sparse_moe"
 

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama's shape with biased query, key and value, and a sliding window in the upper layers when asked for."""
+"""Qwen2 and Qwen2.5: Llama's layers, with biased query, key and value, and an optional sliding
+window in the upper layers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from frame.models.layers.mlp import GatedMLP
 
 
 class Qwen2ForCausalLM(Decoder):
-    """`layer_types` of a newer config wins over `max_window_layers`."""
+    """A config's `layer_types` takes precedence over `max_window_layers`."""
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         options = AttentionOptions(qkv_bias=True, sliding_window=get_layer_window(self.model_config.config, layer))

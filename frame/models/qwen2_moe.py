@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen1.5-MoE: biased attention, experts, and a shared expert behind a gate."""
+"""Qwen2-MoE and Qwen1.5-MoE: biased attention, experts, and a gated shared expert."""
 
 from __future__ import annotations
 

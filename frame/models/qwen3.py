@@ -1,4 +1,4 @@
-"""Qwen3: no biases, a norm over each head's queries and keys, explicit head size."""
+"""Qwen3: no biases, RMSNorm over each head's queries and keys, explicit head dimension."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frame.models.layers.mlp import GatedMLP
 
 
 class Qwen3ForCausalLM(Decoder):
-    """Biases only where `attention_bias` says so."""
+    """Biases only if the config sets `attention_bias`."""
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config

@@ -1,4 +1,5 @@
-"""RoBERTa and XLM-RoBERTa (BGE-M3's dense vectors, BGE rerankers): BERT's layers, positions after the padding id, a head of its own."""
+"""RoBERTa and XLM-RoBERTa (BGE-M3's dense vectors, BGE rerankers): BERT's layers, with positions
+after the padding id and a two-layer head."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Any decoder of the installed transformers, run over the paged cache: its attention modules call our backend.
+"""Serves any decoder of the installed transformers over the paged cache: its attention modules call
+our attention backend.
 
-transformers builds the model and reads the checkpoint's names; tokens go in flattened, as one sequence of batch size 1.
-Knows no architecture: those whose attention does not go through transformers' interface are refused.
+transformers builds the model and maps the checkpoint's names. Tokens are passed flattened, as one
+sequence of batch size 1. Independent of the architecture; those whose attention does not go through
+transformers' attention interface are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext, LoadCode
     from frame.core.interfaces.model import LazyTensor, ModelConfig
 
-_INTERFACE = "frame_paged"  # our name among transformers' attention functions
+_INTERFACE = "frame_paged"  # name under which `attend` is registered in transformers' attention functions
 
 
 class TransformersForCausalLM(CausalLM, nn.Module):
-    """A model of transformers. One rank; multi-head attention; weights in the model's own type."""
+    """A model of transformers. One rank, multi-head attention, weights in the model's own dtype."""
 
     def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__(model_config, context)
@@ -35,12 +37,13 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         self.context = context
         self.architecture = find_architecture(model_config, context.load_code)
         self.attention = PagedAttention(model_config, context)
-        self.parts: tuple[Any, ...] = ()  # (base model, tail): in a tuple, so that they are not registered a second time
+        # (base model, tail); a tuple, so that torch does not register them a second time
+        self.parts: tuple[Any, ...] = ()
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a checkpoint, for random weights."""
+        """Names and shapes of the checkpoint's tensors, for dummy weights."""
         with torch.device("meta"):
-            model = self._build_config_and(self.architecture)
+            model = self._build_with_config(self.architecture)
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
@@ -51,23 +54,24 @@ class TransformersForCausalLM(CausalLM, nn.Module):
             return self.architecture.from_pretrained(None, trust_remote_code=self.context.load_code is not None, **options)
 
         with _quiet():
-            model, report = self._build_config_and(load)
-        _check(report)
+            model, report = self._build_with_config(load)
+        _check_loading(report)
         self.model = model.to(self.context.device).eval()
         self.parts = (model.base_model, _tail(model))
-        self.attention.attach(model)
+        self.attention.attach_modules(model)
         return {name for name, _ in self.named_parameters()}
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Run two tokens without a cache: every layer must come to our attention, once, with the cache's shapes."""
+        """Run two tokens without a cache, to record each layer's attention shape. Raises
+        ConfigurationError if a layer does not call `attend` with the shape of the cache."""
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.context.device)
-        with self.attention.during(None):
+        with self.attention.use_batch(None):
             self._hidden(ids, torch.arange(2, device=self.context.device)[None])
-        self.attention.check()
+        self.attention.check_layers()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        with self.attention.during(batch):
+        with self.attention.use_batch(batch):
             return self._hidden(batch.token_ids[None], batch.positions[None])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -79,52 +83,60 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _build_config_and(self, act: Any) -> Any:
+    def _build_with_config(self, build: Any) -> Any:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
         stored = {key: value for key, value in self.model_config.config.items() if key not in ("model_type", "quantization_config")}
         config = self._config_class()(**stored)
-        config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented so by transformers
+        config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented by transformers
         config.dtype = self.context.dtype
-        return act(config)
+        return build(config)
 
     def _config_class(self) -> Any:
-        """The checkpoint's own where its code may run and names one; else the model type's."""
+        """The checkpoint's own configuration class, if its code may run and it names one; otherwise
+        that of the model type."""
         from transformers import CONFIG_MAPPING
 
-        reference = _own_code(self.model_config, "AutoConfig")
+        reference = _find_remote_code(self.model_config, "AutoConfig")
         if reference is not None and self.context.load_code is not None:
             return self.context.load_code("configuration", reference)
         kind = self.model_config.config["model_type"]
-        if kind in CONFIG_MAPPING:  # a lazy mapping, whose `get` finds only what was imported before
+        if kind in CONFIG_MAPPING:  # a lazy mapping, whose `get` finds only classes that are already imported
             return CONFIG_MAPPING[kind]
         return self.architecture.config_class
 
 
 class PagedAttention:
-    """What the attention modules of one model share: the step's batch, the backend, and the facts of each layer as they show."""
+    """What the attention modules of one model share: the step's batch, the backend, and each
+    layer's spec as recorded."""
 
     def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         if context.attention is None:
-            raise TypeError("a model's context needs an attention backend")
+            raise TypeError("the build context of a model needs an attention backend")
         self.model_config = model_config
         self.backend = context.attention
         self.batch: ForwardBatch | None = None
         self.specs: dict[int, AttentionSpec] = {}
 
-    def attach(self, model: nn.Module) -> None:
-        """Let every module with a layer number find this object."""
+    def attach_modules(self, model: nn.Module) -> None:
+        """Set this object on every module that has a layer index."""
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.frame_attention = self  # type: ignore[assignment]
 
-    def during(self, batch: ForwardBatch | None) -> _During:
-        """The batch that attention sees inside of this context; None: no cache, shapes are learnt."""
-        return _During(self, batch)
+    @contextlib.contextmanager
+    def use_batch(self, batch: ForwardBatch | None) -> Iterator[None]:
+        """A context in which attention uses `batch`; None: no cache, shapes are recorded."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            self.batch = None
 
-    def check(self) -> None:
-        """Raises ConfigurationError when the layers that were seen are not those that the cache is made for."""
+    def check_layers(self) -> None:
+        """Raises ConfigurationError if the recorded layers differ from those that the cache is made
+        for."""
         model_config, name = self.model_config, self.model_config.architecture
         if sorted(self.specs) != list(range(model_config.num_layers)):
             raise ConfigurationError(
@@ -136,7 +148,7 @@ class PagedAttention:
             shapes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
             if shapes != (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.v_head_dim):
                 raise ConfigurationError(
-                    f"{name} has attention of another shape in layer {layer} {shapes}; the paged cache wants equal layers."
+                    f"{name} has attention of another shape in layer {layer} {shapes}; the paged cache needs layers of equal shape."
                 )
             for used, can, what in (
                 (spec.sliding_window, able.sliding_window, "a sliding window"),
@@ -144,16 +156,17 @@ class PagedAttention:
                 (spec.sinks is not None, able.sinks, "attention sinks"),
             ):
                 if used and not can:
-                    raise ConfigurationError(f"{name} uses {what}, which the attention backend does not compute: choose another backend.")
+                    raise ConfigurationError(f"{name} uses {what}, which the attention backend does not support: choose another backend.")
         self.backend.prepare(list(self.specs.values()))
 
     def run(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads, v_dim]."""
+        """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads,
+        v_dim]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if self.batch is None:
             if layer in self.specs and len(self.specs) == self.model_config.num_layers:
-                self.specs = {}  # learnt before; new weights may bring new sinks
-            self.specs[layer] = _spec(layer, module, q, k, v, options)
+                self.specs = {}  # recorded before; new weights may have new sinks
+            self.specs[layer] = _make_spec(layer, module, q, k, v, options)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         spec = self.specs[layer]
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
@@ -162,34 +175,20 @@ class PagedAttention:
         return self.backend.run(spec, q, k, v, self.batch)[None]
 
 
-class _During:
-    """Sets the batch and takes it away again."""
+class _HiddenStates(nn.Module):
+    """Replaces the base model where only the head after it runs."""
 
-    def __init__(self, attention: PagedAttention, batch: ForwardBatch | None) -> None:
-        self.attention = attention
-        self.batch = batch
-
-    def __enter__(self) -> None:
-        self.attention.batch = self.batch
-
-    def __exit__(self, *error: object) -> None:
-        self.attention.batch = None
-
-
-class _GivenHidden(nn.Module):
-    """Stands for the base model where only what follows it is wanted."""
-
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **options: Any) -> _Given:
-        return _Given(inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **options: Any) -> _HiddenOutput:
+        return _HiddenOutput(inputs_embeds)
 
     @property
-    def decoder(self) -> _GivenHidden:
+    def decoder(self) -> _HiddenStates:
         """OPT calls its base model's decoder directly."""
         return self
 
 
-class _Given:
-    """A base model's output: hidden states, and None for whatever else an architecture asks of it."""
+class _HiddenOutput:
+    """A base model's output: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -204,17 +203,18 @@ class _Given:
 def attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: hands over to the object attached to the module."""
+    """transformers' attention function: calls the object attached to the module."""
     attention: PagedAttention = module.frame_attention  # type: ignore[assignment]
     return attention.run(module, query, key, value, options), None
 
 
 def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = None) -> Any:
-    """The class that can serve: the checkpoint's own where its code may run, else transformers'. Raises ConfigurationError with the
-    reason if there is none."""
+    """The class that serves the model: the checkpoint's own if its code may run, otherwise that of
+    transformers. Raises ConfigurationError if there is none, or if it cannot run over the paged
+    cache."""
     import transformers
 
-    name, reference = model_config.architecture, _own_code(model_config, "AutoModelForCausalLM")
+    name, reference = model_config.architecture, _find_remote_code(model_config, "AutoModelForCausalLM")
     if reference is not None and load_code is not None:
         found = load_code("model", reference)
     else:
@@ -234,14 +234,14 @@ def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = No
     return found
 
 
-def _own_code(model_config: ModelConfig, kind: str) -> str | None:
-    """What `auto_map` of the checkpoint names for one of transformers' auto classes."""
+def _find_remote_code(model_config: ModelConfig, kind: str) -> str | None:
+    """The reference that the checkpoint's `auto_map` has for one of transformers' auto classes."""
     named = model_config.config.get("auto_map")
     reference = named.get(kind) if isinstance(named, dict) else None
     return reference if isinstance(reference, str) else None
 
 
-def _spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:
+def _make_spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:
     scale = options.get("scaling")
     return AttentionSpec(
         layer=layer,
@@ -257,16 +257,17 @@ def _spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def _tail(model: Any) -> Any:
-    """The causal model with its base model replaced by what it is given: head, soft caps and scales as transformers has them."""
+    """The causal model with its base model replaced by given hidden states: head, soft caps and
+    scales as in transformers."""
     tail = copy.copy(model)
-    tail.__dict__["_modules"] = dict(model._modules)  # noqa: SLF001 - a shallow copy shares its children otherwise
-    tail._modules[model.base_model_prefix] = _GivenHidden()  # noqa: SLF001
+    tail.__dict__["_modules"] = dict(model._modules)  # noqa: SLF001 - a shallow copy would share its children
+    tail._modules[model.base_model_prefix] = _HiddenStates()  # noqa: SLF001
     return tail
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bar, which also goes to files."""
+    """Disable transformers' progress bar, which would also be written to log files."""
     from transformers.utils import logging
 
     if not logging.is_progress_bar_enabled():
@@ -279,15 +280,17 @@ def _quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _check(report: dict[str, Any]) -> None:
+def _check_loading(report: dict[str, Any]) -> None:
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     wrong = sorted(report["mismatched_keys"])
     if wrong:
         name, stored, wanted = wrong[0]
-        raise CheckpointError(f"{name} has the shape {list(stored)}, {list(wanted)} is expected: is this checkpoint's config.json its own?")
+        raise CheckpointError(
+            f"{name} has the shape {list(stored)}, but {list(wanted)} is expected: check that config.json belongs to this checkpoint."
+        )
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {missing[0]} ({len(missing)} parameters in all): is it complete?")
+        raise CheckpointError(f"the checkpoint lacks {missing[0]} ({len(missing)} parameters in all): check that it is complete.")
     if unexpected:
         raise CheckpointError(
-            f"the checkpoint holds {unexpected[0]}, which the model does not have: is this checkpoint's config.json its own?"
+            f"the checkpoint holds {unexpected[0]}, which the model does not have: check that config.json belongs to this checkpoint."
         )

@@ -1,6 +1,6 @@
-"""Manifest of the in-tree quantization methods: records only, nothing heavy is imported here.
+"""Manifest of the in-tree quantization methods. Records only; nothing heavy is imported here.
 
-Each record names its target as "module:Class"; the registry imports it when it has been chosen.
+Each record names its target as "module:Class"; the registry imports it when it is selected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Int8Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ignore: tuple[str, ...] = Field(
-        ("kv_b_proj$",), description="Regular expressions of layers that stay plain; kv_b_proj is rearranged after loading anyway."
+        ("kv_b_proj$",), description="Regular expressions of layers that stay unquantized; kv_b_proj is dequantized after loading anyway."
     )
 
 
@@ -33,7 +33,7 @@ class Fp8Options(BaseModel):
 
     ignore: tuple[str, ...] = Field(
         ("kv_b_proj$",),
-        description="Regular expressions of layers of a plain checkpoint that stay plain; kv_b_proj is rearranged after loading anyway.",
+        description="Regular expressions of layers that stay unquantized; for unquantized checkpoints. kv_b_proj is dequantized anyway.",
     )
 
 
@@ -46,7 +46,7 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         capabilities=QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,)),
         api=API,
         rank=10,
-        summary="Plain weights in the model's own type.",
+        summary="Unquantized weights in the model's own type.",
     )
     registry.add(
         "int8_weight_only",
@@ -54,7 +54,7 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         capabilities=QuantizationCapabilities(devices=("cpu",), checkpoints=(None,)),
         options=Int8Options,
         api=API,
-        summary="Int8 weights, one scale an output, quantized while loading; for small batches on the CPU.",
+        summary="Int8 weights with one scale per output, quantized while loading; for small batches on the CPU.",
     )
     registry.add(
         "fp8",
@@ -63,5 +63,5 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         options=Fp8Options,
         api=API,
         rank=20,
-        summary="e4m3 weights with scales by block, output or tensor, stored so or rounded while loading; larger batches are rounded too.",
+        summary="fp8 (e4m3) weights, scaled per block, output or tensor, stored so or quantized while loading; fp8 activations.",
     )

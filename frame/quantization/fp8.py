@@ -1,7 +1,9 @@
-"""Weights in e4m3 with scales: checkpoints that store them so, and plain ones rounded while loading.
+"""fp8 (e4m3) weights with scales: from fp8 checkpoints, or quantized while loading.
 
-On a GPU that multiplies fp8 weights stay as they are (`fp8_product`). Elsewhere, and in sizes that nothing takes, they are made plain
-once they are loaded: right, but as large and as slow as plain ones. Knows no model; what a configuration says is read by `fp8_format`.
+On a GPU with fp8 products the weights stay fp8 (`fp8_matmul`). Elsewhere, and for sizes that no
+kernel supports, they are dequantized after loading, which gives the same results at the size and
+speed of unquantized weights. Depends on no model; `fp8_format` reads the checkpoint's
+configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from frame.models.layers.parameter import ShardedParameter, ShardRule
 from frame.quantization import Fp8Options
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_matmul import Fp8Matmul
-from frame.quantization.fp8_weights import BLOCK, FP8, Fp8Parameter, RoundedParameter, Scales, dequantize, scale_parameter
+from frame.quantization.fp8_weights import BLOCK, FP8, Fp8Parameter, RoundedParameter, Scales, dequantize, make_scale_parameter
 from frame.quantization.none import PlainExperts, PlainLinear
 
 if TYPE_CHECKING:
@@ -29,12 +31,13 @@ if TYPE_CHECKING:
 
 
 class Fp8(QuantizationMethod):
-    """fp8 for linear layers and experts: those that the checkpoint stores so, or, of a plain one, all that the option `ignore` spares."""
+    """fp8 for linear layers and experts: those that the checkpoint stores in fp8, or, in an
+    unquantized checkpoint, all that the option `ignore` does not match."""
 
     def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None:
         self._format = read_format(checkpoint_config) if checkpoint_config else None
         if self._format is not None and self._format.input_scale:
-            # a scale for each token, made as it comes, is finer than the checkpoint's one for all
+            # dynamic per-token scales are finer than the checkpoint's one static scale
             self.left_out = (rf".*\.{re.escape(self._format.input_scale)}$",)
         ignore = options.ignore if isinstance(options, Fp8Options) else Fp8Options().ignore
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignore)) if ignore else None
@@ -51,13 +54,13 @@ class Fp8(QuantizationMethod):
 
     def _takes(self, prefix: str) -> bool:
         if self._format is not None:
-            return self._format.stores(prefix)
+            return self._format.stores_layer(prefix)
         return self._ignored is None or self._ignored.search(prefix) is None
 
 
 class Fp8Linear:
-    """`weight` e4m3 [outputs, inputs] and its scale under the checkpoint's own name; after loading the `product` with it, or, where
-    nothing multiplies fp8, the layer `plain` in its place."""
+    """`weight` e4m3 [outputs, inputs] and its scale under the checkpoint's own name. After loading,
+    `product` multiplies it; where no kernel does, the dequantized layer `plain` replaces it."""
 
     def __init__(self, stored: Fp8Format) -> None:
         self._stored = stored
@@ -67,14 +70,14 @@ class Fp8Linear:
         stored = self._stored
         weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
         layer.register_parameter("weight", Fp8Parameter(weight, ShardRule(output=0, input=1)))
-        layer.register_parameter(stored.scale, scale_parameter(stored.sharing, stored.block, output_sizes, input_size))
+        layer.register_parameter(stored.scale, make_scale_parameter(stored.sharing, stored.block, output_sizes, input_size))
         _prepare(layer, dtype)
 
     def finish(self, layer: nn.Module) -> None:
-        """Choose how a weight that was loaded since the last time is multiplied."""
+        """Select how a weight that was loaded since the last call is multiplied."""
         weight: Fp8Parameter = layer.weight  # type: ignore[assignment]
         if not weight.numel():
-            return  # made plain before
+            return  # already dequantized
         scales = self._scales(layer)
         layer.product = Fp8Matmul.create(weight, scales, layer.plain_dtype)  # type: ignore[assignment, arg-type]
         layer.plain = None  # type: ignore[assignment]
@@ -88,7 +91,8 @@ class Fp8Linear:
         return self._plain.apply(layer.plain, x, bias)  # type: ignore[arg-type]
 
     def apply_gated(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-        """SiLU of the first half of the outputs, times the second; None where that is better computed apart."""
+        """SiLU(first half of the outputs) * second half; None where a separate activation is
+        faster."""
         if layer.product is not None:
             return layer.product.multiply_gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
         return self._plain.apply_gated(layer.plain, x, bias)  # type: ignore[arg-type]
@@ -97,7 +101,7 @@ class Fp8Linear:
         scale: ShardedParameter = getattr(layer, self._stored.scale)
         if self._stored.sharing != "block":
             return Scales(scale.data.flatten())
-        return Scales(scale.data, scale.rule.output_step, scale.rule.input_step).coarsest(*self._stored.block)
+        return Scales(scale.data, scale.rule.output_step, scale.rule.input_step).coarsen(*self._stored.block)
 
     def _make_plain(self, weight: torch.Tensor) -> nn.Module:
         plain = nn.Module()
@@ -108,7 +112,7 @@ class Fp8Linear:
 
 
 class RoundedLinear(Fp8Linear):
-    """A plain checkpoint's weight, rounded while it is loaded: one scale an output."""
+    """The weight of an unquantized checkpoint, quantized while loading: one scale per output."""
 
     def __init__(self) -> None:
         super().__init__(Fp8Format("channel"))
@@ -124,8 +128,9 @@ class RoundedLinear(Fp8Linear):
 
 
 class Fp8Experts:
-    """`gate_up` and `down` in e4m3, with `gate_up_fp8_scale` and `down_fp8_scale` float32, by blocks of 128 x 128 or by output, where the
-    layer's runner takes them. Others, and of sizes that are no multiples of 128, are made plain once they are loaded."""
+    """`gate_up` and `down` in e4m3, with `gate_up_fp8_scale` and `down_fp8_scale` float32, per
+    block of 128 x 128 or per output, if the layer's runner takes them. Otherwise, and for sizes
+    that are no multiples of 128, they are dequantized after loading."""
 
     def __init__(self, stored: Fp8Format) -> None:
         self._stored = stored
@@ -137,12 +142,12 @@ class Fp8Experts:
         for name, outputs, inputs in (("gate_up", (inner, inner), hidden), ("down", (hidden,), inner)):
             weight = torch.empty(num_experts, sum(outputs), inputs, dtype=FP8)
             layer.register_parameter(name, Fp8Parameter(weight, ShardRule(expert=0, output=1, input=2)))
-            scale = scale_parameter(stored.sharing, stored.block, outputs, inputs, num_experts)
+            scale = make_scale_parameter(stored.sharing, stored.block, outputs, inputs, num_experts)
             layer.register_parameter(name + stored.scale.removeprefix("weight"), scale)
         layer.plain_dtype = dtype  # type: ignore[assignment]
 
     def finish(self, layer: nn.Module) -> None:
-        """Make what was loaded since the last time plain, unless it is multiplied as it is."""
+        """Dequantize what was loaded since the last call, unless the runner multiplies it as fp8."""
         weights: list[Fp8Parameter] = [layer.gate_up, layer.down]  # type: ignore[list-item]
         if weights[0].dtype != FP8:
             return
@@ -161,7 +166,7 @@ class Fp8Experts:
         self._plain.finish(layer)
 
     def _scales(self, layer: nn.Module, name: str) -> Scales:
-        """Of all experts: one dimension more than those of a linear layer."""
+        """The scales of all experts: one dimension more than those of a linear layer."""
         scale: ShardedParameter = getattr(layer, name + self._stored.scale.removeprefix("weight"))
         if self._stored.sharing != "block":
             return Scales(scale.data.flatten(1))
@@ -169,7 +174,8 @@ class Fp8Experts:
 
     @staticmethod
     def _kept(layer: nn.Module, scales: Sequence[Scales]) -> list[torch.Tensor] | None:
-        """The scales in a form that the layer's runner takes; None if it takes none, on this device and of these sizes."""
+        """The scales in a form that the layer's runner takes; None if it takes none, on this device
+        and for these sizes."""
         down: torch.Tensor = layer.down  # type: ignore[assignment]
         takes: tuple[Fp8Scale, ...] = getattr(layer, "takes_fp8", ())
         if any(size % BLOCK for size in down.shape[1:]) or not (kernels.can_use_triton(down.device) and kernels.supports_fp8(down.device)):
@@ -183,7 +189,8 @@ class Fp8Experts:
 
 
 class RoundedExperts(Fp8Experts):
-    """A plain checkpoint's experts, rounded by blocks of 128 x 128 while they are loaded; of other sizes they stay plain."""
+    """The experts of an unquantized checkpoint, quantized while loading by blocks of 128 x 128; of
+    other sizes they stay unquantized."""
 
     def __init__(self) -> None:
         super().__init__(Fp8Format("block"))
@@ -212,7 +219,8 @@ class RoundedExperts(Fp8Experts):
 
 
 def _by_blocks(weight: torch.Tensor, scales: Scales) -> torch.Tensor | None:
-    """The scales of weights [experts, outputs, inputs] as [experts, outputs / 128, inputs / 128]; None where they differ in a block."""
+    """The scales of weights [experts, outputs, inputs] as [experts, outputs / 128, inputs / 128];
+    None if they differ inside a block."""
     if scales.columns:
         return scales.values if (scales.rows, scales.columns) == (BLOCK, BLOCK) else None
     outputs = scales.values.unflatten(1, (-1, BLOCK))
@@ -223,7 +231,7 @@ def _by_blocks(weight: torch.Tensor, scales: Scales) -> torch.Tensor | None:
 
 
 def _keep(layer: nn.Module, name: str, scale: torch.Tensor) -> None:
-    """A buffer of that name, at the address that it had before: a captured graph reads it there."""
+    """Register a buffer, or update it in place: a captured graph reads it at its old address."""
     before: torch.Tensor | None = getattr(layer, name, None)  # type: ignore[assignment]
     if before is None:
         layer.register_buffer(name, scale, persistent=False)
@@ -232,7 +240,7 @@ def _keep(layer: nn.Module, name: str, scale: torch.Tensor) -> None:
 
 
 def _prepare(layer: nn.Module, dtype: torch.dtype) -> None:
-    """What `finish` chooses between."""
+    """Initialise the attributes that `finish` sets."""
     layer.plain_dtype = dtype  # type: ignore[assignment]
     layer.product = None  # type: ignore[assignment]
     layer.plain = None  # type: ignore[assignment]

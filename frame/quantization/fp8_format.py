@@ -1,6 +1,7 @@
-"""How fp8 checkpoints say that they store weights: three dialects of `quantization_config`, read into one `Fp8Format`.
+"""Reads how an fp8 checkpoint stores its weights: three dialects of `quantization_config`, as one
+`Fp8Format`.
 
-Knows no tensor and no layer.
+Depends on no tensor and no layer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ Sharing = Literal["tensor", "channel", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """`sharing`: what has one scale: a whole tensor, an output, or a `block` of (outputs, inputs). `scale` and `input_scale` are the
-    names of the scales beside `weight`; None: activations are scaled as they come. Layers that a pattern of `plain` matches are stored
-    in the model's own type, and so are those that none of `targets` matches, where there are any."""
+    """How weights are stored.
+
+    `sharing`: what shares one scale: a whole tensor, an output ("channel"), or a `block` of
+    (outputs, inputs). `scale`, `input_scale`: names of the scale tensors beside `weight`;
+    `input_scale` None: dynamic activation scales. `plain`: patterns of layers that are stored
+    unquantized. `targets`: if not empty, layers that match none of these are unquantized too.
+    """
 
     sharing: Sharing
     scale: str = "weight_scale"
@@ -29,27 +34,29 @@ class Fp8Format:
     plain: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
 
-    def stores(self, name: str) -> bool:
-        """Whether the checkpoint's layer of this name is stored in fp8."""
+    def stores_layer(self, name: str) -> bool:
+        """Whether the checkpoint stores the layer `name` in fp8."""
         if any(_matches(pattern, name) for pattern in self.plain):
             return False
         return not self.targets or any(_matches(pattern, name) for pattern in self.targets)
 
 
 def read_format(config: Mapping[str, Any]) -> Fp8Format:
-    """The format that a checkpoint's `quantization_config` describes. Raises CheckpointError for weights that are not fp8."""
+    """The format that a checkpoint's `quantization_config` describes. Raises CheckpointError if the
+    weights are not fp8."""
     readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt}
     method = config.get("quant_method")
     if method not in readers:
-        raise CheckpointError(f"quantization_config.quant_method is {method!r}; fp8 reads {', '.join(readers)}.")
+        raise CheckpointError(f"quantization_config.quant_method is {method!r}; fp8 supports {', '.join(readers)}.")
     return readers[method](config)
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
-    """DeepSeek's and transformers' blocks (`weight_scale_inv`), and one scale a tensor under either of its two names."""
+    """DeepSeek's and transformers' block scales (`weight_scale_inv`), and one scale per tensor
+    under either of its two names."""
     kind = config.get("fmt") or "e4m3"
     if kind != "e4m3":
-        raise CheckpointError(f"quantization_config.fmt is {kind!r}; fp8 weights are read as e4m3 only.")
+        raise CheckpointError(f"quantization_config.fmt is {kind!r}; only e4m3 weights are supported.")
     is_static = config.get("activation_scheme") == "static"
     plain = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
     block = config.get("weight_block_size")
@@ -61,6 +68,7 @@ def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
 
 
 def _read_compressed(config: Mapping[str, Any]) -> Fp8Format:
+    """compressed-tensors."""
     groups = list((config.get("config_groups") or {}).values())
     weights = [group.get("weights") or {} for group in groups]
     kinds = {(weight.get("type"), weight.get("num_bits"), weight.get("strategy")) for weight in weights}
@@ -80,9 +88,10 @@ def _read_compressed(config: Mapping[str, Any]) -> Fp8Format:
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Fp8Format:
+    """NVIDIA ModelOpt."""
     algorithm = config.get("quant_algo")
     if algorithm != "FP8":
-        raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of modelopt's formats FP8 is read.")
+        raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of modelopt's formats only FP8 is supported.")
     return Fp8Format("tensor", input_scale="input_scale", plain=tuple(config.get("exclude_modules") or config.get("ignore") or ()))
 
 
@@ -93,7 +102,8 @@ def _block(value: Sequence[int]) -> tuple[int, int]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """A name itself, the name of a module around it, its last parts, `*` for anything, or a regular expression after `re:`."""
+    """Whether a pattern matches: the name itself, an enclosing module, its last parts, `*` for
+    anything, or a regular expression after `re:`."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     if "*" in pattern:

@@ -1,7 +1,8 @@
-"""The product with one e4m3 weight, by whichever way is fastest for the rows at hand.
+"""The product with one e4m3 weight: selects the fastest kernel for the number of rows.
 
-Rows are rounded to e4m3 too: by token where the weight has a scale for each output, by token and 128 inputs where it has one for each
-block. Few rows go to a kernel that streams the weight, others to PyTorch. Knows no layer.
+Activations are quantized too: per token for weights with one scale per output, per token and 128
+inputs for block scales. Few rows use a skinny GEMM kernel, others PyTorch (cuBLAS). Depends on no
+layer.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from frame.kernels.linear.fp8_linear import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
-_MULTIPLE = 16  # of both sizes, for PyTorch's products
-# where PyTorch's product with scales leaves most of the device idle: scaling apart takes less (docs/performance.md)
+_MULTIPLE = 16  # both sizes must be multiples of it for PyTorch's fp8 products
+# below these sizes PyTorch's scaled product leaves most of the device idle, and scaling separately
+# is faster (docs/performance.md)
 _FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
 
 class Fp8Matmul:
-    """[…, inputs] times a weight [outputs, inputs], transposed, for as long as the weight and its scales keep their sizes and places."""
+    """x […, inputs] times a weight [outputs, inputs], transposed, while the weight and its scales
+    keep their sizes and addresses."""
 
     def __init__(self, weight: torch.Tensor, scales: Scales) -> None:
         from frame.kernels.linear import fp8_linear, fp8_quantize
@@ -41,17 +44,19 @@ class Fp8Matmul:
         self._quantize = fp8_quantize.quantize_groups if scales.columns else fp8_quantize.quantize_rows
         self._rescale = fp8_quantize.rescale_
         self._block = (scales.rows, scales.columns)
-        # rows a multiple of four scales long, as cuBLAS wants them
+        # rows padded to a multiple of four scales, which cuBLAS requires
         self._scales = F.pad(scales.values, (0, -scales.values.shape[1] % 4)) if scales.columns else scales.values
         self._one = torch.ones((), device=device)
         self._pdl = kernels.supports_pdl(device)
         self._multiplies_many = device.type == "cuda" and (
-            not scales.columns or torch.cuda.get_device_capability(device) == (9, 0)  # which cuBLAS has products of blocks for
+            # cuBLAS has block-scaled products for 9.0 only
+            not scales.columns or torch.cuda.get_device_capability(device) == (9, 0)
         )
 
     @classmethod
     def create(cls, weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> Fp8Matmul | None:
-        """None where no kernel multiplies this weight on its device, or with activations of this type."""
+        """None if no kernel multiplies this weight on its device, or with activations of this
+        dtype."""
         device = weight.device
         if not (kernels.can_use_triton(device) and kernels.supports_fp8(device)) or (dtype not in _TYPES and device.type == "cuda"):
             return None
@@ -72,7 +77,8 @@ class Fp8Matmul:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """SiLU of the first half of the outputs times the second, […, outputs / 2]; None for more rows than few."""
+        """SiLU(first half of the outputs) * second half, […, outputs / 2]; None for more rows than
+        the skinny kernel takes."""
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         rows = flat.shape[0]
         if not (0 < rows <= self._few and self._can_gate):
@@ -98,7 +104,8 @@ class Fp8Matmul:
             kinds = F.ScalingType  # type: ignore[attr-defined]
             scales_of_blocks = (kinds.BlockWise1x128, self._scales.t(), kinds.BlockWise128x128)
             return F.scaled_mm(rounded, weight.t(), by_row, *scales_of_blocks, output_dtype=x.dtype)[: len(x)]  # type: ignore[attr-defined, no-any-return]
-        if len(x) <= _SOME_ROWS and len(weight) <= _FEW_OUTPUTS and x.dtype == torch.bfloat16:  # which holds unscaled numbers
+        # whose range holds the unscaled products
+        if len(x) <= _SOME_ROWS and len(weight) <= _FEW_OUTPUTS and x.dtype == torch.bfloat16:
             out = torch._scaled_mm(rounded, weight.t(), self._one, self._one, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
             return self._rescale(out, by_row, self._scales, self._pdl)
         by_output = self._scales[None]

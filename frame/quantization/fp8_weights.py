@@ -1,6 +1,6 @@
-"""Weights in e4m3 and their scales: parameters that load them, what numbers they stand for, and rounding to them.
+"""fp8 (e4m3) weights and their scales: parameters that load them, dequantization, and quantization.
 
-Knows no checkpoint format and no layer.
+Depends on no checkpoint format and no layer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-BLOCK = 128  # of outputs and of inputs, where weights are rounded here
+BLOCK = 128  # block size (outputs and inputs) of weights that are quantized here
 _SMALLEST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """float32 [outputs / rows, inputs / columns]: each stands for so many outputs and inputs; `columns` 0: for all inputs, [outputs]."""
+    """float32 [outputs / rows, inputs / columns]: each scale covers `rows` outputs and `columns`
+    inputs. `columns` 0: all inputs, [outputs]."""
 
     values: torch.Tensor
     rows: int = 1
     columns: int = 0
 
-    def coarsest(self, rows: int, columns: int) -> Self:
-        """The same scales by blocks of `rows` and `columns`, if they are equal inside each; otherwise these."""
+    def coarsen(self, rows: int, columns: int) -> Self:
+        """The same scales by blocks of `rows` and `columns`, if they are equal inside each block;
+        otherwise these."""
         if not self.columns:
             return self
         by_rows, by_columns = rows // self.rows, columns // self.columns
@@ -46,7 +48,7 @@ class Scales:
 
 
 def dequantize(weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> torch.Tensor:
-    """[outputs, inputs] in `dtype`: the numbers that a weight stands for."""
+    """weight * scale, [outputs, inputs] in `dtype`."""
     values = scales.values
     if scales.columns:
         outputs, inputs = weight.shape
@@ -57,14 +59,16 @@ def dequantize(weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> torc
 
 
 def quantize_outputs(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] -> (e4m3 of the same shape, float32 [outputs]): the largest number of a row becomes 448."""
+    """[outputs, inputs] -> (e4m3 of the same shape, float32 [outputs]). The largest magnitude of a
+    row becomes 448."""
     numbers = weight.float()
     scale = (numbers.abs().amax(1) / FP8_MAX).clamp_min_(_SMALLEST)
     return (numbers / scale[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] -> (e4m3 of the same shape, float32 [outputs / 128, inputs / 128]), both rounded up."""
+    """[outputs, inputs] -> (e4m3 of the same shape, float32 [outputs / 128, inputs / 128], both
+    rounded up)."""
     outputs, inputs = weight.shape
     padded = F.pad(weight.float(), (0, -inputs % BLOCK, 0, -outputs % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -73,11 +77,14 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rounded.flatten(2, 3).flatten(0, 1)[:outputs, :inputs].contiguous(), scale
 
 
-def scale_parameter(
+def make_scale_parameter(
     sharing: Sharing, block: tuple[int, int], output_sizes: Sequence[int], input_size: int, experts: int = 0
 ) -> ShardedParameter:
-    """The scales of a layer of `output_sizes` in one matrix, or of as many `experts`: by blocks, for each output (as a column), or for
-    each output what its checkpoint tensor has as one number. Blocks are stored as finely as the parts that end inside one need."""
+    """The scales of a layer of `output_sizes` in one matrix, or of `experts` such layers.
+
+    By block; per output (as a column); or per output with one number in the checkpoint's tensor.
+    Block scales are stored as finely as parts that end inside a block require.
+    """
     lead, first, expert = ((experts,), 1, 0) if experts else ((), 0, None)
     outputs = sum(output_sizes)
     if sharing == "block":
@@ -92,7 +99,8 @@ def scale_parameter(
 
 
 class Fp8Parameter(ShardedParameter):
-    """Numbers as a checkpoint stores them. Once their layer has made them plain (`data` of another type), a load starts anew."""
+    """Values as a checkpoint stores them. A load after the layer was dequantized (`data` of another
+    dtype) starts with a new tensor."""
 
     def load(self, name: str, tensor: LazyTensor) -> None:
         if self.dtype != FP8:
@@ -101,9 +109,11 @@ class Fp8Parameter(ShardedParameter):
 
 
 class RoundedParameter(Fp8Parameter):
-    """e4m3 made of plain checkpoints while they are loaded, tensor by tensor, so that the plain numbers never lie there all at once.
+    """e4m3 values quantized from unquantized checkpoints while loading, tensor by tensor, so that
+    the unquantized weights are never all in memory.
 
-    `scales` has one for each output ([outputs]), or, for experts, for each block of 128 x 128 ([experts, …]); None before the first load.
+    `scales`: one per output ([outputs]) or, for experts, one per block of 128 x 128 ([experts, …]);
+    None before the first load.
     """
 
     scales: torch.Tensor | None = None

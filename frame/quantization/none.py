@@ -1,4 +1,4 @@
-"""Plain weights in the model's own type, multiplied as they are."""
+"""Unquantized weights in the model's own dtype."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from frame.models.layers.plain_matmul import PlainMatmul
 if TYPE_CHECKING:
     from torch import nn
 
-_SMALL_EXPERT = 1 << 17  # hidden * inner: below it, idle experts cost less than sorting tokens (benchmarks/moe_cpu.py)
-_SMALL_LAYER = 32 << 20  # bytes of `down`: the further forms of a layer's experts take three times that each
+# hidden times inner: below this size, multiplying idle experts costs less than sorting tokens
+# (measured by benchmarks/moe_cpu.py)
+_SMALL_EXPERT = 1 << 17
+_SMALL_LAYER = 32 << 20  # bytes of `down`: the packed forms of a layer's experts take three times as much each
 
 
 class PlainLinear:
-    """`weight` [outputs, inputs] and the `product` with it; where the CPU likes it better, `packed` instead."""
+    """`weight` [outputs, inputs] and its `product`; `packed` instead where the CPU multiplies
+    packed weights faster."""
 
     def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=dtype)
@@ -29,7 +32,7 @@ class PlainLinear:
         layer.product = PlainMatmul(weight)  # type: ignore[assignment]
 
     def finish(self, layer: nn.Module) -> None:
-        """Pack a weight that was loaded since the last time, or choose how it is multiplied."""
+        """Pack a weight that was loaded since the last call, or select its product."""
         weight: ShardedParameter = layer.weight  # type: ignore[assignment]
         if weight.numel() and can_pack(weight):
             layer.packed = pack_weight(weight)
@@ -43,7 +46,8 @@ class PlainLinear:
         return layer.product(x, layer.weight, bias)  # type: ignore[operator, no-any-return]
 
     def apply_gated(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-        """SiLU of the first half of the outputs, times the second; None where that is better computed apart."""
+        """SiLU(first half of the outputs) * second half; None where a separate activation is
+        faster."""
         if layer.packed is not None:
             return None
         return layer.product.multiply_gated(x, layer.weight, bias)  # type: ignore[union-attr, operator, no-any-return]
@@ -52,9 +56,10 @@ class PlainLinear:
 class PlainExperts:
     """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner].
 
-    Small experts on a CPU that packs get two more forms, from which a runner takes its pick: all experts side by side for small batches,
-    `packed_gate_up` (of the matrix [experts * 2 * inner, hidden]) and `packed_down` ([hidden, experts * inner]); and one by one,
-    the lists `packed_each_gate_up` and `packed_each_down`.
+    Small experts on a CPU with packed weights get two more forms, from which the runner selects:
+    all experts concatenated, for small batches, as `packed_gate_up` (of the matrix [experts * 2 *
+    inner, hidden]) and `packed_down` ([hidden, experts * inner]); and one by one, as the lists
+    `packed_each_gate_up` and `packed_each_down`.
     """
 
     def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
@@ -76,7 +81,7 @@ class PlainExperts:
 
 
 class Plain(QuantizationMethod):
-    """No quantization: every layer gets the same."""
+    """No quantization."""
 
     def linear(self, prefix: str, kind: LayerKind = "linear") -> LinearMethod:
         return PlainLinear()

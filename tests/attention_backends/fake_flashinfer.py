@@ -1,6 +1,6 @@
-"""FlashInfer's wrappers with the signatures of 0.6.12, computing in float64 on the host what the library's contract says.
+"""A fake FlashInfer: wrappers with the signatures of 0.6.12 that compute in float64 on the host.
 
-`tests/attention_backends/test_flashinfer.py` holds these signatures against an installed library's.
+`test_flashinfer.py` compares these signatures with an installed library's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window_left: int = -1, soft_cap: float = 0.0
 ) -> torch.Tensor:
-    """One row: q [n, heads, d], k and v [m, kv_heads, …]; the last query stands at the last key."""
+    """One row: q [n, heads, d], k and v [m, kv_heads, …]. The last query is at the last key's
+    position."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -30,14 +31,14 @@ def attend(
 
 
 class _Wrapper:
-    """What all wrappers share; `buffers` are the addresses that a captured graph reads."""
+    """Common part of the wrappers. `buffers`: the addresses that a captured graph reads."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, torch.Tensor] = {}
         self.planned: dict[str, Any] = {}
 
     def lists(self, name: str) -> torch.Tensor:
-        """A list as the kernels find it: in the buffer, or as it was planned."""
+        """A page list as the kernels read it: from the buffer, or as planned."""
         found: torch.Tensor = self.buffers.get(name, self.planned[name])
         return found
 
@@ -168,7 +169,7 @@ def fast_decode_plan(
     disable_split_kv: bool = False,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
-    """Copies nothing: who calls it has filled the buffers."""
+    """Copies nothing; the caller has filled the buffers."""
     assert self.rows == len(last_page_len), "for captured wrappers"
     assert global_override_indptr_cpu is not None
     self.planned.update(scale=sm_scale, window=window_left, soft_cap=logits_soft_cap or 0.0)

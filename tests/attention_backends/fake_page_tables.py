@@ -1,6 +1,9 @@
-"""Functions of attention libraries that take tables of pages, with their real signatures: flashinfer 0.6.12, the folder hopper/ of
-flash-attention, sgl-flash-mla 1.0. They compute in float64 on the host what they promise. `test_tables.py` holds the signatures against
-installed libraries."""
+"""Fake functions of attention libraries that take page tables, with their real signatures:
+flashinfer 0.6.12, flash-attention's `hopper/`, sgl-flash-mla 1.0.
+
+They compute in float64 on the host. `test_page_tables.py` compares the signatures with installed
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ def attend(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One row, causal: q [n, heads, d], k and v [m, kv_heads, …]; the last query stands at the last key."""
+    """One causal row: q [n, heads, d], k and v [m, kv_heads, …]. The last query is at the last
+    key's position."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -37,7 +41,7 @@ def attend(
 
 
 def row_of(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` tokens of a row whose pages are `table`; cache [pages, page_size, …]."""
+    """The first `length` tokens of a row with the pages `table`; cache [pages, page_size, …]."""
     count = -(-length // cache.shape[1])
     return cache[table[:count].long()].flatten(0, 1)[:length]
 

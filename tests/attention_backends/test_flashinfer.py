@@ -1,4 +1,5 @@
-"""`flashinfer`: what the library is asked for, against float64 behind its own signatures; captured plans; its record."""
+"""`flashinfer`: library calls against a float64 fake with the library's signatures, captured plans,
+capabilities."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_calls_compute_attention(case: suite.Case) -> None:
 
 
 @pytest.mark.parametrize("rows", [Rows.of([], [(0, 90), (0, 7)]), Rows.of([40], [(30, 60), (0, 9)]), Rows.of([3], [(0, 33)])])
-def test_long_extends_take_their_keys_side_by_side(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_extends_use_ragged_keys(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrappers, "MIN_RAGGED_QUERIES", 8)
     case = suite.Case(rows, heads=4, kv_heads=2, head_dim=64, v_head_dim=64)
     backend, inputs = make(case), suite.make_inputs(case)
@@ -71,14 +72,15 @@ def test_long_extends_take_their_keys_side_by_side(rows: Rows, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_captured_plans_describe_the_batch_they_are_given(kind: str) -> None:
-    """The wrappers of a graph read buffers alone; `replay_plan` is all that happens between two batches."""
+def test_captured_plans_describe_the_given_batch(kind: str) -> None:
+    """The wrappers of a graph read only buffers; `replay_plan` is all that runs between two
+    batches."""
     sizes: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24} if kind == "mla" else {"window": 33}
     first = suite.Case(Rows.of([5, 37, 130, 1]), head_dim=64, v_head_dim=64) if kind == "mha" else suite.Case(Rows.of([5, 37, 130, 1]))
     first = replace(first, **sizes)
     second = replace(first, rows=Rows.of([90, 2, 31, 64]), seed=1)
     backend = make(first)
-    suite.compute(backend, first, suite.make_inputs(first))  # a step without a graph: the layer's shape is learnt
+    suite.compute(backend, first, suite.make_inputs(first))  # a step without a graph, which records the layer's shape
     captured: list[Any] = []
     backend.plan = lambda batch: captured[0] if captured else captured.append(backend.capture_plan(batch)) or captured[0]  # type: ignore[method-assign]
     for case in (first, second, first):
@@ -99,7 +101,7 @@ def test_kernels_are_compiled_for_both_phases_when_a_shape_is_first_seen() -> No
     assert [(module.kind, module.form) for module in compiled] == [("prefill", "fa2"), ("prefill", "fa3")]
 
 
-def test_prepare_compiles_the_modules_of_all_layers_at_once_before_any_step() -> None:
+def test_prepare_compiles_all_modules_before_the_first_step() -> None:
     compiled: list[Module] = []
     backend = make(suite.Case(Rows.of([5])), compiled)
     context = replace(backend.context, kv_dtype=torch.float8_e4m3fn)
@@ -111,8 +113,8 @@ def test_prepare_compiles_the_modules_of_all_layers_at_once_before_any_step() ->
     assert found == [("prefill", "fa2", False, torch.float8_e4m3fn), ("prefill", "fa2", True, torch.float8_e4m3fn)]
 
 
-def test_the_library_is_imported_by_what_needs_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the constructor: the import takes seconds, and may run in the background."""
+def test_the_library_is_imported_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constructor does not import it: the import takes seconds and may run in the background."""
     loads: list[int] = []
     monkeypatch.setattr(Library, "load", lambda: loads.append(1) or library())
     backend = FlashInferBackend(build_context("cpu", torch.float32, 16))
@@ -122,7 +124,7 @@ def test_the_library_is_imported_by_what_needs_it_first(monkeypatch: pytest.Monk
     assert loads == [1]
 
 
-def test_lists_of_pages() -> None:
+def test_page_lists() -> None:
     rows = Rows.of([5, 8, 1], [(3, 6)])
     pages = lay_out(rows, 4, np.random.default_rng(0))
     lists = list_pages(forward_batch(rows, pages, PlainKVCache(4, []), "cpu"), 1, 4)
@@ -136,7 +138,7 @@ def test_lists_of_pages() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernel_lists_pages() -> None:
-    """In a process of its own, under the interpreter."""
+    """Runs in its own process under the interpreter."""
     program = """
 import numpy as np, torch
 from frame.attention_backends.flashinfer.page_list_kernel import write_page_lists
@@ -169,7 +171,7 @@ assert pages[-7:].tolist() == [-1] * 7
         ((10, 0), torch.bfloat16, (128, 128), "fa2"),
     ],
 )
-def test_which_kernels(capability: tuple[int, int], kv_dtype: torch.dtype, widths: tuple[int, int], form: str) -> None:
+def test_kernel_family_by_device_and_shape(capability: tuple[int, int], kv_dtype: torch.dtype, widths: tuple[int, int], form: str) -> None:
     assert choose_family(capability, torch.bfloat16, kv_dtype, *widths) == form
 
 
@@ -178,7 +180,7 @@ def requirements(**changes: Any) -> AttentionRequirements:
     return replace(base, **changes)
 
 
-def test_is_not_chosen_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_unsupported_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frame.attention_backends.libraries._has_kernels", lambda: False)
     assert "nvcc" in FLASHINFER.unsupported(requirements())[0].sentence
     monkeypatch.setattr("frame.attention_backends.libraries._has_kernels", lambda: True)
@@ -198,11 +200,11 @@ def test_is_not_chosen_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"compute_capability": (7, 5)}, "7.5"),
     ],
 )
-def test_says_what_it_does_not_serve(changes: dict[str, Any], words: str) -> None:
+def test_reports_unsupported_requirements(changes: dict[str, Any], words: str) -> None:
     assert any(words in reason.sentence for reason in FLASHINFER.unsupported(requirements(**changes)))
 
 
-def test_serves_a_mixed_step_as_two_calls() -> None:
+def test_a_mixed_step_is_two_calls() -> None:
     case = suite.Case(Rows.of([5, 37], [(4, 9)]), head_dim=64, v_head_dim=64)
     backend = make(case)
     pages = lay_out(case.rows, 16, np.random.default_rng(0))
@@ -223,7 +225,7 @@ def test_serves_a_mixed_step_as_two_calls() -> None:
         "BatchMLAPagedAttentionWrapper",
     ],
 )
-def test_the_installed_library_takes_what_the_fake_takes(name: str) -> None:
+def test_fake_has_the_signatures_of_the_installed_library(name: str) -> None:
     import flashinfer
     import flashinfer.mla
 
@@ -236,19 +238,21 @@ def test_the_installed_library_takes_what_the_fake_takes(name: str) -> None:
         assert takes_any or wanted <= set(parameters), method
 
 
-def test_a_failed_compilation_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("Ninja build failed.\n[1/2] nvcc -c a.cu\na.cu:1:10: fatal error: page.cuh: No such file\nninja: stopped")
 
-    monkeypatch.setattr(Module, "spec", lambda _: SimpleNamespace(name="prefill_64", is_aot=False, is_compiled=False, build_and_load=fail))
+    monkeypatch.setattr(
+        Module, "make_spec", lambda _: SimpleNamespace(name="prefill_64", is_aot=False, is_compiled=False, build_and_load=fail)
+    )
     with pytest.raises(ConfigurationError, match=r"\(a\.cu:1:10: fatal error: page\.cuh: No such file\).*--attention-backend triton"):
         compile_modules([Module("prefill", "fa2", torch.bfloat16, torch.bfloat16, 64, 64)])
 
 
-def test_modules_are_built_as_the_library_builds_them_and_only_those_to_be_compiled_are_named(
+def test_modules_are_built_as_the_library_builds_them_and_only_missing_ones_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A library file without ninja's log beside it would be compiled again by the library, in the first step that uses it."""
+    """The library would compile a file without a ninja log again, in the first step that uses it."""
     (tmp_path / "logged").mkdir()
     (tmp_path / "logged" / ".ninja_log").touch()
     built: list[str] = []
@@ -263,7 +267,7 @@ def test_modules_are_built_as_the_library_builds_them_and_only_those_to_be_compi
         192: spec("of another build", "none", is_aot=False, is_compiled=True),
         256: spec("new", "none", is_aot=False, is_compiled=False),
     }
-    monkeypatch.setattr(Module, "spec", lambda module: specs[module.width])
+    monkeypatch.setattr(Module, "make_spec", lambda module: specs[module.width])
     named: list[str] = []
     compile_modules([Module("prefill", "fa2", torch.bfloat16, torch.bfloat16, width, width) for width in specs], named.append)
     assert named == ["of another build, new"]

@@ -1,4 +1,5 @@
-"""`flex_attention` keeps the laws in its plain form; its kernels are checked where there is a GPU."""
+"""`flex_attention` passes the conformance suite in its eager form; tests/gpu checks the compiled
+kernels."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def test_conformance(check: conformance.Check) -> None:
 
 @pytest.mark.parametrize(("dtype", "width", "value"), [(torch.bfloat16, 128, 128), (torch.float16, 576, 512), (torch.float32, 192, 64)])
 @pytest.mark.parametrize("queries", [1, 77])
-def test_tiles_fit_a_card(dtype: torch.dtype, width: int, value: int, queries: int) -> None:
-    """PyTorch's kernel for decodes would hold 77 queries of 8 heads at once, and its tiles are for widths of up to 128."""
+def test_tiles_fit_the_gpu(dtype: torch.dtype, width: int, value: int, queries: int) -> None:
+    """PyTorch's decode kernel would hold 77 queries of 8 heads at once, and its tiles are made for
+    widths up to 128."""
     q, k, v = (torch.empty(2, heads, 5, size, dtype=dtype) for heads, size in ((8, width), (1, width), (1, value)))
     options = _kernel_options(q[:, :, :1].expand(-1, -1, queries, -1), k, v)
     row = 1 << (max(width, value) - 1).bit_length()

@@ -1,4 +1,5 @@
-"""Backends over tables of pages: what their libraries are asked for, against float64 behind the real signatures; their records."""
+"""Backends with page tables: library calls against float64 fakes with the real signatures, and
+capabilities."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def make(name: str, case: Case) -> PageTableBackend:
 
 
 def on_cpu(capabilities: AttentionCapabilities) -> AttentionCapabilities:
-    """What the calls can do where their arithmetic is the fake's."""
+    """The capabilities of the calls when the fake computes them."""
     changes: dict[str, Any] = {"devices": ("cpu",), "compute_capability": None, "dtypes": ("float32",), "latents": None, "page_sizes": None}
     if hasattr(capabilities, "widths"):
         changes["widths"] = None
@@ -64,14 +65,14 @@ def test_calls_compute_attention(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("keys", [1, 40, 10_000])
-def test_latents_are_expanded_in_pieces(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+def test_latents_are_expanded_in_chunks(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     monkeypatch.setattr(page_tables, "EXPANDED_KEYS", keys)
     rows = Rows.of([40], [(0, 21), (34, 9), (0, 30), (0, 2)])
     suite.check_case(lambda found: make("trtllm_mla", found), Case(rows, **attention_cases.LATENT))
 
 
 @pytest.mark.parametrize("name", ["trtllm_mha", "trtllm_mla", "fa3", "flashmla"])
-def test_captured_plans_describe_the_batch_they_are_given(name: str) -> None:
+def test_captured_plans_describe_the_given_batch(name: str) -> None:
     shape: dict[str, Any] = {"head_dim": 64, "v_head_dim": 64} if name == "trtllm_mha" else attention_cases.LATENT
     first = Case(Rows.of([5, 37, 130, 1]), **shape)
     second = replace(first, rows=Rows.of([90, 2, 31, 64]), seed=1)
@@ -83,7 +84,7 @@ def test_captured_plans_describe_the_batch_they_are_given(name: str) -> None:
         placed = suite.place(backend, case, inputs)
         backend.replay_plan(plan, placed.batch)
         assert plan.decodes is not None
-        plan.decodes.seq_lens.copy_(placed.batch.seq_lens)  # the batch's own tensors, which a captured step reads where they are
+        plan.decodes.seq_lens.copy_(placed.batch.seq_lens)  # a captured step reads the batch's own tensors
         got = placed.run(backend, inputs.spec, replace(placed.batch, plan=plan)).double()
         assert float((got - suite.reference(case, inputs)).abs().max()) < suite.TOLERANCE[case.dtype]
 
@@ -101,7 +102,7 @@ def requirements(**changes: Any) -> AttentionRequirements:
 MLA: dict[str, Any] = {"kind": "mla", "head_dim": 192, "v_head_dim": 128, "latent": (512, 64)}
 
 
-def test_blackwell_kernels_are_refused_on_other_cards_with_the_reason() -> None:
+def test_blackwell_kernels_are_refused_on_other_gpus_with_the_reason() -> None:
     assert TRTLLM_MHA.unsupported(requirements()) == TRTLLM_MLA.unsupported(requirements(**MLA)) == []
     for capabilities, kind in ((TRTLLM_MHA, {}), (TRTLLM_MLA, MLA)):
         for card in ((9, 0), (12, 0)):
@@ -124,12 +125,12 @@ def test_blackwell_kernels_are_refused_on_other_cards_with_the_reason() -> None:
         (FA3, {"compute_capability": (9, 0), "head_dim": 512, "v_head_dim": 512}, "above 256"),
     ],
 )
-def test_says_what_it_does_not_serve(capabilities: AttentionCapabilities, changes: dict[str, Any], words: str) -> None:
+def test_reports_unsupported_requirements(capabilities: AttentionCapabilities, changes: dict[str, Any], words: str) -> None:
     assert any(words in reason.sentence for reason in capabilities.unsupported(requirements(**changes)))
 
 
 @pytest.mark.skipif(find_spec("flash_attn_interface") is not None, reason="flash_attn_interface is installed")
-def test_fa3_names_the_module_it_lacks_and_where_it_is() -> None:
+def test_fa3_names_the_missing_module_and_its_source() -> None:
     records = {record.name: record for record in load_registry(installed=False).records("attention_backend")}
     (reason,) = records["fa3"].problems
     assert "flash_attn_interface" in reason.sentence
@@ -154,7 +155,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_installed_library_takes_what_the_fake_takes(name: str) -> None:
+def test_fake_has_the_signatures_of_the_installed_library(name: str) -> None:
     module = pytest.importorskip(SOURCES[name], exc_type=ImportError)
     assert _names(getattr(fake, name)) <= _names(getattr(module, name))
 
@@ -163,8 +164,8 @@ def _names(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def test_a_row_longer_than_its_table_is_wide_is_padded() -> None:
-    """The last tables of a cache may not reach the multiple that kernels ask for."""
+def test_a_row_longer_than_its_table_is_padded() -> None:
+    """A cache's page table may be narrower than the multiple that the kernels require."""
     case = Case(Rows.of([3]), head_dim=64, v_head_dim=64)
     backend = make("trtllm_mha", case)
     batch = suite.place(backend, case, suite.make_inputs(case)).batch

@@ -1,4 +1,4 @@
-"""`torch_native`: the conformance suite, its grouping of rows, and the paths that only large steps take."""
+"""`torch_native`: the conformance suite, grouping of rows, and the code paths of large steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def groups_of(rows: Rows, page_size: int = 4, window: int | None = None, token_b
     st.integers(0, 10_000),
     st.sampled_from((0.5, 0.75, 1.0)),
 )
-def test_spans_hold_every_row_once_and_bound_the_padding(lengths: list[int], budget: int, spare: int, fill: float) -> None:
+def test_runs_hold_every_row_once_and_bound_the_padding(lengths: list[int], budget: int, spare: int, fill: float) -> None:
     costs = np.sort(np.array(lengths))[::-1]
     split_runs = list(planning.split_runs(costs, budget, spare, fill))
     assert [row for start, stop in split_runs for row in range(start, stop)] == list(range(len(costs)))
@@ -79,7 +79,7 @@ def test_similar_decodes_share_one_call() -> None:
     assert [group.rows for group in groups_of(Rows.of(lengths), token_bytes=192).decodes] == [32]
 
 
-def test_a_very_long_row_is_not_padded_onto_others() -> None:
+def test_a_very_long_row_is_computed_alone() -> None:
     found = groups_of(Rows.of([20] * 30 + [20_000]), token_bytes=1024).decodes
     assert sorted(group.rows for group in found) == [1, 30]
 
@@ -96,7 +96,7 @@ def test_a_long_row_in_contiguous_pages_is_sliced() -> None:
     assert isinstance(group.keys, torch.Tensor)
 
 
-def test_fresh_prompts_read_nothing_from_the_cache() -> None:
+def test_fresh_prompts_do_not_read_the_cache() -> None:
     found = groups_of(Rows.of([], [(0, 30), (0, 30), (5, 30), (0, 30)])).extends
     assert sorted((group.rows, group.from_step) for group in found) == [(1, False), (3, True)]
 
@@ -135,8 +135,9 @@ def _numpy(places: slice | torch.Tensor) -> slice | np.ndarray:
 
 
 @pytest.mark.parametrize("latent", [{}, LATENT], ids=["mha", "mla"])
-def test_an_fp8_cache_reads_as_its_numbers_times_the_scales(latent: dict[str, int]) -> None:
-    """Over an fp8 cache the result is that over a float32 cache which holds the same numbers, for new tokens and old ones."""
+def test_an_fp8_cache_reads_as_its_values_times_the_scales(latent: dict[str, int]) -> None:
+    """The result over an fp8 cache equals that over a float32 cache with the same values, for new
+    and cached tokens."""
     case = Case(Rows.of([5, 70], [(0, 21), (0, 9), (34, 9)]), page_size=4, **latent)  # type: ignore[arg-type]
     inputs = make_inputs(case)
     spec = replace(inputs.spec, k_scale=0.02, v_scale=0.5)

@@ -1,4 +1,5 @@
-"""`triton`: the conformance suite under the interpreter, host-side plans, and what it says of itself on a CPU."""
+"""`triton`: the conformance suite under the interpreter, host-side plans, and its capabilities on a
+CPU."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_tiles_hold_every_query_once_and_start_with_the_longest() -> None:
     assert (rows[0], starts[0]) == (1, 16)
 
 
-def test_expanded_keys_lie_row_after_row() -> None:
+def test_expanded_keys_are_ordered_by_row() -> None:
     plan, pages = plan_of(Rows.of([9], [(6, 3), (0, 5)]))
     places, starts = plan.locate_expanded_keys()
     assert starts.tolist() == [0, 9]

@@ -1,4 +1,4 @@
-"""Which rows share the beginning of their keys, as the `triton` backend finds it on the host."""
+"""Detection of rows with a common prefix in the `triton` backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def host_of(lengths: list[int], groups: tuple[tuple[int, int], ...], seed: int =
 
 
 def found_groups(lengths: list[int], groups: tuple[tuple[int, int], ...]) -> dict[int, set[int]] | None:
-    """Rows by keys that they share."""
+    """Rows by number of shared keys."""
     from frame.attention_backends.triton.shared_prefixes import group_prefixes
 
     found = group_prefixes(host_of(lengths, groups), len(lengths), PAGE)
@@ -54,7 +54,7 @@ def test_groups_of_different_lengths() -> None:
 
 
 def test_deeper_groups_win_where_they_save_more() -> None:
-    """All rows have 20 pages in common, and two halves 250 each."""
+    """All rows share 20 pages, and each half of them 250."""
     from frame.attention_backends.triton.shared_prefixes import group_prefixes
 
     host = host_of([5000] * 16, ((8, 250), (8, 250)))
@@ -65,7 +65,7 @@ def test_deeper_groups_win_where_they_save_more() -> None:
     assert (found[3] == 8).all()
 
 
-def test_what_was_found_is_kept_while_the_same_rows_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_kept_while_the_rows_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from frame.attention_backends.triton import shared_prefixes
 
     calls = []
@@ -75,19 +75,19 @@ def test_what_was_found_is_kept_while_the_same_rows_go_on(monkeypatch: pytest.Mo
     host = host_of([1900, 1910, 2000, 1890], ((4, 100),))
 
     def update(grown: int, rows: int = 4) -> None:
-        shared.update(HostView(host.slots, host.query_lens, host.seq_lens + grown, host.page_table), rows, PAGE)
+        shared.update_groups(HostView(host.slots, host.query_lens, host.seq_lens + grown, host.page_table), rows, PAGE)
 
     update(0)
     update(1)
     update(2)
     assert len(calls) == 1
     assert shared.tensor[0, :5].tolist() == [1600] * 4 + [0]
-    update(2)  # another request in one of the slots would look like this
+    update(2)  # what another request in one of the slots looks like
     assert len(calls) == 2
     update(3, rows=3)
     assert shared.tensor.any().item() is False
     update(4)
     assert shared.tensor[0, :4].tolist() == [1600] * 4
-    host.page_table[host.slots[0], 99] += 1  # another request, longer by one, that shares less
+    host.page_table[host.slots[0], 99] += 1  # another request, longer by one, that shares fewer keys
     update(5)
     assert shared.tensor[0, :4].tolist() == [1584] * 4

@@ -1,4 +1,8 @@
-"""Schedules of the `triton` backend: every key of every row in one item or one shared item. Interpreted, so in a process of its own."""
+"""Split schedules of the `triton` backend: every key of every row is in exactly one item or shared
+item.
+
+Interpreted, so `test_triton.py` runs this file in its own process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ pytestmark = [
 
 
 def items_of(lengths, config, groups=()):  # type: ignore[no-untyped-def]
-    """(items [n, 8], shared items, rows [n, 8]) of a schedule; `groups` of (rows, shared keys) from the first row on."""
+    """(items [n, 8], shared items, rows [n, 8]) of a schedule. `groups`: (rows, shared keys), from
+    the first row on."""
     from frame.attention_backends.triton.shared_prefixes import FIELDS
     from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW, make_schedule
 
@@ -69,14 +74,14 @@ def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_few_rows_take_one_round_of_programs(rows: int) -> None:
+def test_few_rows_take_one_wave_of_programs(rows: int) -> None:
     config = make_config()
     items, _, _ = items_of([16_000 + row for row in range(rows)], config)
     assert config.count_items(rows) == config.target
     assert 0.45 * config.target < len(items) <= config.target
 
 
-def test_many_rows_alike_stay_whole() -> None:
+def test_many_similar_rows_are_not_split() -> None:
     items, _, _ = items_of([1000 + row for row in range(64)], make_config())
     assert len(items) == 64
 

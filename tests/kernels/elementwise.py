@@ -1,6 +1,7 @@
-"""Norm, activation and rotation kernels against float64, over types, shapes and strides.
+"""Norm, activation and rotation kernels against float64, over dtypes, shapes and strides.
 
-Collected by `tests/gpu/test_elementwise.py`, and by `test_elementwise.py` beside this file in a process whose Triton is interpreted.
+Collected by `tests/gpu/test_elementwise.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from frame.kernels.elementwise.norm import add_rms_norm, rms_norm
 from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, latent_norm_rope_store, norm_rope_store, rotate_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-UNIT = {torch.float32: 2**-16, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float8_e4m3fn: 2**-4}  # of a rounding, relative
+# relative error of one rounding
+UNIT = {torch.float32: 2**-16, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float8_e4m3fn: 2**-4}
 if DEVICE.type == "cpu":
-    UNIT[torch.bfloat16] = 2**-7  # the interpreter cuts off instead of rounding,
-    UNIT[torch.float8_e4m3fn] = 0.5  # and where rounding reaches the next power of two, it forgets the carry
+    UNIT[torch.bfloat16] = 2**-7  # the interpreter truncates instead of rounding,
+    UNIT[torch.float8_e4m3fn] = 0.5  # and drops the carry where rounding reaches the next power of two
 EPS = 1e-6
 
 
@@ -30,7 +32,7 @@ each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, tor
 
 
 def random(*shape: int, dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
-    """Rows of the last dimension lie `gap` further apart than they are long."""
+    """Random rows; consecutive rows are `gap` elements further apart than they are long."""
     whole = torch.randn(*shape[:-1], shape[-1] + gap, dtype=torch.float32).to(DEVICE, dtype)
     return whole[..., : shape[-1]]
 
@@ -46,7 +48,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @each_type
 @pytest.mark.parametrize(("rows", "size", "gap"), [(1, 64, 0), (70, 1024, 512), (3, 1100, 4)])
-def test_rows_become_finite(dtype: torch.dtype, rows: int, size: int, gap: int) -> None:
+def test_non_finite_values_are_replaced(dtype: torch.dtype, rows: int, size: int, gap: int) -> None:
     x = random(rows, size, dtype=dtype, gap=gap)
     for place, wrong in enumerate((float("nan"), float("inf"), -float("inf"))):
         x[place % rows, place * 7] = wrong
@@ -81,7 +83,8 @@ def test_norm_of_a_sum(dtype: torch.dtype, rows: int, size: int, gap: int) -> No
     check(out, normed(stream, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts bfloat16 off, twice here
+# the interpreter truncates bfloat16, twice here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "parts", "size"), [(1, 8, 64), (3, 2, 2048), (9, 6, 96)])
 def test_norm_of_a_sum_of_parts(dtype: torch.dtype, rows: int, parts: int, size: int) -> None:
     x, residual, weight = random(rows * parts, size, dtype=dtype), random(rows, size, dtype=dtype), random(size, dtype=dtype)
@@ -101,7 +104,7 @@ def test_gated_activation(dtype: torch.dtype, rows: int, inner: int, gap: int) -
 
 
 def rotary_table(positions: int, dim: int, interleaved: bool, dtype: torch.dtype) -> torch.Tensor:
-    """As `Rotary.finish` lays it out: every cosine twice, of every sine the negative and itself."""
+    """As `Rotary.finish` lays it out: every cosine twice, then every sine with both signs."""
     angles = torch.arange(positions)[:, None] * 100.0 ** (-torch.arange(0, dim, 2) / dim)
     cos, sin = angles.cos(), angles.sin()
     if interleaved:
@@ -112,7 +115,7 @@ def rotary_table(positions: int, dim: int, interleaved: bool, dtype: torch.dtype
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [tokens, heads, dim] in float64, turned as `Rotary.rotate` does."""
+    """x [tokens, heads, dim] in float64, rotated as by `Rotary.rotate`."""
     cos, sin = table[positions].double().unbind(1)
     x = x.double()
     dim = cos.shape[-1]
@@ -135,11 +138,11 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inter
     ],
 )
 def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, tokens: int, heads: QKVLayout, norm: bool, gap: int) -> None:
-    """The last two tokens are padding: both go to slot 0, which nobody reads."""
+    """The last two tokens are padding: both are stored to slot 0, which is reserved."""
     dim, num_kv = heads.dim, heads.num_kv_heads
     qkv = random(tokens, (heads.num_heads + 2 * num_kv) * dim, dtype=dtype, gap=gap)
     q, k, v = qkv.clone().unflatten(-1, (-1, dim)).split((heads.num_heads, num_kv, num_kv), 1)
-    v = v * 200  # past what float8_e4m3 holds
+    v = v * 200  # beyond the range of float8_e4m3
     qkv[:, -num_kv * dim :] *= 200
     table = rotary_table(50, heads.rotated, heads.interleaved, dtype)
     positions = torch.randint(50, (tokens,)).to(DEVICE)
@@ -166,7 +169,7 @@ def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, to
 
 
 def stored(x: torch.Tensor, kv_dtype: torch.dtype | None) -> torch.Tensor:
-    """float64 as the cache can hold it, but for the rounding."""
+    """float64 values as the cache can hold them, except for rounding."""
     return x if kv_dtype is None else x.double().clamp(-448, 448)
 
 

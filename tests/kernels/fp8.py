@@ -1,6 +1,7 @@
-"""Products of fp8 rows and rounding to fp8 against float64, over shapes and scales.
+"""Products of fp8 rows, and quantization to fp8, against float64, over shapes and scales.
 
-Collected by `tests/gpu/test_fp8.py`, and by `test_fp8.py` beside this file in a process whose Triton is interpreted.
+Collected by `tests/gpu/test_fp8.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.quantization.fp8_checkpoints import make_pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-CLOSE = 1e-5 if DEVICE.type == "cpu" else 0.008  # of the largest number: the rounding of the result, and the tensor cores' own sums
+# relative to the largest value: rounding of the result, and the tensor cores' accumulation
+CLOSE = 1e-5 if DEVICE.type == "cpu" else 0.008
 LARGE = DEVICE.type == "cuda"
 
 
@@ -52,12 +54,12 @@ def check(got: torch.Tensor, want: torch.Tensor, close: float = CLOSE) -> None:
 
 
 def spread(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What rounded rows stand for."""
+    """Dequantized rows."""
     return numbers.double() * scale.double().repeat_interleave(numbers.shape[1] // scale.shape[1], 1)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "gap"), [(1, 128, 0), (5, 384, 8), (66, 128, 0), (3, 1152, 0)])
-def test_rounding(rows: int, inputs: int, gap: int) -> None:
+def test_quantization_of_rows(rows: int, inputs: int, gap: int) -> None:
     torch.manual_seed(rows)
     x = random(rows, inputs + gap)[:, :inputs]
     x[0, :128] = 0
@@ -103,7 +105,7 @@ def test_few_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
             assert not counter.any()
 
 
-def test_stages_fit_into_small_devices() -> None:
+def test_stages_fit_into_small_shared_memory() -> None:
     plan = Plan(64, 256, 4)
     assert plan.fit_shared_memory(232448) is not plan
     assert plan.fit_shared_memory(232448) == plan
@@ -129,7 +131,7 @@ def test_gated_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> Non
     assert product.multiply_gated(random(0, inputs), weight, None) is None
 
 
-def test_scaling_apart() -> None:
+def test_rescaling() -> None:
     torch.manual_seed(0)
     out, by_row, by_column = random(5, 1100), torch.rand(5, 1, device=DEVICE), torch.rand(1100, device=DEVICE)
     want = out.double() * by_row.double() * by_column.double()
@@ -138,7 +140,7 @@ def test_scaling_apart() -> None:
 
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 33, 65, *([300, 1024] if LARGE else [])])
-def test_a_product_is_near_that_of_plain_numbers(rows: int, is_block: bool) -> None:
+def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales = weight_of(256, 384, is_block)
     product = Fp8Matmul.create(weight, scales, DTYPE)
@@ -172,7 +174,7 @@ def test_a_captured_product(rows: int, is_block: bool) -> None:
         assert torch.equal(out, product(x, weight, None))
 
 
-def test_what_nothing_multiplies() -> None:
+def test_unsupported_weights_have_no_product() -> None:
     weight, scales = weight_of(250, 384, False)
     assert Fp8Matmul.create(weight, scales, DTYPE) is None
     weight, scales = weight_of(256, 192, True)
@@ -182,7 +184,7 @@ def test_what_nothing_multiplies() -> None:
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each 128 outputs as if they were a checkpoint's tensor: e4m3, and its scale for each of them."""
+    """Each 128 outputs as if they were one checkpoint tensor: e4m3, and its scale for each output."""
     scale = weight.unflatten(0, (-1, 128)).abs().amax((1, 2)).repeat_interleave(128) / 448
     return (weight / scale[:, None]).to(FP8), scale
 
@@ -227,7 +229,7 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> No
         method.finish(layer)
         assert (layer.gate_up.dtype == FP8) == bool(runner.takes_fp8)
         outs[type(runner).__name__] = runner.run(Dispatched(x, ids, weights), layer)
-    check(outs["Triton"], outs["TorchNative"].double(), 0.08)  # a runner may round activations too
+    check(outs["Triton"], outs["TorchNative"].double(), 0.08)  # a runner may quantize activations too
 
 
 @pytest.mark.skipif(LARGE, reason="tests/gpu run engines")

@@ -1,6 +1,7 @@
-"""The products of few rows against float64, over plans, types, shapes, strides and biases.
+"""Skinny GEMM kernels against float64, over plans, dtypes, shapes, strides and biases.
 
-Collected by `tests/gpu/test_linear.py`, and by `test_linear.py` beside this file in a process whose Triton is interpreted.
+Collected by `tests/gpu/test_linear.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from frame.models.layers.plain_matmul import PlainMatmul
 from frame.quantization.none import Plain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-UNIT = {torch.bfloat16: 2**-8 if DEVICE.type == "cuda" else 2**-7, torch.float16: 2**-11}  # the interpreter cuts bfloat16 off
+# the interpreter truncates bfloat16
+UNIT = {torch.bfloat16: 2**-8 if DEVICE.type == "cuda" else 2**-7, torch.float16: 2**-11}
 VECTOR = Plan("vector", warps=1, depth=2, outputs=4)
 FRAGMENT = Plan("fragment", warps=2, depth=2, chunks=2)
 SHALLOW = Plan("fragment", warps=4, depth=1, chunks=1)
@@ -29,7 +31,7 @@ each_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], id
 
 
 def random(*shape: int, dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
-    """Rows lie `gap` further apart than they are long."""
+    """Random rows; consecutive rows are `gap` elements further apart than they are long."""
     return torch.randn(*shape[:-1], shape[-1] + gap).to(DEVICE, dtype)[..., : shape[-1]]
 
 
@@ -51,7 +53,8 @@ def check(
     want = reference(x, weight, bias, gated)
     assert got.dtype == dtype
     assert got.shape == want.shape
-    # gate and up are rounded before they meet, perhaps to the other side of where the reference rounds them
+    # gate and up are rounded before they are multiplied, perhaps in the other direction than the
+    # reference
     unit = UNIT[dtype] * (4 if gated else 1)
     torch.testing.assert_close(got.double(), want, rtol=1.01 * unit, atol=unit / 4)
 
@@ -85,8 +88,8 @@ def test_tiles(rows: int, gated: bool, dtype: torch.dtype) -> None:
 
 
 @each_type
-def test_rows_stand_alone(dtype: torch.dtype) -> None:
-    """What other rows hold, NaN included, changes nothing."""
+def test_rows_are_independent(dtype: torch.dtype) -> None:
+    """The values of other rows, NaN included, do not affect a row."""
     for some, rows in ((VECTOR, 2), (FRAGMENT, 8), (WIDE, 20), (NARROW, 5)):
         x, weight = random(rows, 128, dtype=dtype), random(32, 128, dtype=dtype)
         want = skinny_linear(x, weight, None, some)[1]
@@ -95,7 +98,7 @@ def test_rows_stand_alone(dtype: torch.dtype) -> None:
 
 
 @each_type
-def test_a_product_is_the_same_whichever_way_it_goes(dtype: torch.dtype) -> None:
+def test_a_product_is_the_same_for_every_kernel(dtype: torch.dtype) -> None:
     weight, bias = random(96, 160, dtype=dtype) / 12, random(96, dtype=dtype)
     product = PlainMatmul(weight)
     for rows in (1, 2, 5, 16, MAX_ROWS, MAX_ROWS + 1):
@@ -111,14 +114,14 @@ def test_a_product_is_the_same_whichever_way_it_goes(dtype: torch.dtype) -> None
     assert product(x[:0], weight).shape == (0, 96)
 
 
-def test_what_does_not_fit_on_chip_is_left_to_pytorch() -> None:
+def test_plans_that_exceed_shared_memory_use_pytorch() -> None:
     assert choose_plans(4096, 14336)[8] == choose_plan(8, 4096, 14336)
     assert choose_plans(4096, 14336, shared_memory=100 << 10)[8] is None
     assert choose_plans(4096, 14336, shared_memory=100 << 10)[1] == choose_plan(1, 4096, 14336)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, MAX_ROWS])
-def test_large_weights_are_streamed_where_the_device_can(rows: int) -> None:
+def test_large_weights_are_streamed_where_supported(rows: int) -> None:
     for outputs, inner, gated in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False)):
         some = choose_plans(outputs, inner, gated, streams=True)[rows]
         assert some is not None
@@ -128,7 +131,7 @@ def test_large_weights_are_streamed_where_the_device_can(rows: int) -> None:
         assert some.depth >= 3
         assert boxes < 227 << 10
         assert choose_plans(outputs, inner, gated)[rows] != some
-    # unequal slices, little to read, short slices, too many
+    # unequal slices, too few weights, short slices, too many slices
     for outputs, inner in ((4096 + 8, 4096), (1024, 1024), (1024, 16384), (128 * 1187, 4096)):
         assert choose_plans(outputs, inner, streams=True) == choose_plans(outputs, inner)
 
@@ -140,7 +143,7 @@ def test_one_row_is_streamed_where_the_cuda_cores_are_slower() -> None:
         assert some.kernel == kernel
 
 
-def test_float32_is_left_to_pytorch() -> None:
+def test_float32_uses_pytorch() -> None:
     weight, x = random(96, 160, dtype=torch.float32), random(2, 160, dtype=torch.float32)
     product = PlainMatmul(weight)
     assert torch.equal(product(x, weight), F.linear(x, weight))

@@ -1,6 +1,8 @@
-"""Routing, sorting and expert products against float64 and PyTorch, over routings, shapes and types.
+"""Expert selection, token alignment and expert products against float64 and PyTorch, over routings,
+shapes and dtypes.
 
-Collected by `tests/gpu/test_moe.py`, and by `test_moe.py` beside this file in a process whose Triton is interpreted.
+Collected by `tests/gpu/test_moe.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from frame.plugins.moe_runners.triton import Triton
 from frame.testing.conformance_moe import PlainExperts, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest value; the interpreter cuts off instead of rounding
+# relative to the largest value; the interpreter truncates instead of rounding
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 CONTEXT = BuildContext(device=DEVICE, dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
-SUMS = {"rtol": 1e-4, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 1e-2, "atol": 5e-3}  # tensor cores add float8 products shortly
+# tensor cores accumulate float8 products with few bits
+SUMS = {"rtol": 1e-4, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 1e-2, "atol": 5e-3}
 RULES = [
     (RoutingRule(8, renormalize=True), 128),
     (RoutingRule(4), 60),
@@ -53,7 +57,7 @@ RULES = [
 
 @pytest.mark.parametrize(("rule", "experts"), RULES, ids=[f"{experts}-{rule.scoring}-{rule.groups}" for rule, experts in RULES])
 @pytest.mark.parametrize("tokens", [3, 21])
-def test_the_kernel_chooses_what_pytorch_chooses(rule: RoutingRule, experts: int, tokens: int) -> None:
+def test_the_kernel_selects_the_experts_of_the_reference(rule: RoutingRule, experts: int, tokens: int) -> None:
     router = Router(CONTEXT, "gate", experts, 64, rule).to(DEVICE)
     router.weight.data.normal_()
     if rule.correction:
@@ -67,7 +71,7 @@ def test_the_kernel_chooses_what_pytorch_chooses(rule: RoutingRule, experts: int
     torch.testing.assert_close(weights, want, rtol=1e-4, atol=1e-6)
 
 
-def test_of_equal_experts_the_first_are_taken() -> None:
+def test_ties_select_the_first_experts() -> None:
     router = Router(CONTEXT, "gate", 12, 16, RoutingRule(3, renormalize=True)).to(DEVICE)
     router.weight.data.zero_()
     ids, weights = router(torch.randn(5, 16, device=DEVICE))
@@ -84,7 +88,7 @@ def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
 
 @pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_logits_with_the_norm_before_them(tokens: int, hidden: int, experts: int) -> None:
+def test_logits_fused_with_the_norm(tokens: int, hidden: int, experts: int) -> None:
     x, residual = torch.randn(2, tokens, 2 * hidden, device=DEVICE)[..., :hidden]
     scale, weight = torch.randn(hidden, device=DEVICE), torch.randn(experts, hidden, device=DEVICE)
     want, total = add_rms_norm(x, residual.clone(), scale, 1e-6)
@@ -96,7 +100,7 @@ def test_logits_with_the_norm_before_them(tokens: int, hidden: int, experts: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_choice_by_narrow_logits(renormalize: bool, dtype: torch.dtype) -> None:
+def test_selection_by_16_bit_logits(renormalize: bool, dtype: torch.dtype) -> None:
     logits = (torch.randn(9, 60, device=DEVICE) * 3).to(dtype)
     logits[3, ::3] = 0.0
     logits[4] = -logits[4].abs()
@@ -160,7 +164,8 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
 
 
 def rounded(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
-    """Weights [experts, outputs, inputs] in float8 with a scale for each block of 128 x 128, and what they stand for."""
+    """Weights [experts, outputs, inputs] in float8 with a scale per block of 128 x 128, and their
+    dequantized values."""
     experts, outputs, inputs = weight.shape
     blocks = weight.view(experts, outputs // 128, 128, inputs // 128, 128)
     scale = blocks.abs().amax((2, 4)) / 448
@@ -204,7 +209,7 @@ def test_float8_experts_are_close_to_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 40])
-def test_order_of_tokens_changes_nothing(tokens: int) -> None:
+def test_results_do_not_depend_on_token_order(tokens: int) -> None:
     x, ids, weights, first, second = drawn(tokens, (16, 4, 32, 16), torch.float32)
     runner, experts = Triton(CONTEXT), PlainExperts(first, second, hidden_first=False)
     out = runner.run(Dispatched(x, ids, weights), experts)
@@ -213,7 +218,7 @@ def test_order_of_tokens_changes_nothing(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_parts_add_up(tokens: int) -> None:
+def test_parts_sum_to_the_result(tokens: int) -> None:
     x, ids, weights, first, second = drawn(tokens, (8, 2, 64, 32), torch.float32)
     runner, experts = Triton(CONTEXT), PlainExperts(first, second, hidden_first=False)
     parts = runner.run_parts(Dispatched(x, ids, weights), experts)
@@ -222,7 +227,8 @@ def test_parts_add_up(tokens: int) -> None:
 
 
 class FakeDeepGemm(ModuleType):
-    """The library's functions, with the parameters of sgl-deep-gemm 0.1.4, in PyTorch. Rows of no expert are left as they are."""
+    """The library's functions with the parameters of sgl-deep-gemm 0.1.4, in PyTorch. Rows without
+    an expert are left unchanged."""
 
     def __init__(self) -> None:
         super().__init__("deep_gemm")
@@ -267,7 +273,7 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.norm() < (0.08 if is_float8 else 1e-5) * want.norm()
 
 
-def test_a_deep_gemm_that_fails_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_gemm_error_names_the_library_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(FakeDeepGemm):
         @staticmethod
         def m_grouped_bf16_gemm_nt_contiguous(*_: object, **__: object) -> None:
@@ -286,7 +292,7 @@ def test_no_tokens() -> None:
     assert Triton(CONTEXT).run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False)).shape == (0, 32)
 
 
-def test_every_form_is_met_before_it_is_needed() -> None:
+def test_every_kernel_variant_is_compiled_at_start_up() -> None:
     counts = list_token_thresholds(8, 128, (512, 2048, 4096), 5000)
     assert max(counts) <= 5000
 

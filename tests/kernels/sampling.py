@@ -1,6 +1,7 @@
-"""Sampling kernels against float64, row by row, over types, vocabularies and filters.
+"""Sampling kernels against float64, row by row, over dtypes, vocabularies and filters.
 
-Collected by `tests/gpu/test_sampling.py`, and by `test_sampling.py` beside this file in a process whose Triton is interpreted.
+Collected by `tests/gpu/test_sampling.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def random_logits(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> t
 
 
 def weights_of(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, log_min_p: float = -math.inf) -> torch.Tensor:
-    """What one row's columns are drawn with, float64; the filters by sorting."""
+    """The float64 weights of one row's columns after the filters, which are applied by sorting."""
     values = logits.double()
     order = values.sort(descending=True).values
     top_k = min(top_k, len(order)) if top_k > 0 else len(order)
@@ -51,7 +52,7 @@ def weights_of(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: 
 
 
 def drawn(weights: torch.Tensor, uniform: float) -> tuple[int, int]:
-    """The columns that the inverse CDF gives for the number, a little less and a little more."""
+    """The columns that the inverse CDF gives for slightly less and slightly more than `uniform`."""
     sums = weights.cumsum(0)
     low, high = (int((sums <= min(max(uniform + by, 0.0), 1 - 1e-12) * sums[-1]).sum()) for by in (-2e-6, 2e-6))
     return low, high
@@ -59,10 +60,10 @@ def drawn(weights: torch.Tensor, uniform: float) -> tuple[int, int]:
 
 @each_type
 @pytest.mark.parametrize("vocab", [1, 5003])
-def test_plain_draws(vocab: int, dtype: torch.dtype) -> None:
+def test_unfiltered_draws(vocab: int, dtype: torch.dtype) -> None:
     temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 3.0], device=DEVICE) * LN2
     logits = random_logits(5, vocab + 5, 3.0, dtype).to(DEVICE)[:, :vocab]
-    logits[3, vocab // 2 :] = logits[3].max()  # the first of equals
+    logits[3, vocab // 2 :] = logits[3].max()  # ties: the first column is drawn
     uniform = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     token_ids, best = sample_unfiltered(logits, temperature, uniform)
     assert best.tolist() == logits.amax(-1).float().tolist()
@@ -83,7 +84,7 @@ def test_draws_follow_the_distribution() -> None:
     assert (token_ids.bincount(minlength=10) - expected).abs().max() <= 1.0
 
 
-def test_broken_rows_show_and_harm_no_other() -> None:
+def test_non_finite_rows_are_reported_and_affect_no_other_row() -> None:
     logits = random_logits(6, 5003, 1.0, torch.float32).to(DEVICE)
     uniform = torch.full((6,), 0.3, dtype=torch.float64, device=DEVICE)
     temperature = torch.full((6,), LN2, device=DEVICE)
@@ -112,7 +113,7 @@ def test_columns_without_weight_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "spread", "dtype", "room"),  # room for candidates: with little, rows are searched whole
+    ("vocab", "spread", "dtype", "room"),  # room for candidates: with little room, rows are searched whole
     [
         (31, 3.0, torch.float32, 2048),
         (300, 0.3, torch.bfloat16, 2048),
@@ -150,13 +151,13 @@ def test_filtered_draws(vocab: int, spread: float, dtype: torch.dtype, room: int
 @pytest.mark.soak
 @settings(deadline=None, max_examples=60)
 @given(data())
-def test_what_is_kept(source: DataObject) -> None:
-    """The first and the last column that can be drawn, and those between, are those of the reference."""
+def test_kept_columns_match_the_reference(source: DataObject) -> None:
+    """The first and the last drawable column, and those between, are those of the reference."""
     vocab = source.draw(integers(1, 700))
     dtype = source.draw(sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     logits = random_logits(1, vocab, source.draw(floats(0.01, 8.0)), dtype)
     if source.draw(booleans()):
-        logits = (logits.float() * 2).round().div(2).to(dtype)  # many equals
+        logits = (logits.float() * 2).round().div(2).to(dtype)  # many ties
     temperature = source.draw(floats(0.05, 20.0)) * LN2
     top_k, top_p = source.draw(integers(0, vocab + 1)), source.draw(one_of(just(1.0), floats(0.0, 1.0, width=32)))
     log_min_p = source.draw(one_of(just(-math.inf), floats(-30.0, 0.0, width=32)))
@@ -176,7 +177,7 @@ def test_what_is_kept(source: DataObject) -> None:
 
 
 @pytest.mark.parametrize("room", [2048, 8])
-def test_ties_at_the_limit_stay(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_at_the_threshold_are_kept(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filtering, "CANDIDATES", room)
     monkeypatch.setattr(filtering, "TILE", 1024)
     rows = 8
@@ -190,7 +191,7 @@ def test_ties_at_the_limit_stay(room: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert token_ids.bincount(minlength=300).tolist() == [2] * 4 + [0] * 296
 
 
-def test_tokens_are_remembered_by_slot() -> None:
+def test_tokens_are_stored_by_slot() -> None:
     logits = random_logits(4, 300, 3.0, torch.bfloat16).to(DEVICE)
     temperature = torch.tensor([0.0, 1.0, 1.0, 1.0], device=DEVICE) * LN2
     uniform = torch.full((4,), 0.9, dtype=torch.float64, device=DEVICE)
@@ -208,7 +209,7 @@ def test_tokens_are_remembered_by_slot() -> None:
     assert again.tolist() == sample_filtered(logits, filters)[0].tolist()
 
 
-def test_company_changes_nothing() -> None:
+def test_draws_are_batch_invariant() -> None:
     logits = random_logits(6, 5003, 3.0, torch.bfloat16).to(DEVICE)
     temperature = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.3, 1.0], device=DEVICE) * LN2
     uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -227,7 +228,7 @@ def test_company_changes_nothing() -> None:
     ("vocab", "dtype", "room"), [(3, torch.float32, 2048), (5003, torch.bfloat16, 2048), (300, torch.float32, 8)], ids=str
 )
 @pytest.mark.parametrize("num_top", [0, 5])
-def test_likelihoods(vocab: int, dtype: torch.dtype, room: int, num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs(vocab: int, dtype: torch.dtype, room: int, num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filtering, "CANDIDATES", room)
     logits = random_logits(4, vocab, 3.0, dtype)
     logits[2] = logits[2].round()  # equals
@@ -242,7 +243,7 @@ def test_likelihoods(vocab: int, dtype: torch.dtype, room: int, num_top: int, mo
 
 
 @each_type
-def test_masks_ban_where_a_bit_is_not_set(dtype: torch.dtype) -> None:
+def test_token_masks(dtype: torch.dtype) -> None:
     logits = random_logits(4, 2100, 3.0, dtype)
     mask = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (2, 66)).astype(np.int32))
     rows = torch.tensor([3, 1])
@@ -254,7 +255,7 @@ def test_masks_ban_where_a_bit_is_not_set(dtype: torch.dtype) -> None:
 
 
 def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingParams], mask: np.ndarray | None, steps: int) -> list[Sampled]:
-    """Some steps of decodes over the same logits, with the built-in processors."""
+    """Several decode steps over the same logits, with the built-in logits processors."""
     rows, vocab = logits.shape
     registry = load_registry(installed=False)
     made = [registry.load(record)(vocab, rows, DEVICE, None) for record in registry.records("logits_processor")]
@@ -289,7 +290,7 @@ def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingPar
 
 
 @pytest.mark.parametrize("every_row_is_changed", [False, True])
-def test_the_sampler_by_kernels_equals_the_one_without(every_row_is_changed: bool) -> None:
+def test_the_sampler_with_triton_equals_the_one_without(every_row_is_changed: bool) -> None:
     rows, vocab = 8, 1000
     changes = [
         {"frequency_penalty": 2.0, "presence_penalty": 1.0},

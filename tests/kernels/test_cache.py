@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, how a start knows that another went before it, and what it counts."""
+"""The folder of compiled kernels, warm and cold starts, and compilation counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from frame.kernels.cache import CACHE_DIR_VARIABLE, KernelCache, KernelCounts, count_compilations, select_cache_folder
 
 
-def test_the_users_folder_is_kept_and_another_is_named_by_chip(tmp_path: Path) -> None:
+def test_the_users_folder_is_kept_and_the_default_is_named_by_gpu(tmp_path: Path) -> None:
     environ = {CACHE_DIR_VARIABLE: str(tmp_path / "mine")}
     assert select_cache_folder("NVIDIA H200", environ) == tmp_path / "mine"
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
@@ -22,17 +22,17 @@ def test_the_users_folder_is_kept_and_another_is_named_by_chip(tmp_path: Path) -
     assert select_cache_folder("NVIDIA H200", {"HOME": str(tmp_path)}).is_relative_to(tmp_path / ".cache" / "frame" / "triton")
 
 
-def test_a_start_that_finished_makes_the_next_one_warm(tmp_path: Path) -> None:
+def test_a_completed_start_makes_the_next_one_warm(tmp_path: Path) -> None:
     cache = KernelCache(tmp_path, "a")
     assert not cache.is_warm
-    cache.complete(KernelCounts(compiled=3, seconds=1.5))
+    cache.mark_complete(KernelCounts(compiled=3, seconds=1.5))
     assert cache.is_warm
     assert not KernelCache(tmp_path, "b").is_warm
     (tmp_path / "file").write_text("")
-    KernelCache(tmp_path / "file", "a").complete(KernelCounts())  # cannot be written: no failure
+    KernelCache(tmp_path / "file", "a").mark_complete(KernelCounts())  # not writable: ignored
 
 
-def test_what_triton_compiles_is_counted() -> None:
+def test_triton_compilations_are_counted() -> None:
     knobs: Any = pytest.importorskip("triton").knobs
     before = knobs.compilation.listener
     with count_compilations() as counts:

@@ -1,4 +1,5 @@
-"""The kernels under Triton's interpreter; the modules beside this file are their tests, which a GPU runs as they are."""
+"""Runs the kernel tests beside this file under Triton's interpreter; tests/gpu collects the same
+files on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from tests.interpreter import needs_triton, run_interpreted
 
 FILES = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.name.startswith(("test_", "_")))
-NEED_A_GPU = {"fp8"}  # for some of their tests
+NEED_A_GPU = {"fp8"}  # some of their tests need a GPU
 
 
 @needs_triton

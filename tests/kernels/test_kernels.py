@@ -1,4 +1,4 @@
-"""Where kernels can be used at all."""
+"""Where Triton kernels can run."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def test_a_cpu_runs_kernels_only_under_the_interpreter() -> None:
     assert kernels.can_use_triton(torch.device("cpu")) == kernels.INTERPRETED
 
 
-def test_a_cpu_launches_nothing_ahead() -> None:
+def test_a_cpu_has_no_dependent_launch() -> None:
     assert not kernels.supports_pdl(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How launches are sized and prepared, and what a CPU's launch lacks."""
+"""Launch sizes, `PreparedLaunch`, and launches on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_sizes() -> None:
     assert [ceil_div(number, 8) for number in (0, 1, 8, 9)] == [0, 1, 1, 2]
 
 
-def test_a_thread_has_one_load_or_two() -> None:
+def test_threads_have_one_load_or_two() -> None:
     assert [choose_warps(elements) for elements in (16, 256, 1024, 5120, 1 << 20)] == [1, 1, 4, 16, 16]
     assert choose_warps(1024, loads=2) == 2
 
@@ -37,7 +37,7 @@ def test_a_cpu_launches_without_flags() -> None:
 
 
 class FakeKernel:
-    """A kernel (x, y, rows, SIZE, PDL) that notes how it is launched."""
+    """A kernel (x, y, rows, SIZE, PDL) that records its launches."""
 
     arg_names = ("x", "y", "rows", "SIZE", "PDL")
 
@@ -61,7 +61,7 @@ class FakeCode(SimpleNamespace):
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter compiles nothing")
-def test_code_is_looked_up_once_and_when_a_tensor_begins_at_an_odd_place() -> None:
+def test_the_variant_is_looked_up_once_and_for_unaligned_tensors() -> None:
     kernel: Any = FakeKernel()
     constants = {"num_warps": 1, "PDL": False, "SIZE": 4}
     launch = PreparedLaunch(kernel, (torch.float32, torch.float32, 0), {"SIZE": 4}, CPU, 1)

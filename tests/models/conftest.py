@@ -1,4 +1,4 @@
-"""Tiny checkpoints, made once a session."""
+"""Tiny checkpoints, made once per session."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Runs a model step by step over naive parts: a dictionary-like pool, attention row by row in float32, batches built by hand.
+"""Runs a model step by step with naive parts: a page pool in plain tensors, attention row by row in
+float32, batches built by hand.
 
-The oracle of the model tests: slow, plain, and independent of the real pool, builder and backends.
+The oracle of the model tests: slow, simple, and independent of the real pool, batch builder and
+backends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from frame.plugins.loader import load_registry
 
 
 class NaivePool:
-    """`layers` tensors of pages; widths are those of the tensors that a layer stores. What nobody wrote is large: a read shows."""
+    """`layers` tensors of pages, with the widths of the tensors that a layer stores. Unwritten
+    entries are large, so that reading one shows."""
 
     def __init__(self, layers: int, widths: Sequence[tuple[int, ...]], pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.page_size = page_size
@@ -41,7 +44,7 @@ class NaivePool:
 
 
 class NaiveAttention(AttentionBackend):
-    """Each row alone, in float32, by the definition."""
+    """Attention of each row separately, in float32, by the definition."""
 
     capabilities = AttentionCapabilities(devices=("cpu",), kinds=("mha", "mla"), sliding_window=True, soft_cap=True)
 
@@ -60,7 +63,7 @@ class NaiveAttention(AttentionBackend):
         outs = []
         for index, (span, places) in enumerate(self._rows(batch)):
             past = cache[places]
-            if index % 2:  # both forms, by turns
+            if index % 2:  # alternates between both forms
                 k_nope, v = layer.expand(past[:, :rank])
                 k = torch.cat((k_nope, past[:, None, rank:].expand(-1, k_nope.shape[1], -1)), -1)
                 outs.append(self._row(layer.spec, torch.cat((q_nope[span], q_rope[span]), -1), k, v))
@@ -94,7 +97,8 @@ class NaiveAttention(AttentionBackend):
 
 @dataclass
 class Session:
-    """A model and its requests: `step` computes more tokens of some of them and returns the logits of all these tokens."""
+    """A model and its requests: `step` computes more tokens of some of them and returns the logits
+    of all these tokens."""
 
     model: CausalLM
     model_config: ModelConfig
@@ -127,7 +131,8 @@ class Session:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
-        """rows: (slot, next tokens); those of one token that have a past are decodes and come first. -> logits [tokens, vocab] a row."""
+        """rows: (slot, next tokens). Rows with one token and a past are decodes and come first.
+        Returns logits [tokens, vocab] per row."""
         decodes = [row for row in rows if len(row[1]) == 1 and self.computed.get(row[0], 0)]
         ordered = decodes + [row for row in rows if row not in decodes]
         batch = self.batch(ordered, len(decodes))
@@ -167,7 +172,8 @@ class Session:
 def build_context(
     model_config: ModelConfig, tp: Collective | None = None, dtype: torch.dtype = torch.float32, **names: Any
 ) -> BuildContext:
-    """A context of naive attention and in-tree parts by name; `names` may give another attention (class or plugin name), quantization …"""
+    """A context with naive attention and in-tree parts by name. `names` may select another
+    attention (class or plugin name), quantization method, and so on."""
     registry = load_registry(installed=False)
     tp = tp or LocalGroup()
     base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": Limits(8, 512, 512, 4)}

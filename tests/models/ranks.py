@@ -1,4 +1,5 @@
-"""Several ranks in one process: threads that meet at a barrier, so that tensor parallelism is tested without sockets."""
+"""Several ranks in one process: threads that meet at a barrier, so that tensor parallelism is
+tested without sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """What the ranks of one group share."""
+    """The shared state of one group's ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -20,7 +21,7 @@ class Meeting:
         self.given: list[Any] = [None] * size
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, on every rank."""
+        """All ranks' tensors, on every rank."""
         self.given[rank] = tensor.clone()
         self.barrier.wait()
         everybody = list(self.given)
@@ -47,7 +48,8 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, act: Callable[[ThreadGroup], T]) -> list[T]:
-    """Run `act` on every rank, each in a thread; results in order of the ranks. Re-raises a rank's error."""
+    """Run `act` on every rank, each in its own thread; returns the results by rank. Re-raises a
+    rank's error."""
     meeting = Meeting(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

@@ -1,4 +1,5 @@
-"""Every architecture gives transformers' float32 logits: whole prompts, chunks, decodes, mixed batches."""
+"""Every architecture gives transformers' float32 logits: whole prompts, chunks, decodes, mixed
+batches."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def wanted(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def check(session: Session, model: Any) -> None:
-    """Prefill, chunks, decodes and mixtures of three requests, each token's logits against the reference."""
+    """Prefill, chunks, decodes and mixed batches of three requests; each token's logits against the
+    reference."""
     a, b, c = prompt(45, 1), prompt(39, 2), prompt(21, 3)
     want = {0: wanted(model, a), 1: wanted(model, b), 2: wanted(model, c)}
     got: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
@@ -100,7 +102,7 @@ def test_variants_of_the_config(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
-    """The paths that are taken in bfloat16 alone: packed weights, all experts at once."""
+    """Code paths that only bfloat16 takes: packed weights, all experts at once."""
     folder = checkpoint(architecture)
     tokens = prompt(60, 4)
     want = wanted(reference(folder), tokens)
@@ -112,8 +114,9 @@ def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[...
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_narrowed_passes_give_the_wanted_tokens_and_fill_the_cache(architecture: str, checkpoint: Callable[..., Path]) -> None:
-    """The hidden states of some tokens, in the order asked for, or of none; the next step finds everybody's keys."""
+def test_selected_tokens_are_returned_and_the_cache_is_filled(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """Hidden states of some tokens, in the requested order, or of none; the next step finds the
+    keys of all tokens."""
     folder = checkpoint(architecture)
     rows, indices = [(0, prompt(20, 8)), (1, prompt(9, 9))], torch.tensor([28, 3, 19])
     whole, narrow = open_session(folder), open_session(folder)
@@ -132,8 +135,9 @@ def _forward(session: Session, batch: ForwardBatch) -> torch.Tensor:
     return session.model.forward(batch)
 
 
-def test_folded_weights_decode_alike() -> None:
-    """A latent layer that decodes with its expansion multiplied into its neighbours, and the same with all its products, both forms."""
+def test_folded_weights_give_the_same_logits() -> None:
+    """A latent layer that decodes with folded weights, and the same layer with separate products,
+    in both forms."""
     prompts = {0: [0, *prompt(40, 6)], 1: [0, *prompt(25, 7)]}
     logits = []
     for folds in (True, False):
@@ -148,8 +152,8 @@ def test_folded_weights_decode_alike() -> None:
     assert ((folded - plain).norm(dim=-1) / plain.norm(dim=-1)).max() < 0.03
 
 
-def test_the_embedded_model(reference: Callable[[Path], Any]) -> None:
-    """DeepSeek-V3 as it was trained, with a multi-token-prediction layer that is left out."""
+def test_the_bundled_model(reference: Callable[[Path], Any]) -> None:
+    """DeepSeek-V3 as trained, with an ignored multi-token-prediction layer."""
     folder = find_model(EMBEDDED)
     session, model = open_session(folder, max_tokens=512), reference(folder)
     tokens = [0, *prompt(300, 5)]

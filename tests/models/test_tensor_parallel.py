@@ -1,4 +1,5 @@
-"""Two (and four) ranks give the logits of one: heads, experts, vocabulary cut; by threads, and once by gloo between processes."""
+"""Two (and four) ranks give the logits of one, with heads, experts and vocabulary split; in
+threads, and once over gloo between processes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.models.test_logits import ARCHITECTURES, check, prompt
 
 
 class Both:
-    """A session on every rank, driven as one; checks that the ranks agree to the bit."""
+    """A session on every rank, driven as one; checks that the ranks agree bit by bit."""
 
     def __init__(self, folder: Path, size: int, **names: Any) -> None:
         self.folder, self.size, self.names = folder, size, names
@@ -51,7 +52,7 @@ def test_two_ranks_give_the_logits_of_one(architecture: str, checkpoint: Callabl
 
 
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "vocab_size": 383}])
-def test_four_ranks_repeat_two_kv_heads(overrides: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
+def test_four_ranks_replicate_two_kv_heads(overrides: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("LlamaForCausalLM", **overrides)
     alone = open_session(folder)
     plan = [[(0, prompt(20, 1))], [(0, prompt(1, 2))]]
@@ -62,7 +63,7 @@ def test_four_ranks_repeat_two_kv_heads(overrides: dict[str, Any], checkpoint: C
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM"])
-def test_random_weights_do_not_depend_on_the_ranks(architecture: str, checkpoint: Callable[..., Path]) -> None:
+def test_dummy_weights_do_not_depend_on_the_ranks(architecture: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(architecture)
     plan = [[(0, prompt(20, 1))]]
     want = open_session(folder, load_format="dummy").step(plan[0])[0]
@@ -71,9 +72,11 @@ def test_random_weights_do_not_depend_on_the_ranks(architecture: str, checkpoint
     torch.testing.assert_close(Both(folder, 2, load_format="dummy").run(plan)[0][0], want, atol=1e-4, rtol=1e-4)
 
 
-def test_heads_that_cannot_be_cut_are_refused(checkpoint: Callable[..., Path]) -> None:
+def test_heads_that_cannot_be_split_are_refused(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("LlamaForCausalLM")
-    with pytest.raises(ConfigurationError, match=r"4 attention heads cannot be cut into 3 equal parts: set parallel.tp to a divisor of 4"):
+    with pytest.raises(
+        ConfigurationError, match=r"4 attention heads cannot be split into 3 equal parts: set parallel.tp to a divisor of 4"
+    ):
         Both(folder, 3).run([[(0, prompt(3))]])
 
 

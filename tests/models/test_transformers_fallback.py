@@ -1,4 +1,5 @@
-"""The fallback gives transformers' own logits over the paged cache, and refuses what it cannot serve, in one sentence."""
+"""The fallback gives transformers' own logits over the paged cache, and refuses unsupported models
+with a clear message."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_logits(architecture: str, overrides: dict[str, Any], checkpoint: Callab
     check(open_session(folder, model="transformers"), reference(folder))
 
 
-def test_random_weights(checkpoint: Callable[..., Path]) -> None:
+def test_dummy_weights(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("Phi3ForCausalLM")
     logits = [open_session(folder, model="transformers", load_format="dummy").step([(0, prompt(20))])[0] for _ in range(2)]
     assert logits[0].isfinite().all()
@@ -56,7 +57,7 @@ def test_unknown_architecture(tmp_path: Path) -> None:
         open_session(folder, model="transformers")
 
 
-def test_backend_that_lacks_what_the_model_uses(checkpoint: Callable[..., Path]) -> None:
+def test_backend_without_a_used_feature_is_refused(checkpoint: Callable[..., Path]) -> None:
     from dataclasses import replace
 
     from tests.models.harness import NaiveAttention

@@ -1,4 +1,5 @@
-"""fp8 checkpoints in each dialect, made of tiny plain ones, with plain twins that hold the very numbers which they stand for."""
+"""fp8 checkpoints in each dialect, made from tiny unquantized ones, with unquantized twins that
+hold the dequantized values."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_pair(architecture: str, dialect: str, folder: Path, **overrides: Any) -> tuple[Path, Path]:
-    """(an fp8 checkpoint, a plain one of the numbers that it stands for)."""
+    """(an fp8 checkpoint, an unquantized one with its dequantized values)."""
     stored, plain = folder / "stored", folder / "plain"
     make_checkpoint(architecture, stored, **overrides)
     shutil.copytree(stored, plain)
@@ -65,7 +66,7 @@ def make_pair(architecture: str, dialect: str, folder: Path, **overrides: Any) -
 
 
 def _rounded(weight: torch.Tensor, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """e4m3, the scale as it is stored, and the scale of every number."""
+    """e4m3, the scale as it is stored, and the scale of every value."""
     block = config.get("weight_block_size")
     if block:
         scale = torch.stack([torch.stack([part.abs().max() for part in row.split(block[1], 1)]) for row in weight.split(block[0], 0)]) / 448

@@ -1,4 +1,5 @@
-"""fp8: every dialect of checkpoint, merged and cut layers, plain checkpoints rounded while loading, and scales of the KV cache."""
+"""fp8: checkpoint dialects, merged and split layers, unquantized checkpoints quantized while
+loading, KV-cache scales."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TOKENS = list(range(20, 60))
 
 
 def logits_of(session: Session) -> torch.Tensor:
-    """Of a prompt in two pieces and of decodes."""
+    """Logits of a prompt in two chunks and of decodes."""
     parts = [
         session.step([(0, TOKENS[:20])])[0],
         session.step([(0, TOKENS[20:38])])[0],
@@ -61,7 +62,7 @@ def reference_logits(folder: Path) -> torch.Tensor:
         ("Qwen2ForCausalLM", "channel"),
     ],
 )
-def test_a_checkpoint_is_the_numbers_that_it_stands_for(architecture: str, dialect: str, tmp_path: Path) -> None:
+def test_a_checkpoint_equals_its_dequantized_twin(architecture: str, dialect: str, tmp_path: Path) -> None:
     stored, plain = make_pair(architecture, dialect, tmp_path)
     session = open_session(stored, quantization="fp8")
     kinds = {type(module.method).__name__ for module in session.model.modules() if hasattr(module, "method")}  # type: ignore[attr-defined]
@@ -72,7 +73,7 @@ def test_a_checkpoint_is_the_numbers_that_it_stands_for(architecture: str, diale
 @pytest.mark.parametrize(
     ("architecture", "bound"), [("LlamaForCausalLM", 0.09), ("Qwen3ForCausalLM", 0.09), ("DeepseekV3ForCausalLM", 0.12)]
 )
-def test_blocks_stay_near_the_plain_model(architecture: str, bound: float, tmp_path: Path) -> None:
+def test_block_scales_stay_close_to_the_unquantized_model(architecture: str, bound: float, tmp_path: Path) -> None:
     stored, _ = make_pair(architecture, "block", tmp_path)
     want = reference_logits(make_checkpoint(architecture, tmp_path / "before"))
     got = logits_of(open_session(stored, quantization="fp8", dtype=torch.bfloat16))
@@ -80,7 +81,7 @@ def test_blocks_stay_near_the_plain_model(architecture: str, bound: float, tmp_p
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_a_plain_model_rounded_while_loading_stays_near(architecture: str, tmp_path: Path) -> None:
+def test_quantization_while_loading_stays_close(architecture: str, tmp_path: Path) -> None:
     sizes = {"moe_intermediate_size": 128, "hidden_size": 128} if "Moe" in architecture else {}
     folder = make_checkpoint(architecture, tmp_path, **sizes)
     want = reference_logits(folder)
@@ -95,14 +96,15 @@ def test_a_plain_model_rounded_while_loading_stays_near(architecture: str, tmp_p
 @pytest.mark.parametrize(
     ("architecture", "dialect"), [("Qwen3ForCausalLM", "tensor"), ("LlamaForCausalLM", "small block"), ("DeepseekV3ForCausalLM", "channel")]
 )
-def test_two_ranks_take_their_parts_of_the_scales(architecture: str, dialect: str, tmp_path: Path) -> None:
+def test_two_ranks_load_their_parts_of_the_scales(architecture: str, dialect: str, tmp_path: Path) -> None:
     stored, plain = make_pair(architecture, dialect, tmp_path)
     both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization="fp8")))
     torch.testing.assert_close(both[0], reference_logits(plain), rtol=2e-4, atol=2e-4)
 
 
 class Layer(nn.Module):
-    """A merged layer as `Linear` makes it: `parts` outputs each, of the checkpoint layers "0", "1", …"""
+    """A merged layer as `Linear` makes it: `parts` outputs each, from the checkpoint layers "0",
+    "1", …"""
 
     def __init__(
         self, method: Fp8Linear, inputs: int, parts: list[int], dtype: torch.dtype = torch.float32, ranks: int = 1, rank: int = 0
@@ -124,7 +126,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("parts", [[256, 128], [192, 64], [1536, 576], [24, 96], [1, 130]])
 @pytest.mark.parametrize("inputs", [128, 192, 300])
-def test_parts_that_end_inside_a_block_lie_side_by_side(parts: list[int], inputs: int) -> None:
+def test_parts_that_end_inside_a_block_are_concatenated(parts: list[int], inputs: int) -> None:
     torch.manual_seed(0)
     layer, wanted, tensors = Layer(Fp8Linear(Fp8Format("block", "weight_scale_inv")), inputs, parts), [], []
     for index, part in enumerate(parts):
@@ -143,20 +145,21 @@ def test_parts_that_end_inside_a_block_lie_side_by_side(parts: list[int], inputs
 
 
 def test_scales_are_as_coarse_as_their_parts_allow() -> None:
-    """Blocks of 128 x 128 come back where parts are whole blocks, or the last one is ragged: what products on the device ask for."""
+    """Blocks of 128 x 128 are restored where parts are whole blocks, or the last one is shorter:
+    the kernels require them."""
     layer = Layer(Fp8Linear(Fp8Format("block", "weight_scale_inv")), 256, [256, 192])
     stored: ShardedParameter = layer.weight_scale_inv  # type: ignore[assignment]
     assert tuple(stored.shape) == (7, 2)
     stored.load("0.weight_scale_inv", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     stored.load("1.weight_scale_inv", torch.tensor([[5.0, 6.0], [7.0, 8.0]]))
-    coarse = Scales(stored.data, 64, 128).coarsest(128, 128)
+    coarse = Scales(stored.data, 64, 128).coarsen(128, 128)
     assert (coarse.rows, coarse.columns) == (128, 128)
     assert coarse.values.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
     crooked = Scales(torch.tensor([[1.0], [2.0], [2.0]]), 64, 128)
-    assert crooked.coarsest(128, 128) is crooked
+    assert crooked.coarsen(128, 128) is crooked
 
 
-def test_a_rank_whose_part_begins_inside_a_block_is_told_to_use_fewer() -> None:
+def test_a_rank_whose_part_starts_inside_a_block_is_refused() -> None:
     method = Fp8Linear(Fp8Format("block", "weight_scale_inv"))
     layer = nn.Module()
     method.create(layer, 128, [128], torch.float32)
@@ -206,7 +209,7 @@ def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 reads fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 supports fp8, compressed-tensors, modelopt"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two positive sizes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
@@ -220,7 +223,7 @@ def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
         ),
     ],
 )
-def test_other_weights_are_refused_with_a_sentence(config: dict[str, object], sentence: str) -> None:
+def test_other_weights_are_refused(config: dict[str, object], sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         read_format(config)
 
@@ -235,14 +238,14 @@ def test_other_weights_are_refused_with_a_sentence(config: dict[str, object], se
         ("*visual*", "model.visual.blocks.0.qkv", "model.layers.0.mlp.up_proj"),
     ],
 )
-def test_names_of_layers_that_stay_plain(pattern: str, plain: str, stored: str) -> None:
+def test_patterns_of_unquantized_layers(pattern: str, plain: str, stored: str) -> None:
     found = Fp8Format("tensor", plain=(pattern,))
     assert not found.stores(plain)
     assert found.stores(stored)
     assert Fp8Format("tensor", targets=(pattern,)).stores(plain)
 
 
-def test_what_is_left_plain() -> None:
+def test_unquantized_layers() -> None:
     method = Fp8(options=Fp8Options(ignore=("layers.0.",)))
     assert isinstance(method.linear("model.layers.0.mlp.up_proj"), PlainLinear)
     assert isinstance(method.experts("model.layers.0.mlp.experts"), PlainExperts)
@@ -251,15 +254,15 @@ def test_what_is_left_plain() -> None:
     assert Fp8(dict(CONFIGS["tensor"])).left_out == (r".*\.input_scale$",)
 
 
-def test_fp8_numbers_are_not_taken_for_plain_ones() -> None:
+def test_fp8_values_are_not_loaded_as_unquantized() -> None:
     layer = Layer(PlainLinear(), 64, [32])  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, float32 is expected: choose the quantization method"):
+    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, but float32 is expected: choose the quantization method"):
         load_parameters(layer, [("0.weight", torch.zeros(32, 64, dtype=torch.float8_e4m3fn))])
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize("place", ["", "k_proj."])
-def test_the_kv_cache_takes_the_checkpoints_scales(architecture: str, place: str, tmp_path: Path) -> None:
+def test_the_kv_cache_uses_the_checkpoints_scales(architecture: str, place: str, tmp_path: Path) -> None:
     folder = make_checkpoint(architecture, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for layer in range(2):
@@ -277,7 +280,7 @@ def test_the_kv_cache_takes_the_checkpoints_scales(architecture: str, place: str
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_positive_number_is_refused(value: float, tmp_path: Path) -> None:
+def test_a_scale_that_is_not_positive_is_refused(value: float, tmp_path: Path) -> None:
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(value)
@@ -290,15 +293,15 @@ def reference_logits_of_plain(architecture: str, folder: Path) -> torch.Tensor:
     return reference_logits(make_checkpoint(architecture, folder))
 
 
-def test_random_weights_for_an_fp8_checkpoint(tmp_path: Path) -> None:
+def test_dummy_weights_for_an_fp8_checkpoint(tmp_path: Path) -> None:
     stored, _ = make_pair("DeepseekV3ForCausalLM", "block", tmp_path)
     got = logits_of(open_session(stored, quantization="fp8", load_format="dummy"))
     assert torch.isfinite(got).all()
     assert got.std() > 0.01
 
 
-def test_a_checkpoint_that_transformers_made(tmp_path: Path) -> None:
-    """Its own fine-grained fp8, as far as it runs without a GPU: layers it made, with our numbers in them."""
+def test_a_checkpoint_made_by_transformers(tmp_path: Path) -> None:
+    """transformers' fine-grained fp8 as far as it runs without a GPU: its layers, with our values."""
     fine_grained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path / "plain", hidden_size=128, intermediate_size=256)
     model = load_reference(folder)
@@ -324,7 +327,7 @@ def test_a_checkpoint_that_transformers_made(tmp_path: Path) -> None:
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.09
 
 
-def test_a_latent_layer_keeps_its_expansion_once(tmp_path: Path) -> None:
+def test_a_latent_layer_stores_its_expansion_once(tmp_path: Path) -> None:
     stored, _ = make_pair("DeepseekV3ForCausalLM", "block", tmp_path)
     for method, folder in (("fp8", stored), ("fp8", make_checkpoint("DeepseekV3ForCausalLM", tmp_path / "plain"))):
         expansion = open_session(folder, quantization=method).model.layers[0].attention.kv_b_proj  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Quantization methods: what a layer holds after loading, how far its results are from float32, and whole models."""
+"""Quantization methods: the parameters of a layer after loading, the error against float32, and
+whole models."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from frame.core.loading.safetensors_reader import read_weights
 from frame.models.layers.packed import can_pack
 from frame.models.layers.parameter import load_parameters
 from frame.quantization import Int8Options
-from frame.quantization.int8_weight_only import Int8Linear, Int8WeightOnly, quantize
+from frame.quantization.int8_weight_only import Int8Linear, Int8WeightOnly, quantize_weight
 from frame.quantization.none import PlainLinear
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import open_session
 
 
 class Layer(nn.Module):
-    """A bare layer: what a method gets."""
+    """A bare layer, as a method gets it."""
 
     def __init__(self, method: PlainLinear | Int8Linear, weight: torch.Tensor) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ def test_a_layer_multiplies(method: type[PlainLinear | Int8Linear], dtype: torch
     assert (layer.method.apply(layer, x, -bias).float() + want).norm() / want.norm() < tolerance
 
 
-def test_packed_and_quantized_layers_give_the_weight_back() -> None:
+def test_packed_and_quantized_layers_free_the_weight() -> None:
     weight = torch.randn(96, 64, dtype=torch.bfloat16)
     quantized = Layer(Int8Linear(), weight)
     assert quantized.weight.numel() == 0  # type: ignore[operator]
@@ -62,7 +63,7 @@ def test_packed_and_quantized_layers_give_the_weight_back() -> None:
 
 def test_rounding_is_at_most_half_a_step() -> None:
     weight = torch.cat((torch.randn(50, 40), torch.zeros(1, 40)))
-    quantized, scale = quantize(weight)
+    quantized, scale = quantize_weight(weight)
     assert (weight - quantized * scale[:, None]).abs().max() <= scale.max() / 2 + 1e-7
     assert quantized[:-1].abs().amax(1).eq(127).all()
     assert not quantized[-1].any()
@@ -70,7 +71,7 @@ def test_rounding_is_at_most_half_a_step() -> None:
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.04), (torch.bfloat16, 0.06)])
-def test_a_quantized_model_stays_near(architecture: str, dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
+def test_a_quantized_model_stays_close(architecture: str, dtype: torch.dtype, bound: float, tmp_path: Path) -> None:
     folder = make_checkpoint(architecture, tmp_path)
     tokens = list(range(20, 60))
     session = open_session(folder, dtype=dtype, quantization="int8_weight_only")
@@ -82,7 +83,7 @@ def test_a_quantized_model_stays_near(architecture: str, dtype: torch.dtype, bou
     assert "Int8Linear" in kinds
 
 
-def test_ignored_layers_stay_plain() -> None:
+def test_ignored_layers_stay_unquantized() -> None:
     method = Int8WeightOnly(options=Int8Options(ignore=("layers.0.", "o_proj$")))
     assert isinstance(method.linear("model.layers.0.mlp.up_proj"), PlainLinear)
     assert isinstance(method.linear("model.layers.1.self_attn.o_proj"), PlainLinear)
@@ -91,7 +92,7 @@ def test_ignored_layers_stay_plain() -> None:
     assert isinstance(Int8WeightOnly(options=Int8Options(ignore=())).linear("a"), Int8Linear)
 
 
-def test_a_checkpoint_with_tensors_of_no_dimension(tmp_path: Path) -> None:
+def test_a_checkpoint_with_scalar_tensors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")

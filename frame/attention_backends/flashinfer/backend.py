@@ -1,6 +1,7 @@
-"""The `flashinfer` backend: decodes and extends by the library's paged wrappers, latents absorbed or, where that costs less, expanded.
+"""The `flashinfer` backend: decodes and extends by FlashInfer's wrappers; latents absorbed, or
+expanded where that costs less.
 
-Knows rows, pages and shapes of layers, no request; what the library is asked for is in `wrappers.py`.
+Depends on rows, pages and layer shapes, on no request. `wrappers.py` makes the library calls.
 """
 
 from __future__ import annotations
@@ -18,40 +19,44 @@ from frame.attention_backends.flashinfer.library import Library
 from frame.attention_backends.flashinfer.page_lists import PageBuffers, PageLists, list_pages
 from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, MHAShape, MLAShape, Wrapper, Wrappers
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
-from frame.attention_backends.shared import allow_sync, dense, expand_latents, locate_keys, replace_non_finite
+from frame.attention_backends.shared import allow_sync, expand_latents, locate_keys, make_rows_contiguous, replace_non_finite
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
-EXPANDED_BYTES = 2 << 30  # latents that would expand to more than this stay absorbed
+EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
 
 
 class StepPlan:
-    """What one step's layers run: the planned wrappers by shape. The lists of pages are made when the first shape asks."""
+    """The planned wrappers of one step, by layer shape. Page lists are made when the first shape
+    needs them."""
 
     def __init__(self, batch: ForwardBatch, buffers: PageBuffers | None = None) -> None:
         self.batch = batch
-        self.buffers = buffers  # of a captured step, which is decodes alone
+        self.buffers = buffers  # of a captured step, which has decodes only
         self.num_decodes = batch.num_decodes
         self.heads: dict[MHAShape, tuple[Wrapper | None, Wrapper | RaggedExtend | None]] = {}  # (decodes, extends)
-        self.latents: dict[MLAShape, tuple[Wrapper | None, RaggedExtend | None]] = {}  # (absorbed rows, expanded extends)
+        # (absorbed rows, expanded extends)
+        self.latents: dict[MLAShape, tuple[Wrapper | None, RaggedExtend | None]] = {}
         self._lists: dict[tuple[int, int], PageLists] = {}
 
-    def get_lists(self, first: int, last: int) -> PageLists | None:
-        """Lists of rows `first` … `last - 1`; None when there are none."""
-        if first == last:
+    def get_lists(self, first: int, stop: int) -> PageLists | None:
+        """Page lists of rows `first` … `stop - 1`; None for an empty range."""
+        if first == stop:
             return None
-        found = self._lists.get((first, last))
+        found = self._lists.get((first, stop))
         if found is None:
-            found = list_pages(self.batch, first, last, self.buffers)
-            self._lists[first, last] = found
+            found = list_pages(self.batch, first, stop, self.buffers)
+            self._lists[first, stop] = found
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedExtend:
-    """Extends over keys and values that lie side by side, or over such made of their latents: of those at `places` of the cache (None:
-    all of them are this step's own)."""
+    """Extends over contiguous ("ragged") keys and values, or over those expanded from latents.
+
+    `places`: KV slots of the keys; None: the keys are this step's own.
+    """
 
     wrapper: Wrapper
     places: torch.Tensor | None
@@ -68,13 +73,13 @@ class FlashInferBackend(AttentionBackend):
         device = context.device
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
         self._wrappers = Wrappers(library, device, self._capability, settings.workspace_mib << 20)
-        self._shapes: list[MHAShape | MLAShape] = []  # those that this model's layers have, learnt in the first step
+        self._shapes: list[MHAShape | MLAShape] = []  # the shapes of this model's layers, collected in the first step
         self._layers: dict[int, tuple[AttentionSpec, MHAShape]] = {}
         self._buffers: PageBuffers | None = None
-        self._first_layer: int | None = None  # which writes the lists of pages in a captured step
+        self._first_layer: int | None = None  # the layer that writes the page lists in a captured step
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
-        """Compile the modules of the layers' shapes, all at once."""
+        """Compile the modules of the layers' shapes, in parallel."""
         dtype, kv_dtype = self.context.dtype, self.context.kv_dtype or self.context.dtype
         shapes = [_mha_shape(layer, dtype, kv_dtype) if isinstance(layer, AttentionSpec) else _mla_shape(layer, dtype) for layer in layers]
         self._wrappers.compile(shapes, on_compile)
@@ -86,7 +91,7 @@ class FlashInferBackend(AttentionBackend):
         if self._buffers is None:
             limits = self.context.limits
             pages = -(-limits.max_context // limits.page_size) + 1
-            self._buffers = PageBuffers.of(limits.max_running_requests, pages, self.context.device)
+            self._buffers = PageBuffers.create(limits.max_running_requests, pages, self.context.device)
         return self._plan_shapes(StepPlan(batch, self._buffers))
 
     def replay_plan(self, plan: StepPlan, batch: ForwardBatch) -> None:
@@ -115,7 +120,7 @@ class FlashInferBackend(AttentionBackend):
         absorbed, expanded = plan.latents[shape]
         (cached,) = batch.kv.layer(spec.layer)
         if expanded is None:
-            assert absorbed is not None  # a step has rows
+            assert absorbed is not None  # a step has at least one row
             return _attend_absorbed(absorbed, layer, q_nope, q_rope, cached)
         out = AttentionOut.of(batch, q_nope, spec.num_heads, spec.v_head_dim)
         first = plan.num_decodes
@@ -127,12 +132,13 @@ class FlashInferBackend(AttentionBackend):
         return out
 
     def _plan(self, spec: AttentionSpec, batch: ForwardBatch) -> StepPlan:
-        """The step's plan. In a captured step the first layer writes the lists of pages, so that replays find their own."""
+        """The step's plan. In a captured step the first layer writes the page lists, so that each
+        replay writes its own."""
         plan: StepPlan = batch.plan
         if self._first_layer is None or spec.layer < self._first_layer:
             self._first_layer = spec.layer
         if plan.buffers is not None and spec.layer == self._first_layer:
-            plan.buffers.write(batch)
+            plan.buffers.write_lists(batch)
         return plan
 
     def _plan_shapes(self, plan: StepPlan) -> StepPlan:
@@ -167,7 +173,8 @@ class FlashInferBackend(AttentionBackend):
         plan.latents[shape] = absorbed, expanded
 
     def _expands(self, shape: MLAShape, batch: ForwardBatch) -> bool:
-        """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
+        """Whether the expanded form of this step's extends needs fewer multiplications than the
+        absorbed form, and fits into EXPANDED_BYTES."""
         first = batch.num_decodes
         queries, keys = (part[first:].astype(np.int64) for part in (batch.host.query_lens, batch.host.seq_lens))
         nope = shape.width - shape.rope
@@ -181,9 +188,10 @@ class FlashInferBackend(AttentionBackend):
 
     @contextmanager
     def _first_use(self, shape: MHAShape | MLAShape, plan: StepPlan) -> Iterator[None]:
-        """A shape's first step: kernels are compiled, wrappers made. That may wait for the device; no later step does."""
+        """The first step of a shape: compile its kernels and make its wrappers, which may wait for
+        the device. No later step does."""
         if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("Attention backend 'flashinfer' meets a new layer in a captured step; run one without a graph first.")
+            raise RuntimeError("Attention backend 'flashinfer' got a new layer shape in a captured step; run a step without a graph first.")
         with allow_sync(self.context.device):
             self._wrappers.compile([shape])
             self._shapes.append(shape)
@@ -203,11 +211,12 @@ def _mla_shape(layer: LatentProjections, dtype: torch.dtype) -> MLAShape:
 
 
 def _plan_ragged_extend(plan: StepPlan, planned: Callable[[torch.Tensor, torch.Tensor], Wrapper]) -> RaggedExtend:
-    """All extends of a step, by the wrapper that is `planned` for so many queries and keys: where each row's begin, on the host."""
+    """All extends of a step over contiguous keys; `planned` plans a wrapper for the query and key
+    starts (host int32 [rows + 1])."""
     batch, first = plan.batch, plan.num_decodes
     host = batch.host
     lists = plan.get_lists(first, batch.num_rows)
-    assert lists is not None  # the caller has seen extends
+    assert lists is not None  # the caller has checked that there are extends
     if (host.seq_lens[first:] == host.query_lens[first:]).all():
         return RaggedExtend(planned(lists.query_starts, lists.query_starts), None)
     starts = np.zeros(lists.rows + 1, np.int32)
@@ -225,11 +234,12 @@ def _attend(
     step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cache: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """`step`: queries, keys and values of the step's tokens, which the cache has as well."""
+    """`step`: queries, keys and values of the step's tokens; the cache holds the keys and values
+    too."""
     plan: StepPlan = batch.plan
     (decodes, extends), first = plan.heads[shape], plan.num_decodes
     scales = {} if shape.kv_dtype == shape.dtype else {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
-    q = dense(step[0])
+    q = make_rows_contiguous(step[0])
     out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
     if decodes is not None:
         decodes.run(q[:first], cache, out=out[:first], **scales)
@@ -239,7 +249,7 @@ def _attend(
     if not isinstance(extends, RaggedExtend):
         extends.run(extended, cache, out=written, **scales)
     elif extends.places is None:
-        extends.wrapper.run(extended, dense(step[1][first:]), replace_non_finite(step[2][first:]), out=written)
+        extends.wrapper.run(extended, make_rows_contiguous(step[1][first:]), replace_non_finite(step[2][first:]), out=written)
     else:
         keys, values = (part.flatten(0, 1).index_select(0, extends.places) for part in cache)
         extends.wrapper.run(extended, keys, replace_non_finite(values, in_place=True), out=written)
@@ -249,7 +259,8 @@ def _attend(
 def _attend_absorbed(
     wrapper: Wrapper, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor
 ) -> torch.Tensor:
+    """Latent attention with absorbed queries -> [tokens, heads, v_head_dim]."""
     rank = layer.kv_lora_rank
-    q = dense(layer.absorb(q_nope))
+    q = make_rows_contiguous(layer.absorb(q_nope))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return layer.unabsorb(wrapper.run(q, dense(q_rope), cached[..., :rank], cached[..., rank:], out=out))
+    return layer.unabsorb(wrapper.run(q, make_rows_contiguous(q_rope), cached[..., :rank], cached[..., rank:], out=out))

@@ -1,6 +1,8 @@
-"""What of FlashInfer is called, which of its kernels suit a device and a shape, and their compilation ahead of the first request.
+"""The parts of FlashInfer that the backend uses: its functions, the kernel family for a device and
+shape, and compilation at start-up.
 
-Read in flashinfer-python 0.6.12 and 0.7.2 (`prefill.py`, `decode.py`, `mla/`, `jit/`). Knows no batch and no plan.
+Follows flashinfer-python 0.6.12 and 0.7.2 (`prefill.py`, `decode.py`, `mla/`, `jit/`). Depends on
+no batch and no plan.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import torch
 
 from frame.core.errors import ConfigurationError
 
-KernelFamily = Literal["fa2", "fa3"]  # FlashAttention-2 kernels (compute capability 8.0 on), FlashAttention-3 kernels (9.0 alone)
+# FlashAttention-2 kernels (compute capability 8.0 or later), FlashAttention-3 kernels (9.0 only)
+KernelFamily = Literal["fa2", "fa3"]
 
 FA3_WIDTHS = (64, 128, 256)
-CUDA_CORE_GROUPS = (1, 2, 3)  # heads of a key: more than these are worth the tensor cores
+# query heads per key head for which the CUDA-core decode kernel is used; more heads pay for tensor
+# cores
+CUDA_CORE_GROUPS = (1, 2, 3)
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +39,15 @@ class Library:
     prefill: Callable[..., Any]  # BatchPrefillWithPagedKVCacheWrapper
     ragged: Callable[..., Any]  # BatchPrefillWithRaggedKVCacheWrapper
     latent: Callable[..., Any]  # BatchMLAPagedAttentionWrapper
-    plan_captured: Callable[..., None]  # fast_decode_plan: `decode.plan` without the copies
+    plan_captured: Callable[..., None]  # fast_decode_plan: `decode.plan` without copies
     compile: Callable[[Iterable[Module], Callable[[str], None] | None], None]
 
     @classmethod
     def load(cls) -> Library:
-        """Imports the library. Raises ImportError with what it lacks."""
+        """Import the library. Raises ImportError if a name is missing."""
         home = find_cuda_home()
-        if home is not None:  # the library takes the folder above that of `nvcc`, which may be a wrapper elsewhere
+        # without it the library uses the parent folder of `nvcc`, which may be a wrapper elsewhere
+        if home is not None:
             os.environ.setdefault("CUDA_HOME", str(home))
         import flashinfer
         from flashinfer.decode import fast_decode_plan
@@ -59,19 +65,19 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One compiled module of the library: a family of kernels for one set of types and widths."""
+    """One compiled module of the library: the kernels for one set of dtypes and widths."""
 
     kind: Literal["decode", "prefill", "latent"]
     form: KernelFamily
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    width: int  # of queries and keys; for latent: the rank
-    value_width: int  # for latent: the rope width
+    width: int  # of queries and keys; for `latent`: the rank
+    value_width: int  # for `latent`: the rope width
     window: bool = False
     soft_cap: bool = False
 
-    def spec(self) -> Any:
-        """The library's description of the module (`JitSpec`)."""
+    def make_spec(self) -> Any:
+        """The library's build specification (`JitSpec`) of the module."""
         from flashinfer.jit import attention as jit
 
         types = (self.dtype, self.kv_dtype, self.dtype, torch.int32, self.width, self.value_width)
@@ -83,13 +89,13 @@ class Module:
 
 
 def compile_modules(modules: Iterable[Module], on_compile: Callable[[str], None] | None = None) -> None:
-    """Compile what is neither prebuilt nor in the library's cache, side by side, and load all; `on_compile` gets the names of what is
-    compiled first. Raises ConfigurationError.
+    """Compile the modules that are neither prebuilt nor cached, in parallel, and load all.
+    `on_compile` gets their names first. Raises ConfigurationError.
 
-    Each module is built as the library itself builds it when it is first used: what its `build_jit_specs` compiles at once is compiled a
-    second time then, because ninja's log lies in another folder.
+    Each module is built as the library itself builds it on first use. Modules built by its
+    `build_jit_specs` would be compiled again then, because ninja's log is in another folder.
     """
-    specs = [module.spec() for module in modules]
+    specs = [module.make_spec() for module in modules]
     missing = [spec.name for spec in specs if not _is_built(spec)]
     if missing and on_compile is not None:
         on_compile(", ".join(missing))
@@ -106,14 +112,14 @@ def compile_modules(modules: Iterable[Module], on_compile: Callable[[str], None]
 
 
 def _build(specs: Sequence[Any]) -> None:
-    """Build and load all, each in a thread, which runs a compiler's processes. Raises the first error. The threads are daemons, unlike
-    those of a pool: a program that ends does not wait for a compilation."""
+    """Build and load each spec in its own thread, which runs compiler processes. Raises the first
+    error. The threads are daemons, so that a program that ends does not wait for a compilation."""
     errors: list[Exception] = []
 
     def build(spec: Any) -> None:
         try:
             spec.build_and_load()
-        except Exception as error:  # noqa: BLE001 - raised below, by the caller's thread
+        except Exception as error:  # noqa: BLE001 - raised in the caller's thread below
             errors.append(error)
 
     threads = [threading.Thread(target=build, args=(spec,), daemon=True) for spec in specs]
@@ -126,24 +132,26 @@ def _build(specs: Sequence[Any]) -> None:
 
 
 def _is_built(spec: Any) -> bool:
-    """Whether the module needs no compiler: prebuilt, or compiled in a build that ninja remembers."""
+    """Whether the module needs no compiler: prebuilt, or compiled in a build that ninja has logged."""
     return bool(spec.is_aot) or (bool(spec.is_compiled) and (Path(spec.build_dir) / ".ninja_log").exists())
 
 
 def _first_error_line(log: str) -> str:
-    """What a compiler's log of many lines fails by."""
+    """The first error line of a compiler log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line.lower()), lines[0] if lines else "no reason given")
 
 
 def choose_family(capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype, width: int, value_width: int) -> KernelFamily:
-    """FlashAttention-3 kernels where they run: compute capability 9.0, one type, and the widths that they are made for."""
+    """FlashAttention-3 kernels where they run: compute capability 9.0, equal dtypes, and a
+    supported width; otherwise FlashAttention-2."""
     has_width = (width == value_width and width in FA3_WIDTHS) or (width, value_width) == (192, 128)
     return "fa3" if capability[0] == 9 and dtype == kv_dtype and has_width else "fa2"
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit's folder: CUDA_HOME, or the one of the `nvcc` on the path; None without a compiler."""
+    """The folder of the CUDA toolkit: CUDA_HOME, or that of the `nvcc` on the path; None without a
+    compiler."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:
         return Path(named)

@@ -1,4 +1,8 @@
-"""The kernel that writes rows' pages side by side, with where each row's begin and how full its last page is. Knows tables alone."""
+"""Kernel that writes FlashInfer's CSR page lists: indices, row starts, and the fill of each row's
+last page.
+
+Depends on page tables only.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNKS = 8  # programs a row
-ENTRIES = 256  # of a table that a program copies at once
+CHUNKS = 8  # programs per row
+ENTRIES = 256  # table entries that a program copies at a time
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["slots", "lengths", "starts", "last_page", "pages"],  # parts of others, from any row on
+    do_not_specialize_on_alignment=["slots", "lengths", "starts", "last_page", "pages"],  # slices that start at any row
 )
 def page_lists_kernel(
     table,
@@ -26,7 +30,8 @@ def page_lists_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, chunk). Every program sums the pages of the rows before its own: there are a few hundred at most."""
+    """Grid: (rows, CHUNKS). Every program sums the page counts of the rows before its own, a few
+    hundred at most."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, row, BLOCK):
@@ -57,8 +62,9 @@ def write_page_lists(
     pages: torch.Tensor,
     page_size: int,
 ) -> None:
-    """table int32 [slots, pages], slots int64 [rows], lengths int32 [rows] -> starts int32 [rows + 1], last_page int32 [rows], and the
-    rows' pages side by side in `pages` int32, which is large enough. One launch; nothing waits for the device."""
+    """table int32 [slots, pages], slots int64 [rows], lengths int32 [rows] -> starts int32 [rows +
+    1], last_page int32 [rows], and the rows' pages, concatenated, in `pages` int32, which is large
+    enough. One launch; does not wait for the device."""
     rows = lengths.shape[0]
     page_lists_kernel[rows, CHUNKS](
         table, slots, lengths, starts, last_page, pages, rows, table.stride(0), PAGE_SIZE=page_size, BLOCK=ENTRIES, num_warps=4

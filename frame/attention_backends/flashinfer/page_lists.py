@@ -1,6 +1,8 @@
-"""Rows of a step as FlashInfer takes them: compressed lists of pages, with what its planning reads on the host.
+"""A step's rows in FlashInfer's format: CSR page lists, and the host copies that its planning
+reads.
 
-Planning reads the batch's host view; page numbers never pass through the host. Knows no layer and no wrapper.
+Planning reads the batch's host view; page numbers stay on the device. Depends on no layer and no
+wrapper.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from frame.kernels import can_use_triton
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The pages of `rows` consecutive rows, side by side. What is on the host is in pinned memory (on a GPU), all int32.
+    """The concatenated pages of `rows` consecutive rows. All int32; host tensors are pinned if the
+    device is a GPU.
 
-    Row r has queries `query_starts[r] … query_starts[r + 1] - 1` (counted from the first row's) and pages `page_starts[r] …` of
-    `pages`, the last of which holds `last_page[r]` of its `lengths[r]` tokens.
+    Row r has queries `query_starts[r] … query_starts[r + 1] - 1` (from the range's first query) and
+    pages `page_starts[r] …` of `pages`. The last page holds `last_page[r]` of its `lengths[r]`
+    tokens.
     """
 
     query_starts: torch.Tensor  # host [rows + 1]
@@ -35,7 +39,8 @@ class PageLists:
 
 @dataclass(frozen=True, slots=True)
 class PageBuffers:
-    """Device memory of fixed addresses for the lists of up to `max_rows` decodes: what a captured graph reads. int32."""
+    """Device buffers with fixed addresses for the page lists of up to `max_rows` decodes, which a
+    captured graph reads. int32."""
 
     query_starts: torch.Tensor  # [max_rows + 1]; 0, 1, 2, …: a decode has one query
     page_starts: torch.Tensor  # [max_rows + 1]
@@ -44,41 +49,47 @@ class PageBuffers:
     pages: torch.Tensor  # [max_rows * pages of the longest row]
 
     @classmethod
-    def of(cls, max_rows: int, max_pages: int, device: torch.device) -> PageBuffers:
+    def create(cls, max_rows: int, max_pages: int, device: torch.device) -> PageBuffers:
         def make(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
         starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         return cls(starts, make(max_rows + 1), make(max_rows), make(max_rows), make(max_rows * max_pages))
 
-    def write(self, batch: ForwardBatch) -> None:
-        """The lists of a batch of decodes, of its tensors alone: a captured step does it anew with every replay."""
+    def write_lists(self, batch: ForwardBatch) -> None:
+        """Write the lists of a batch of decodes from its device tensors. Part of the captured
+        graph, so each replay repeats it."""
         rows = batch.num_rows
         starts, last_page = self.page_starts[: rows + 1], self.last_page[:rows]
         self.lengths[:rows].copy_(batch.seq_lens)
         _write(batch, slice(0, rows), starts, last_page, self.pages)
 
 
-def list_pages(batch: ForwardBatch, first: int, last: int, buffers: PageBuffers | None = None) -> PageLists:
-    """The lists of rows `first` … `last - 1`. Never waits for the device. With `buffers`, which are of captured decodes, nothing goes
-    to the device either: `PageBuffers.write` is part of the graph."""
+def list_pages(batch: ForwardBatch, first: int, stop: int, buffers: PageBuffers | None = None) -> PageLists:
+    """The page lists of rows `first` … `stop - 1`. Does not wait for the device.
+
+    With `buffers` (captured decodes) nothing is copied to the device: `PageBuffers.write_lists` is part
+    of the graph.
+    """
     host, page_size, device = batch.host, batch.kv.page_size, batch.token_ids.device
-    lengths = host.seq_lens[first:last].astype(np.int32)
+    lengths = host.seq_lens[first:stop].astype(np.int32)
     counts = -(-lengths // page_size)
     page_starts = _starts(counts)
     last_page = (lengths - (counts - 1) * page_size).astype(np.int32)
-    queries = _starts(host.query_lens[first:last])
+    queries = _starts(host.query_lens[first:stop])
     copied = _on_host(device, queries, page_starts, last_page, lengths)
     if buffers is not None:
         return PageLists(copied[0], copied[1], copied[2], copied[3], buffers.pages)
-    scratch = torch.empty(2 * (last - first) + 1, dtype=torch.int32, device=device)  # what the kernel also writes
+    # outputs of the kernel that planning does not use
+    scratch = torch.empty(2 * (stop - first) + 1, dtype=torch.int32, device=device)
     pages = torch.empty(int(page_starts[-1]), dtype=torch.int32, device=device)
-    _write(batch, slice(first, last), scratch[: last - first + 1], scratch[last - first + 1 :], pages)
+    _write(batch, slice(first, stop), scratch[: stop - first + 1], scratch[stop - first + 1 :], pages)
     return PageLists(copied[0], copied[1], copied[2], copied[3], pages)
 
 
 def _write(batch: ForwardBatch, rows: slice, starts: torch.Tensor, last_page: torch.Tensor, pages: torch.Tensor) -> None:
-    """Lists of pages from the batch's tensors: by a kernel, or in PyTorch where kernels do not run."""
+    """Write page lists from the batch's tensors: by a kernel, or in PyTorch where Triton does not
+    run."""
     slots, lengths, page_size = batch.request_slots[rows], batch.seq_lens[rows], batch.kv.page_size
     if can_use_triton(lengths.device):
         from frame.attention_backends.flashinfer.page_list_kernel import write_page_lists
@@ -100,7 +111,8 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 def _on_host(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """The arrays as host tensors, in one pinned piece where the device is a GPU: from other memory a copy would wait."""
+    """The arrays as host tensors, in one pinned allocation if the device is a GPU: a copy from
+    pageable memory would wait."""
     sizes = [len(array) for array in arrays]
     chunk = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":

@@ -1,6 +1,7 @@
-"""FlashInfer's wrappers by layer shape: made once, planned once a step, and for captured graphs one a batch size.
+"""FlashInfer's wrappers by layer shape: made once, planned once per step; for captured graphs, one
+per batch size.
 
-Knows the library's calls and lists of pages, no model and no layer object.
+Depends on the library's calls and page lists, on no model or layer object.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import torch
 from frame.attention_backends.flashinfer.library import CUDA_CORE_GROUPS, KernelFamily, Library, Module, choose_family
 from frame.attention_backends.flashinfer.page_lists import PageBuffers, PageLists
 
-WORKSPACE_BYTES = 8 << 20  # the library's own size for its plans
+WORKSPACE_BYTES = 8 << 20  # the library's default size of its plan buffer
 NO_WINDOW = -1
-MIN_RAGGED_QUERIES = (
-    1024  # mean queries of extends from which on keys are worth being laid side by side for kernels that copy them as boxes
-)
-MAX_GATHERED_BYTES = 256 << 20  # more keys and values than that stay in their pages
-MAX_SHORT_QUERIES = 80  # mean queries of extends up to which the FlashAttention-2 kernels win: they put the heads of a key into one tile
+MIN_RAGGED_QUERIES = 1024  # mean queries per extend from which gathering keys pays, for kernels that load contiguous keys by TMA
+MAX_GATHERED_BYTES = 256 << 20  # larger keys and values are not gathered
+# mean queries per extend up to which the FlashAttention-2 kernels are faster: one tile holds all
+# heads of a key
+MAX_SHORT_QUERIES = 80
 
 
 class MHAShape(NamedTuple):
-    """All that a wrapper of multi-head attention depends on; layers that are alike share one."""
+    """What a wrapper of multi-head attention depends on; layers of equal shape share one wrapper."""
 
     heads: int
     kv_heads: int
     width: int
-    window: int  # keys before the query's own that it sees; -1: all
+    window: int  # visible keys before the query's own; -1: all
     soft_cap: float  # 0: none
     scale: float
     dtype: torch.dtype
@@ -38,10 +39,11 @@ class MHAShape(NamedTuple):
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether decodes run on prefill kernels, which have them: a key is read for many heads at once."""
+        """Whether decodes use the prefill kernels, which have tensor cores: each key is read for
+        many heads."""
         return self.heads // self.kv_heads not in CUDA_CORE_GROUPS
 
-    def modules(self, capability: tuple[int, int]) -> list[Module]:
+    def list_modules(self, capability: tuple[int, int]) -> list[Module]:
         traits = (self.dtype, self.kv_dtype, self.width, self.width, self.window != NO_WINDOW, self.soft_cap > 0)
         form = choose_family(capability, *traits[:4])
         needed = [Module("prefill", "fa2", *traits)]
@@ -53,12 +55,12 @@ class MHAShape(NamedTuple):
 
 
 class MLAShape(NamedTuple):
-    """The same of latent attention."""
+    """What a wrapper of latent attention depends on."""
 
     heads: int
     rank: int
     rope: int
-    width: int  # nope + rope, of expanded queries and keys
+    width: int  # nope + rope: width of expanded queries and keys
     value_width: int
     scale: float
     dtype: torch.dtype
@@ -68,7 +70,7 @@ class MLAShape(NamedTuple):
         """Whether there are ragged kernels for the expanded form."""
         return (self.width, self.value_width) == (192, 128) or (self.width == self.value_width and self.width in (64, 128, 256))
 
-    def modules(self, capability: tuple[int, int]) -> list[Module]:
+    def list_modules(self, capability: tuple[int, int]) -> list[Module]:
         form: KernelFamily = "fa3" if capability[0] == 9 else "fa2"
         needed = [Module("latent", form, self.dtype, self.dtype, self.rank, self.rope)]
         if self.expands_latents:
@@ -78,15 +80,16 @@ class MLAShape(NamedTuple):
 
 
 class Wrapper:
-    """One wrapper. Its plan is copied to the device from memory that the next plan overwrites, so that waits for the copy, which
-    is done by then unless plans are made more than a step ahead."""
+    """One library wrapper. Planning overwrites the host memory of the previous plan, so it waits
+    until that plan's copy to the device has completed, which it has unless plans are made more than
+    one step ahead."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self._wrapper = wrapper
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @contextmanager
-    def planning(self) -> Iterator[Any]:
+    def open_plan(self) -> Iterator[Any]:
         if self._copied is not None:
             self._copied.synchronize()
         yield self._wrapper
@@ -99,15 +102,17 @@ class Wrapper:
 
 
 class Wrappers:
-    """Makes, keeps and plans the wrappers of one rank. All share one workspace: their kernels run one after the other."""
+    """Makes, caches and plans the wrappers of one rank. All share one workspace, because their
+    kernels run one after another."""
 
     def __init__(self, library: Library | None, device: torch.device, capability: tuple[int, int], workspace_bytes: int) -> None:
-        """`library` None: the installed one, imported when it is first needed."""
+        """`library` None: the installed library, imported on first use."""
         self._given = library
         self._device = device
         self._capability = capability
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
-        self._plans: dict[tuple[str, MHAShape | MLAShape], torch.Tensor] = {}  # device side, shared by the batch sizes of a role
+        # device side, shared by the batch sizes of a role
+        self._plans: dict[tuple[str, MHAShape | MLAShape], torch.Tensor] = {}
         self._made: dict[tuple[str, MHAShape | MLAShape, int], Wrapper] = {}
 
     @cached_property
@@ -115,18 +120,19 @@ class Wrappers:
         return self._given or Library.load()
 
     def compile(self, shapes: Iterable[MHAShape | MLAShape], on_compile: Callable[[str], None] | None = None) -> None:
-        """Compile the modules of `shapes` that are not there yet."""
-        modules = dict.fromkeys(module for shape in shapes for module in shape.modules(self._capability))
+        """Compile the missing modules of `shapes`."""
+        modules = dict.fromkeys(module for shape in shapes for module in shape.list_modules(self._capability))
         self._library.compile(modules, on_compile)
 
     def plan_decode(self, shape: MHAShape, lists: PageLists, page_size: int) -> Wrapper:
-        """For decodes of a step that is not captured, planned."""
+        """A planned wrapper for the decodes of a step that is not captured."""
         wrapper = self._get("decode", shape, 0, lambda: self._decoder(shape))
         self._run_decode_plan(wrapper, shape, lists, page_size)
         return wrapper
 
     def plan_captured_decode(self, shape: MHAShape, lists: PageLists, page_size: int, buffers: PageBuffers) -> Wrapper:
-        """The same with everything on the device at addresses that stay, one wrapper a number of rows."""
+        """A planned wrapper for captured decodes, with all device memory at fixed addresses; one
+        wrapper per number of rows."""
         rows = lists.rows
         known = ("decode", shape, rows) in self._made
 
@@ -145,7 +151,7 @@ class Wrappers:
         if not known:
             self._run_decode_plan(wrapper, shape, lists, page_size)
             return wrapper
-        with wrapper.planning() as inner:
+        with wrapper.open_plan() as inner:
             self._library.plan_captured(
                 inner,
                 lists.page_starts,
@@ -157,12 +163,12 @@ class Wrappers:
         return wrapper
 
     def plan_extend(self, shape: MHAShape, lists: PageLists, page_size: int) -> Wrapper:
-        """For extends, planned."""
+        """A planned wrapper for extends over pages."""
         form = choose_family(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
         if int(lists.query_starts[-1]) <= MAX_SHORT_QUERIES * lists.rows:
             form = "fa2"
         wrapper = self._get(f"extend {form}", shape, 0, lambda: self._library.prefill(self._workspace, "NHD", backend=form))
-        with wrapper.planning() as inner:
+        with wrapper.open_plan() as inner:
             inner.plan(
                 lists.query_starts,
                 lists.page_starts,
@@ -182,7 +188,7 @@ class Wrappers:
         return wrapper
 
     def plan_latent(self, shape: MLAShape, lists: PageLists, page_size: int, buffers: PageBuffers | None = None) -> Wrapper:
-        """For absorbed queries, planned; with `buffers` for captured steps of so many decodes."""
+        """A planned wrapper for absorbed queries; with `buffers`, for captured decodes."""
         form = "fa3" if self._capability[0] == 9 else "fa2"
         rows = 0 if buffers is None else lists.rows
 
@@ -200,11 +206,12 @@ class Wrappers:
             )
 
         wrapper = self._get("latent", shape, rows, make)
-        with wrapper.planning() as inner:
+        with wrapper.open_plan() as inner:
             inner.plan(
                 qo_indptr=lists.query_starts,
                 kv_indptr=lists.page_starts,
-                kv_indices=lists.pages if buffers is None else lists.pages[:0],  # captured ones are written by the graph
+                # the graph writes those of a captured step
+                kv_indices=lists.pages if buffers is None else lists.pages[:0],
                 kv_len_arr=lists.lengths,
                 num_heads=shape.heads,
                 head_dim_ckv=shape.rank,
@@ -218,18 +225,20 @@ class Wrappers:
         return wrapper
 
     def prefers_ragged(self, shape: MHAShape, lists: PageLists) -> bool:
-        """Whether these extends are faster over keys and values side by side than over pages, the copy included."""
+        """Whether these extends are faster over gathered, contiguous keys and values than over
+        pages, including the copy."""
         form = choose_family(self._capability, shape.dtype, shape.kv_dtype, shape.width, shape.width)
         plain = form == "fa3" and shape.dtype == shape.kv_dtype and shape.window == NO_WINDOW and not shape.soft_cap
         gathered = int(lists.lengths.sum()) * 2 * shape.kv_heads * shape.width * shape.dtype.itemsize
         return plain and int(lists.query_starts[-1]) >= MIN_RAGGED_QUERIES * lists.rows and gathered <= MAX_GATHERED_BYTES
 
     def plan_ragged(self, shape: MHAShape, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
-        """For extends over keys and values side by side, planned. Both arrays on the host, int32 [rows + 1]."""
+        """A planned wrapper for extends over contiguous keys and values. Both arrays are on the
+        host, int32 [rows + 1]."""
         return self._ragged("ragged", shape, (shape.heads, shape.kv_heads, shape.width, shape.width), query_starts, key_starts)
 
     def plan_expanded(self, shape: MLAShape, query_starts: torch.Tensor, key_starts: torch.Tensor) -> Wrapper:
-        """The same over keys and values made of latents."""
+        """As `plan_ragged`, for keys and values expanded from latents."""
         sizes = shape.heads, shape.heads, shape.width, shape.value_width
         return self._ragged("expanded", shape, sizes, query_starts, key_starts)
 
@@ -237,14 +246,14 @@ class Wrappers:
         self,
         role: str,
         shape: MHAShape | MLAShape,
-        sizes: tuple[int, int, int, int],  # query heads, those of keys, widths of keys and values
+        sizes: tuple[int, int, int, int],  # query heads, key heads, widths of keys and of values
         query_starts: torch.Tensor,
         key_starts: torch.Tensor,
     ) -> Wrapper:
         heads, kv_heads, width, value_width = sizes
         form = choose_family(self._capability, shape.dtype, shape.dtype, width, value_width)
         wrapper = self._get(role, shape, 0, lambda: self._library.ragged(self._workspace, "NHD", backend=form))
-        with wrapper.planning() as inner:
+        with wrapper.open_plan() as inner:
             inner.plan(
                 query_starts,
                 key_starts,
@@ -261,11 +270,12 @@ class Wrappers:
         return wrapper
 
     def _decoder(self, shape: MHAShape, **graph: Any) -> Any:
-        # the FlashAttention-3 kernels do not split a row's keys, so that a few long rows would fill few processors
+        # the FlashAttention-3 kernels have no split-KV, so a few long rows would not fill the
+        # device
         return self._library.decode(self._workspace, "NHD", use_tensor_cores=shape.uses_tensor_cores, backend="fa2", **graph)
 
     def _run_decode_plan(self, wrapper: Wrapper, shape: MHAShape, lists: PageLists, page_size: int) -> None:
-        with wrapper.planning() as inner:
+        with wrapper.open_plan() as inner:
             inner.plan(lists.page_starts, lists.pages, lists.last_page, **self._decode_arguments(shape, page_size))
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""Attention in PyTorch operations: `plan.py` groups rows and finds their cache slots on the host, `backend.py` computes.
+"""Attention in PyTorch operations: `plan.py` groups rows and locates their KV slots on the host,
+`backend.py` computes.
 
-Knows no kernel of its own; runs wherever PyTorch does.
+Has no kernel of its own; runs wherever PyTorch runs.
 """

@@ -1,7 +1,8 @@
 """The `torch_native` backend: multi-head and latent attention in PyTorch operations, on any device.
 
-Gathers each group's keys out of the pages (or slices them, where the pages lie side by side) and calls scaled dot-product
-attention. Knows no request and no page arithmetic; the groups come from `plan.py`.
+Gathers each group's keys from the pages (or slices them, where the pages are contiguous) and calls
+scaled dot-product attention. The groups come from `plan.py`. Depends on no request and no page
+arithmetic.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilit
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
-BLOCK_CELLS = 1 << 24  # most scores (queries x keys) that a mask is built for at once
+BLOCK_CELLS = 1 << 24  # scores (queries x keys) for which a mask is built at a time, at most
 BLOCK_QUERIES = 512
 FP8 = torch.float8_e4m3fn
-EXPANDED_BYTES = 1 << 30  # a latent prefix that would expand to more than this stays absorbed
+EXPANDED_BYTES = 1 << 30  # latents stay absorbed if their expansion would be larger than this
 
 Index = slice | torch.Tensor
-MaskView = tuple[int | None, bool]  # sliding window, and whether a token sees nothing behind itself
+MaskView = tuple[int | None, bool]  # (sliding window, causal)
 
 
 class StepGroups:
-    """A step's plan: the groups of every view (window, or all of the row) that layers ask for, each made once."""
+    """The groups of one step, by view (sliding window, causal), each made once."""
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._batch, self._dtype = batch, dtype
         self._by_view: dict[MaskView, Groups] = {}
 
     def get_groups(self, view: MaskView) -> Groups:
+        """The groups of a view."""
         groups = self._by_view.get(view)
         if groups is None:
             window, causal = view
@@ -49,13 +51,13 @@ class StepGroups:
 
 
 class TorchNativeBackend(AttentionBackend):
-    """Plain PyTorch attention. `plan` is a `StepGroups`."""
+    """Attention in PyTorch operations. `plan` is a `StepGroups`."""
 
     capabilities: ClassVar[AttentionCapabilities] = TORCH_NATIVE
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._views: set[MaskView] = set()  # those that this model's layers use, learnt in the first step
+        self._views: set[MaskView] = set()  # the views of this model's layers, collected in the first step
 
     def plan(self, batch: ForwardBatch) -> StepGroups:
         groups = StepGroups(batch, self.context.dtype)
@@ -70,7 +72,8 @@ class TorchNativeBackend(AttentionBackend):
             return _assemble(q.shape[0], each, [self.attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
         cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
         work = [*groups.decodes, *groups.extends]
-        if cached_k.dtype == FP8 and any(group.from_step for group in work):  # this step's keys as every later step reads them
+        # round this step's keys as every later step reads them
+        if cached_k.dtype == FP8 and any(group.from_step for group in work):
             k, v = _read(cached_k, batch.kv_slots, spec.k_scale, q.dtype), _read(cached_v, batch.kv_slots, spec.v_scale, q.dtype)
         results = []
         for group in work:
@@ -124,7 +127,7 @@ class TorchNativeBackend(AttentionBackend):
         cached: torch.Tensor,
         group: Group,
     ) -> torch.Tensor:
-        """One group of extends in its cheaper form -> [rows, query_len, heads, v_head_dim]."""
+        """One group of extends in the cheaper form -> [rows, query_len, heads, v_head_dim]."""
         if group.from_step:
             keys = _take(latent, group.keys)
         else:
@@ -136,13 +139,16 @@ class TorchNativeBackend(AttentionBackend):
         return layer.unabsorb(attended.flatten(0, 1)).reshape(group.rows, group.query_len, *q_nope.shape[1:2], -1)
 
     def _absorbed(self, layer: LatentProjections, group: Group, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Attention over the latent itself, as one key head whose values are its first `rank` numbers -> [rows, query_len, heads, rank]."""
+        """Attention over the latents as one key head whose values are their first `rank` columns ->
+        [rows, query_len, heads, rank]."""
         keys = rows[:, None]
-        # the whole latent as values, cut afterwards: equal widths keep the fast kernel and spare a copy
+        # the whole latent is used as values and cut afterwards: equal widths keep PyTorch's fast
+        # kernel and avoid a copy
         return self.attend(layer.spec, group, q, keys, keys)[..., : layer.kv_lora_rank]
 
     def _expanded(self, layer: LatentProjections, group: Group, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Attention over keys and values made of the latent, head by head -> [rows, query_len, heads, v_head_dim]."""
+        """Attention over keys and values expanded from the latents -> [rows, query_len, heads,
+        v_head_dim]."""
         k_nope, v = layer.expand(rows[:, : layer.kv_lora_rank])
         k_rope = rows[:, None, layer.kv_lora_rank :].expand(-1, layer.spec.num_heads, -1)
         return self.attend(layer.spec, group, q, torch.cat((k_nope, k_rope), dim=-1), v)
@@ -162,7 +168,7 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] -> [rows, query_len, heads, dv]."""
     q = q.view(group.rows, group.query_len, *q.shape[1:])
     k, v = (part.view(group.rows, group.key_len, *part.shape[1:]) for part in (k, v))
-    plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's own attention has neither
+    plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's attention supports neither
     if group.query_len == 1 or group.mask is not None or not spec.causal:
         return _attend_unfused(spec, q, k, v, group.mask) if plain else _attend_sdpa(spec, q, k, v, group.mask)
     if group.offset == 0 and not plain and (spec.sliding_window is None or group.key_len <= spec.sliding_window):
@@ -170,14 +176,14 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     compute = _attend_unfused if plain else _attend_sdpa
     cells = BLOCK_CELLS // (group.rows * spec.num_heads) if plain else BLOCK_CELLS
     blocks = []
-    for lo, hi, first, last in _blocks(group, spec.sliding_window, cells):
-        mask = _block_mask(group.offset + lo - first, hi - lo, last - first, spec, q)
-        blocks.append(compute(spec, q[:, lo:hi], k[:, first:last], v[:, first:last], mask))
+    for lo, hi, first, stop in _blocks(group, spec.sliding_window, cells):
+        mask = _block_mask(group.offset + lo - first, hi - lo, stop - first, spec, q)
+        blocks.append(compute(spec, q[:, lo:hi], k[:, first:stop], v[:, first:stop], mask))
     return torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
 
 
 def _blocks(group: Group, window: int | None, cells: int) -> Iterator[tuple[int, int, int, int]]:
-    """Query blocks and the keys that each of them sees: (first query, end, first key, end)."""
+    """Query blocks and the keys that each sees: (first query, end, first key, end)."""
     size = max(16, min(BLOCK_QUERIES, cells // group.key_len))
     for lo in range(0, group.query_len, size):
         hi = min(lo + size, group.query_len)
@@ -186,7 +192,7 @@ def _blocks(group: Group, window: int | None, cells: int) -> Iterator[tuple[int,
 
 
 def _block_mask(offset: int, queries: int, keys: int, spec: AttentionSpec, like: torch.Tensor) -> torch.Tensor:
-    """Additive [1, 1, queries, keys]; query i sees keys up to offset + i, and not before the window."""
+    """Additive [1, 1, queries, keys]; query i sees keys up to offset + i, within the window."""
     mask = like.new_full((queries, keys), -torch.inf).triu_(offset + 1)
     if spec.sliding_window is not None:
         mask += like.new_full((queries, keys), -torch.inf).tril_(offset - spec.sliding_window)
@@ -196,18 +202,20 @@ def _block_mask(offset: int, queries: int, keys: int, spec: AttentionSpec, like:
 def _attend_sdpa(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
 ) -> torch.Tensor:
-    """Scaled dot-product attention; all of one width, because unequal widths leave PyTorch's fast kernels."""
+    """F.scaled_dot_product_attention. Unequal widths are padded, because they disable PyTorch's
+    fast kernels."""
     rows, queries, heads, width = q.shape
     kv_heads, value_width = k.shape[2], v.shape[3]
     if value_width != width:
         q, k, v = (_widened(part, max(width, value_width)) for part in (q, k, v))
-    if queries == 1:  # the heads that share keys become queries of one head: keys are read once
+    if queries == 1:  # query heads that share keys become queries of one head, so keys are read once
         q = q.reshape(rows, kv_heads, heads // kv_heads, -1)
     else:
         q = q.transpose(1, 2)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     grouped = queries > 1 and kv_heads < heads
-    if grouped and kv_heads == 1 and k.device.type == "cpu":  # saves a copy a head; CUDA's kernels misread a stride of zero
+    # avoids a copy per head; CUDA's kernels misread a stride of 0
+    if grouped and kv_heads == 1 and k.device.type == "cpu":
         k, v, grouped = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=grouped)
     out = out.reshape(rows, 1, heads, -1) if queries == 1 else out.transpose(1, 2)
@@ -219,7 +227,8 @@ def _widened(part: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _attend_unfused(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention with soft cap and sinks, in float32. A sink is one more logit of its head, with no value."""
+    """Attention with soft cap and sinks, in float32. A sink is one more logit per head, without a
+    value."""
     rows, queries, heads, _ = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     q = q.float().view(rows, queries, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4)
@@ -242,9 +251,11 @@ def _attend_unfused(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
-    """Whether the expanded form costs fewer multiplications than the absorbed one, and fits."""
+    """Whether the expanded form needs fewer multiplications than the absorbed one, and fits into
+    EXPANDED_BYTES."""
     spec, rank, rope = layer.spec, layer.kv_lora_rank, layer.qk_rope_head_dim
-    projection = rank * (layer.qk_nope_head_dim + spec.v_head_dim)  # per head and expanded key, or per head and absorbed query
+    # per head and expanded key, or per head and absorbed query
+    projection = rank * (layer.qk_nope_head_dim + spec.v_head_dim)
     widths = layer.qk_nope_head_dim + rope + spec.v_head_dim
     if group.rows * group.key_len * spec.num_heads * widths * itemsize > EXPANDED_BYTES:
         return False
@@ -258,7 +269,8 @@ def _take(source: torch.Tensor, places: Index) -> torch.Tensor:
 
 
 def _read(cache: torch.Tensor, places: Index, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of the cache in the type of the queries. fp8 is gathered as bytes, since no indexing knows it, and scaled."""
+    """Rows of the cache in the dtype of the queries. fp8 is gathered as bytes, because PyTorch
+    cannot index it, and scaled."""
     if cache.dtype != FP8:
         return _take(cache, places)
     rows = _take(cache.view(torch.uint8), places).view(FP8).to(dtype)
@@ -266,7 +278,7 @@ def _read(cache: torch.Tensor, places: Index, scale: float, dtype: torch.dtype) 
 
 
 def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:
-    """The groups' results [rows, query_len, …] in the order of the step's tokens, padding left out."""
+    """The groups' results [rows, query_len, …] in the order of the step's tokens, without padding."""
     flat = [result.flatten(0, 1) for result in results]
     if len(groups) == 1 and groups[0].valid is None and flat[0].shape[0] == tokens:
         return flat[0]

@@ -1,7 +1,7 @@
-"""Host part of a step: which rows are computed together and where their keys lie in the cache.
+"""The host part of a step: which rows are computed together, and where their keys are in the cache.
 
-Rows of similar length share one padded group, so that a step costs a few calls instead of one per request. Knows no layer:
-the same groups serve every layer with the same sliding window.
+Rows of similar length share one padded group, so that a step costs a few calls instead of one per
+request. Depends on no layer: all layers with the same sliding window use the same groups.
 """
 
 from __future__ import annotations
@@ -14,49 +14,51 @@ import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView
 
-# Measured on two cores: a further call costs about as much as SPARE_BYTES of padding read, or SPARE_CELLS scores computed.
+# Measured on two CPU cores: one more call costs about as much as reading SPARE_BYTES of padding or
+# computing SPARE_CELLS scores.
 FILL = 0.75
 SPARE_BYTES = 256 << 10
 SPARE_CELLS = 4096
-GROUP_BYTES = 4 << 20  # gathered keys and values of one group: more would fall out of a core's cache
+GROUP_BYTES = 4 << 20  # gathered keys and values of one group at most: more would not fit into a core's cache
 GPU_GROUP_BYTES = 256 << 20
-SLICE_BYTES = 512 << 10  # a row at least this large is computed alone where its pages are contiguous (no copy at all)
-MASK_CELLS = 1 << 20  # largest mask that is kept for a step; larger rows go alone and are masked block by block
+SLICE_BYTES = 512 << 10  # a row of at least this size is computed alone if its pages are contiguous (without a copy)
+MASK_CELLS = 1 << 20  # largest mask that is kept for a step; a larger row is computed alone and masked block by block
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows computed in one call, padded to `query_len` queries and `key_len` keys each.
 
-    Padding repeats an element of the same row, so a row never reads what another one owns. Without a `mask`, the rows' first
-    queries stand at key `offset`, and query i sees keys 0 … offset + i (within the window, if there is one).
+    Padding repeats an element of the same row, so a row never reads another row's data. Without a
+    `mask`, the rows' first query is at key `offset`, and query i sees keys 0 … offset + i (within
+    the window, if any).
     """
 
     rows: int
     query_len: int
     key_len: int
-    tokens: slice | torch.Tensor  # the queries, among the step's tokens: int64 [rows * query_len]
-    from_step: bool  # the keys are this step's own K and V, not the cache's
-    keys: slice | torch.Tensor  # cache slots (or this step's tokens) int64 [rows * key_len]
+    tokens: slice | torch.Tensor  # int64 [rows * query_len]: the queries' token indices in the step
+    from_step: bool  # the keys are this step's K and V, not the cache's
+    keys: slice | torch.Tensor  # int64 [rows * key_len]: KV slots (or token indices in the step)
     offset: int
     mask: torch.Tensor | None  # additive, [rows, 1, query_len, key_len]
     valid: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
-    targets: slice | torch.Tensor  # where the real queries' results go, among the step's tokens
+    targets: slice | torch.Tensor  # where the results of the valid queries go, among the step's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All of a step's groups for one window."""
+    """All groups of a step for one window."""
 
     decodes: list[Group]
     extends: list[Group]
 
 
 def split_runs(costs: np.ndarray, budget: int, spare: int, fill: float = FILL) -> Iterator[tuple[int, int]]:
-    """Cuts descending row costs into runs in which every row is padded to the cost of the first.
+    """Split descending row costs into runs; each row is padded to the cost of the run's first row.
 
-    A run holds rows of at least `fill` of that cost, and further ones while all padding together costs at most `spare`;
-    padded, it costs at most `budget` (or is a single row).
+    A run holds rows of at least `fill` of that cost, and more while all padding together costs at
+    most `spare`. Padded, it costs at most `budget`, or is a single row.
     """
     start = 0
     while start < len(costs):
@@ -69,7 +71,8 @@ def split_runs(costs: np.ndarray, budget: int, spare: int, fill: float = FILL) -
 
 
 class Grouping:
-    """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one layer."""
+    """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one
+    layer."""
 
     def __init__(self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int) -> None:
         host: HostView = batch.host
@@ -88,6 +91,7 @@ class Grouping:
         self.group_bytes = GROUP_BYTES if self.device.type == "cpu" else GPU_GROUP_BYTES
 
     def make_groups(self, num_decodes: int) -> Groups:
+        """The groups of a causal step whose first `num_decodes` rows are decodes."""
         rows = np.arange(len(self.queries))
         decodes = rows[:num_decodes]
         extends = rows[num_decodes:]
@@ -100,7 +104,8 @@ class Grouping:
         )
 
     def make_bidirectional_groups(self) -> Groups:
-        """An encoder's rows: whole prompts, each of whose tokens sees all of its row; the mask hides padding."""
+        """Groups of an encoder's rows: whole prompts whose tokens see the whole row. The mask hides
+        padding."""
         rows = np.argsort(-self.queries, kind="stable")
         groups = []
         for start, stop in split_runs(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS):
@@ -122,7 +127,8 @@ class Grouping:
             yield self._padded(np.sort(rows[start:stop]))
 
     def _fresh(self, rows: np.ndarray) -> Iterator[Group]:
-        """Prompts from their first token on: the keys are this step's own, nothing is read from the cache."""
+        """Prompts from their first token on: the keys are this step's own, and the cache is not
+        read."""
         rows = rows[np.argsort(-self.queries[rows], kind="stable")]
         for start, stop in split_runs(self.queries[rows] ** 2, MASK_CELLS, SPARE_CELLS, fill=1.0):
             yield self._padded(np.sort(rows[start:stop]), from_step=True)
@@ -179,15 +185,15 @@ class Grouping:
         )
 
     def _padding_mask(self, rows: np.ndarray, key_len: int) -> torch.Tensor | None:
-        """Additive [rows, 1, 1, key_len]; None where no row is padded."""
+        """Additive [rows, 1, 1, key_len]; None if no row is padded."""
         hidden = np.arange(key_len) >= self.keys[rows, None]
         if not hidden.any():
             return None
         return self._copy(torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)[:, None, None])
 
     def _causal_mask(self, rows: np.ndarray, query_len: int, key_len: int, from_step: bool) -> torch.Tensor | None:
-        """Additive [rows, 1, query_len, key_len]; None where there is nothing to hide."""
-        # prompts padded at their end need no mask: a real query never sees the padding behind it
+        """Additive [rows, 1, query_len, key_len]; None if nothing is masked."""
+        # prompts padded at their end need no mask: a valid query never sees the padding after it
         if from_step or (query_len == 1 and bool((self.keys[rows] == key_len).all())):
             return None
         last = self.prefix[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)  # [rows, queries]
@@ -203,13 +209,13 @@ class Grouping:
         size = self.page_size
         if size & (size - 1):
             pages, offsets = np.divmod(positions, size)
-        else:  # shifts: a division costs more than all the rest of a plan
+        else:  # shifts: a division would cost more than the rest of the plan
             pages, offsets = positions >> (size.bit_length() - 1), positions & (size - 1)
         slots: np.ndarray = self.page_table[self.slots[rows, None], pages].astype(np.int64) * size + offsets
         return slots
 
     def _contiguous(self, row: int) -> slice | None:
-        """The row's keys as one piece of the cache, or None where its pages do not follow each other."""
+        """The row's keys as one slice of the cache; None if its pages are not consecutive."""
         start, stop = int(self.starts[row]), int(self.starts[row] + self.keys[row])
         first = start // self.page_size
         pages = self.page_table[self.slots[row], first : (stop - 1) // self.page_size + 1]
@@ -228,6 +234,6 @@ class Grouping:
         return self._copy(torch.from_numpy(np.ascontiguousarray(indices).reshape(-1)))
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":  # from pageable memory, the copy would wait for the stream
+        if self.device.type == "cuda":  # a copy from pageable memory would wait for the stream
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

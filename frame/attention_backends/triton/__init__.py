@@ -1,4 +1,6 @@
-"""Attention in Triton kernels written here: `scan.py` (the inner loop), `extend.py`, `decode.py`, and `backend.py`, which launches them.
+"""Attention in Triton kernels of this package.
 
-The kernels read the page table themselves, so no copy of the cache is made. They know no model and no request.
+`online_softmax.py` has the inner loop, `extend_kernel.py` and `decode_kernel.py` the kernels,
+`extend_launch.py` and `decode_launch.py` their launchers, `backend.py` the backend. The kernels
+read the page table themselves, so the cache is not copied. They depend on no model and no request.
 """

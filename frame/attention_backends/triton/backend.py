@@ -1,6 +1,7 @@
-"""The `triton` backend: multi-head and latent attention in kernels of this folder.
+"""The `triton` backend: multi-head and latent attention by the kernels of this folder.
 
-Chooses between the forms of latent attention and hands views of queries and cache to `launch.py`. Knows no request.
+Selects the form of latent attention and passes views of queries and cache to the launchers. Depends
+on no request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from frame.attention_backends import TRITON, TritonOptions
-from frame.attention_backends.shared import dense
+from frame.attention_backends.shared import make_rows_contiguous
 from frame.attention_backends.triton.decode_launch import DecodeLauncher
 from frame.attention_backends.triton.extend_launch import ExtendLauncher
 from frame.attention_backends.triton.operands import Operands
@@ -23,11 +24,11 @@ from frame.core.interfaces.batch import AttentionOut, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
-EXPANDED_BYTES = 2 << 30  # latents that would expand to more than this stay absorbed
+EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
 
 
 class TritonBackend(AttentionBackend):
-    """Triton kernels over the page table itself. `plan` is a `StepPlan`."""
+    """Triton kernels that read the page table. `plan` is a `StepPlan`."""
 
     capabilities: ClassVar[AttentionCapabilities] = TRITON
 
@@ -39,7 +40,7 @@ class TritonBackend(AttentionBackend):
                 "Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend."
             )
         shares = options.share_prefixes if isinstance(options, TritonOptions) else True
-        device_limits = DeviceLimits.of(device)
+        device_limits = DeviceLimits.from_device(device)
         self._prefixes = SharedPrefixes(device, limits.max_running_requests)
         self._shares = shares
         self._decodes = DecodeLauncher(device, device_limits, limits.max_running_requests, shares)
@@ -53,20 +54,21 @@ class TritonBackend(AttentionBackend):
         return self.plan(batch)
 
     def replay_plan(self, plan: StepPlan, batch: ForwardBatch) -> None:
-        """Lengths, pages and slots are read from the batch by the kernels; what is left is which rows share a prefix."""
+        """Update the shared prefixes. The kernels read lengths, pages and slots from the batch."""
         self._share(batch)
 
     def _share(self, batch: ForwardBatch) -> None:
         if self._shares:
-            self._prefixes.update(batch.host, batch.num_decodes, batch.kv.page_size)
+            self._prefixes.update_groups(batch.host, batch.num_decodes, batch.kv.page_size)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        q = dense(q)
+        q = make_rows_contiguous(q)
         cached_k, cached_v = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
         page_size = batch.kv.page_size
-        use_ragged = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0  # what an fp8 cache holds is not quite what was put in
+        # not with an fp8 cache, whose contents differ from this step's keys by rounding
+        use_ragged = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0
         if use_ragged:
-            k, v = dense(k), dense(v)
+            k, v = make_rows_contiguous(k), make_rows_contiguous(v)
         first, rest = split_width(spec.head_dim)
         ragged = None
         if rest:
@@ -89,12 +91,12 @@ class TritonBackend(AttentionBackend):
         (cached,) = batch.kv.layer(spec.layer)
         cached = cached.view(-1, cached.shape[-1])
         expands = self._expands(layer, plan, latent.element_size())
-        absorbed = plan.num_decodes if expands else q_nope.shape[0]  # tokens; decodes come first
+        absorbed = plan.num_decodes if expands else q_nope.shape[0]  # number of tokens; decodes come first
         decoded = None
         if absorbed:
             keys = cached[:, None]
-            q = dense(layer.absorb(q_nope[:absorbed]))
-            operands = Operands(q, dense(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
+            q = make_rows_contiguous(layer.absorb(q_nope[:absorbed]))
+            operands = Operands(q, make_rows_contiguous(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
             attended = q.new_empty(absorbed, spec.num_heads, rank)
             self._launch(spec, operands, None, attended, batch, extends=not expands)
             decoded = layer.unabsorb(attended)
@@ -125,17 +127,26 @@ class TritonBackend(AttentionBackend):
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
-        """All extends, over keys and values made of their latents side by side."""
+        """All extends over keys and values expanded from latents."""
         plan, rank = _plan(batch), layer.kv_lora_rank
         places, starts = plan.locate_expanded_keys()
         rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype, layer.spec.k_scale)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
-        operands = Operands(dense(q_nope), dense(q_rope), dense(k_nope), k_rope, dense(v), page_size=0, has_all_keys=True)
+        operands = Operands(
+            make_rows_contiguous(q_nope),
+            make_rows_contiguous(q_rope),
+            make_rows_contiguous(k_nope),
+            k_rope,
+            make_rows_contiguous(v),
+            page_size=0,
+            has_all_keys=True,
+        )
         self._extends.run(layer.spec, None, operands, out, batch, plan, key_starts=starts)
 
     def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:
-        """Whether the extends of this step cost fewer multiplications expanded than absorbed, and fit."""
+        """Whether the expanded form of this step's extends needs fewer multiplications than the
+        absorbed form, and fits into EXPANDED_BYTES."""
         spec, rank = layer.spec, layer.kv_lora_rank
         keys, queries = int(plan.key_lens.sum()), int(plan.query_lens.sum())
         projected = layer.qk_nope_head_dim + spec.v_head_dim
@@ -152,7 +163,8 @@ def _plan(batch: ForwardBatch) -> StepPlan:
 
 
 def _gathered(cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Rows of the cache in the computing dtype. An fp8 cache is gathered as bytes: PyTorch selects no fp8 by index."""
+    """Rows of the cache in `dtype`. An fp8 cache is gathered as bytes, since PyTorch cannot index
+    fp8."""
     if cached.dtype == dtype:
         return cached.index_select(0, places)
     return cached.view(torch.uint8).index_select(0, places).view(cached.dtype).to(dtype).mul_(scale)

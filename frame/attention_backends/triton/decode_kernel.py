@@ -1,8 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The decode kernel: one query token a row, keys cut into the items of a schedule (`schedule.py`), and the merge of what items give.
+"""The decode kernel: split-KV attention of one query token per row (FlashDecoding), over a schedule
+of work items.
 
-All heads that share keys are taken together, so that keys are read once; a tile of rows that share a prefix reads it once as well.
-Of the programs that work on one row's own keys, the last to end merges all of its parts: no further launch, but for wide values.
+out[r, h] = softmax(q[r, h] · K[r].T * scale) V[r]. Keys are divided into items
+(`split_schedule.py`). All query heads that share a key head are one tile, so each key is read once
+per group; rows with a common prefix form one tile over it (cascade attention, as in FlashInfer and
+Hydragen). The last program to finish a row's own items merges all its partial results, without
+another launch; wide values use `merge_kernel`.
 """
 
 from __future__ import annotations
@@ -14,21 +18,23 @@ from frame.attention_backends.triton.merge_kernel import merge_parts
 from frame.attention_backends.triton.online_softmax import LOG2E, TAIL, attend_keys, cast_queries, load_rows
 from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
 
-SHARED_PART = tl.constexpr(1 << 16)  # own parts are counted below it
+SHARED_PART = tl.constexpr(1 << 16)  # counters hold own items in the low bits, shared items above
 
 
 @triton.jit
 def arrive_shared(arrival, valid):
-    """Tell rows that one more part of their shared prefix has been written."""
-    tl.debug_barrier()  # every thread's part is written before any thread tells of it
+    """Count one more written part of the rows' shared prefix."""
+    tl.debug_barrier()  # all threads must have written their part before the count
     tl.atomic_add(arrival, SHARED_PART, mask=valid, sem="release", scope="gpu")
 
 
 @triton.jit
 def arrive_own(arrival, own_count, shared_count, TILE_ROWS: tl.constexpr):
-    """Count one own part of a row as written -> whether it was the last, after all of its shared parts have been written too.
+    """Count one own part of a row as written. Returns whether it was the last, after all shared
+    parts of the row have been written too.
 
-    Waiting for those is safe: their items come first, so that their programs have begun before this one.
+    The wait for shared parts cannot deadlock: their items come first, so their programs have
+    already started.
     """
     tl.debug_barrier()
     before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
@@ -37,7 +43,7 @@ def arrive_own(arrival, own_count, shared_count, TILE_ROWS: tl.constexpr):
         if TILE_ROWS > 0:
             while before // SHARED_PART < shared_count:
                 before = tl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
-        tl.store(arrival, 0)  # for the next launch
+        tl.store(arrival, 0)  # ready for the next launch
     tl.debug_barrier()
     return is_last
 
@@ -84,7 +90,7 @@ def attend_item(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One item's keys -> (result of each lane, logarithm (base 2) of its sum of weights)."""
+    """One item's keys -> (normalised result of each lane, log2 of its sum of weights)."""
     row = row.to(tl.int64)
     q1 = load_rows(q1_pointer, row * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
     q1 = cast_queries(q1, k1_pointer, UPCAST)
@@ -138,11 +144,11 @@ def decode_kernel(
     k2_pointer,
     v_pointer,
     out_pointer,  # [rows, heads, value]
-    parts_pointer,  # float32 [lines, value]
-    weights_pointer,  # float32 [lines]
+    parts_pointer,  # float32 [lines, value]: partial results
+    weights_pointer,  # float32 [lines]: log2 of the partial sums of weights
     sinks_pointer,
     schedule,
-    order_pointer,  # int32: rows that share prefixes
+    order_pointer,  # int32: rows with shared prefixes, group by group
     page_table,
     table_stride,
     capacity,
@@ -162,7 +168,7 @@ def decode_kernel(
     V_HEAD: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # 0: no prefixes are shared
+    TILE_ROWS: tl.constexpr,  # 0: no shared prefixes
     TILE_LANES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -183,13 +189,13 @@ def decode_kernel(
     VALUES_IN_KEYS: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
-    MERGE_IN_KERNEL: tl.constexpr,  # False: `merge_kernel` does
+    MERGE_IN_KERNEL: tl.constexpr,  # False: `merge_kernel` merges
     PDL: tl.constexpr,
 ):
     """Grid: (kv heads * blocks of `HEADS` query heads, items)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # not before: kernels further on would take places on the processors
+        tl.extra.cuda.gdc_launch_dependents()  # not earlier: later kernels would occupy multiprocessors
     index = tl.program_id(1)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
@@ -197,7 +203,7 @@ def decode_kernel(
     row_part = schedule + HEADER
     item = row_part + capacity * ROW + index * ITEM
     arrivals = row_part + capacity * ROW + max_items * ITEM
-    own_lines = own_items * NUM_HEADS  # lines of own parts; those of shared prefixes lie behind
+    own_lines = own_items * NUM_HEADS  # lines of own parts; those of shared prefixes come after them
     columns = tl.arange(0, BLOCK_VALUE)
     num_items = tl.load(schedule)
     num_shared = tl.load(schedule + 1) if TILE_ROWS > 0 else 0
@@ -276,8 +282,8 @@ def decode_kernel(
         within = tl.load(info + 4)
         row_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
-        if HAS_SINKS:  # noqa: SIM102 - a constant of the compilation, then a value of the device
-            if index - num_shared == own_first:  # the sink belongs to the row, not to each of its parts
+        if HAS_SINKS:  # noqa: SIM102 - a constexpr, then a device value
+            if index - num_shared == own_first:  # a sink counts once per row, not once per part
                 row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
         out, weight = attend_item(

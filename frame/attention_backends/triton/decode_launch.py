@@ -1,4 +1,5 @@
-"""The decode rows of a step: cuts, launches and the space for parts, made once for a layer's shape. Knows no request and no cascade."""
+"""Launches the decode kernel: split configuration, compiled variants and workspace, made once per
+layer shape. Depends on no request."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from frame.attention_backends.triton.decode_kernel import decode_kernel
 from frame.attention_backends.triton.merge_kernel import merge_kernel
-from frame.attention_backends.triton.operands import Operands, attention_scales, or_unused
+from frame.attention_backends.triton.operands import Operands, compute_scales, or_unused
 from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 from frame.attention_backends.triton.split_schedule import SplitConfig
 from frame.attention_backends.triton.tile_sizes import DecodeSizes, DeviceLimits, choose_decode
@@ -22,39 +23,44 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
 
 MERGE_WARPS = 4
-SHARING_ROWS = 2 * MIN_ROWS  # smaller batches are not compiled for shared prefixes
+SHARING_ROWS = 2 * MIN_ROWS  # smaller batches use the variant without shared prefixes
 
 
 @dataclass(slots=True)
 class DecodeVariant:
-    """Layers that are alike, and what their decodes need besides their tensors."""
+    """A compiled variant: layers of equal shape, and what their launches need besides the layers'
+    tensors."""
 
     sizes: DecodeSizes
     split: SplitConfig
-    parts: torch.Tensor  # float32 [lines, value]
-    weights: torch.Tensor  # float32 [lines]
-    launch: PreparedLaunch | None = None  # made by the first launch
+    parts: torch.Tensor  # float32 [lines, value]: partial results
+    weights: torch.Tensor  # float32 [lines]: log2 of the partial sums of weights
+    launch: PreparedLaunch | None = None  # compiled at the first launch
     merge: PreparedLaunch | None = None  # if the decode kernel does not merge
 
 
 class DecodeLauncher:
-    """Launches the decode kernel. `capacity`: most rows of a step; `shares`: whether rows read a common prefix together."""
+    """Launches the decode kernel. `capacity`: most rows of a step. `shares`: whether rows read a
+    common prefix together (cascade attention)."""
 
     def __init__(self, device: torch.device, device_limits: DeviceLimits, capacity: int, shares: bool) -> None:
         self._device, self._limits, self._capacity, self._shares = device, device_limits, capacity, shares
         self._pdl = supports_pdl(device)
         self._variants: dict[tuple[Any, ...], DecodeVariant] = {}
-        self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, DecodeVariant, tuple[float, float]]] = {}  # by layer and strides
-        self._space: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by lines and width, used by one layer after another
+        # by layer and strides
+        self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, DecodeVariant, tuple[float, float]]] = {}
+        # by (lines, width); layers use it one after another
+        self._space: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, batch: ForwardBatch, plan: StepPlan) -> None:
-        """All decode rows: row r is token r of queries and `out` [tokens, heads, value width]."""
+        """All decode rows. Row r is token r of the queries and of `out` [tokens, heads, value
+        width]."""
         rows = plan.num_decodes
         shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None
         key = (spec.layer, shares, operands.layout)
         found = self._layers.get(key)
         if found is None or found[0] is not spec:
-            found = spec, self._find_variant(spec, operands, out, shares), attention_scales(spec, operands)
+            found = spec, self._find_variant(spec, operands, out, shares), compute_scales(spec, operands)
             self._layers[key] = found
         variant = found[1]
         split, parts, weights = variant.split, variant.parts, variant.weights
@@ -70,7 +76,7 @@ class DecodeLauncher:
             variant.merge((split.heads, rows, 1), (parts, weights, out, schedule), (split.max_own_items,))
 
     def _find_variant(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool) -> DecodeVariant:
-        """Of a layer that was not met before: that of the layers like it."""
+        """The variant of a layer that was not seen before."""
         constants = operands.make_constants(spec, out)
         heads, kv_heads = operands.q1.shape[1], operands.k1.shape[1]
         key = (shares, spec.sliding_window, heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The extend kernel: tiles of query tokens against all their keys, causal, with cached prefixes of any length.
+"""The extend kernel: FlashAttention-2 style causal attention of tiles of query tokens, with cached
+prefixes of any length.
 
-One program takes a tile of queries together with the heads that share its keys. Knows no splits: extends have queries
-enough to fill a device.
+A program takes a tile of queries together with the heads that share its keys. It reads the cached
+prefix from pages and this step's keys from contiguous tensors. No split-KV: extends have enough
+query tiles to fill a device.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from frame.attention_backends.triton.online_softmax import LOG2E, attend_causal,
 def extend_kernel(
     q1_pointer,
     q2_pointer,
-    k1_pointer,  # of the cache, if `PAGED`
+    k1_pointer,  # of the cache, if PAGED
     k2_pointer,
     v_pointer,
-    ragged1,  # of keys side by side, if `HAS_RAGGED`: pointers, or descriptors if `USE_TMA`
+    ragged1,  # ragged keys and values, if HAS_RAGGED: pointers, or TMA descriptors if USE_TMA
     ragged2,
     ragged_v,
     out_pointer,
     sinks_pointer,
-    tiles,  # int32 [2, num_tiles]: extend row of each tile, its first query within the row
+    tiles,  # int32 [2, num_tiles]: extend row of each tile, and its first query in the row
     query_starts,  # int32 [rows + 1]
     seq_lens,  # int32 [rows]
     request_slots,  # int64 [rows]
     page_table,
-    key_starts,  # int32 [extend rows]: where each row's keys begin, if all of them lie side by side (`RAGGED_HAS_ALL`)
+    key_starts,  # int32 [extend rows]: start of each row's ragged keys, if RAGGED_HAS_ALL
     num_tiles,
-    first_row,  # of the extends among all rows
+    first_row,  # index of the first extend row
     table_stride,
     scale,
     value_scale,
@@ -54,8 +56,8 @@ def extend_kernel(
     RAGGED_V_HEAD: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads that share keys
-    HEADS: tl.constexpr,  # how many of them one program takes
+    GROUP: tl.constexpr,  # query heads per key head
+    HEADS: tl.constexpr,  # query heads per program
     PAGE_SIZE: tl.constexpr,
     WIDTH1: tl.constexpr,
     WIDTH2: tl.constexpr,
@@ -69,15 +71,16 @@ def extend_kernel(
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
-    PAGED: tl.constexpr,  # some keys are read from the cache
-    HAS_RAGGED: tl.constexpr,  # some keys lie side by side: this step's own, or all
+    PAGED: tl.constexpr,  # some keys are read from the paged cache
+    HAS_RAGGED: tl.constexpr,  # some keys are ragged: this step's own, or all
     RAGGED_HAS_ALL: tl.constexpr,
     USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (kv heads * blocks of `HEADS` query heads, tiles), so that the tiles with most keys begin first on all heads."""
+    """Grid: (kv heads * blocks of `HEADS` query heads, tiles). Tiles with most keys come first, and
+    start on all heads first."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -103,7 +106,7 @@ def extend_kernel(
 
     q1 = load_rows(q1_pointer, token * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
     q2 = load_rows(q2_pointer, token * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
-    if HAS_SINKS:  # one more logit without a value
+    if HAS_SINKS:  # a sink is one more logit, without a value
         row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
     else:
@@ -111,12 +114,12 @@ def extend_kernel(
         row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
 
-    last = tl.minimum(seq_len, prefix + first_query + per_tile)
+    end = tl.minimum(seq_len, prefix + first_query + per_tile)
     window_start = 0 if WINDOW == 0 else tl.maximum(0, prefix + first_query - WINDOW + 1)
     seen = prefix + first_query + 1  # keys that all queries of the tile see, if there is no window
-    begin = 0  # of the keys side by side
+    begin = 0  # first ragged key
     if PAGED:
-        stop = prefix if HAS_RAGGED else last
+        stop = prefix if HAS_RAGGED else end
         first = window_start // BLOCK_KEYS * BLOCK_KEYS
         whole = tl.minimum(stop, seen) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
         row_max, row_sum, acc = attend_causal(
@@ -162,7 +165,7 @@ def extend_kernel(
         if not RAGGED_HAS_ALL:
             begin = prefix
         first = begin + tl.maximum(0, window_start - begin) // BLOCK_KEYS * BLOCK_KEYS
-        whole = begin + (tl.minimum(last, seen) - begin) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
+        whole = begin + (tl.minimum(end, seen) - begin) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
         row_max, row_sum, acc = attend_causal(
             q1,
             q2,
@@ -172,7 +175,7 @@ def extend_kernel(
             acc,
             first,
             whole,
-            last,
+            end,
             scale,
             table,
             start,

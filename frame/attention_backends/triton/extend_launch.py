@@ -1,7 +1,8 @@
-"""The extend rows of a step: tile sizes and launches, kept from one step to the next. Knows no request.
+"""Launches the extend kernel: tile sizes and compiled variants, kept from step to step. Depends on
+no request.
 
-The host launches these one by one, so what layers that are alike have in common is found once: their kind for good, and what a step's
-rows add to it once a step.
+The host launches one kernel per layer, so work that layers of equal shape share is done once: their
+variant for the whole run, and the step's part of it once per step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame.attention_backends.triton.extend_kernel import extend_kernel
-from frame.attention_backends.triton.operands import Operands, attention_scales, or_unused
+from frame.attention_backends.triton.operands import Operands, compute_scales, or_unused
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED
@@ -26,28 +27,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendVariant:
-    """Layers that are alike, and where their keys lie."""
+    """A compiled variant: layers of equal shape and key layout."""
 
-    constants: dict[str, Any]  # but for those of a tile
-    group: int  # query heads that share keys
+    constants: dict[str, Any]  # constants except those of the tile
+    group: int  # query heads per key head
     kv_heads: int
     loaded_widths: tuple[int, int, int]
     itemsize: int
-    gathers: bool  # some keys are read from the cache
+    gathers: bool  # some keys are read from the paged cache
     can_use_tma: bool
-    launches: dict[tuple[Tile, bool], PreparedLaunch] = field(default_factory=dict)  # by tile, and whether keys are described
+    # by tile, and whether keys are loaded by TMA
+    launches: dict[tuple[Tile, bool], PreparedLaunch] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ExtendStep:
-    """What the layers of a kind share in one step."""
+    """What the layers of a variant share in one step."""
 
     tile: Tile
     launch: PreparedLaunch | None
     grid: tuple[int, int, int]
-    descriptors: tuple[TensorDescriptor | None, ...] | None  # for own keys and values; each layer puts its own tensors under them
-    tensors: tuple[torch.Tensor, ...]  # those that follow the sinks
-    numbers: tuple[int, ...]  # those before the scales
+    # for ragged keys and values; each layer sets its own tensors
+    descriptors: tuple[TensorDescriptor | None, ...] | None
+    tensors: tuple[torch.Tensor, ...]  # kernel arguments after the sinks
+    numbers: tuple[int, ...]  # kernel arguments before the scales
 
 
 class ExtendLauncher:
@@ -55,10 +58,11 @@ class ExtendLauncher:
 
     def __init__(self, device: torch.device, device_limits: DeviceLimits) -> None:
         self._limits, self._device = device_limits, device
-        # from compute capability 9.0 on, boxes of consecutive rows are copied by a unit of their own
+        # the TMA unit of compute capability 9.0 and later loads boxes of consecutive rows
         self._has_tma = INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
         self._variants: dict[tuple[Any, ...], ExtendVariant] = {}
-        self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, ExtendVariant, tuple[float, float]]] = {}  # by layer and strides
+        # by layer and strides
+        self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, ExtendVariant, tuple[float, float]]] = {}
 
     def run(
         self,
@@ -70,17 +74,21 @@ class ExtendLauncher:
         plan: StepPlan,
         key_starts: torch.Tensor | None = None,
     ) -> None:
-        """All extend rows. Queries, `out` and `ragged`, this step's keys and values, are indexed by the step's tokens; without `ragged`
-        those are read from the cache as well. With `key_starts`, `ragged` has all keys of a row, from there on."""
+        """All extend rows.
+
+        Queries, `out` and `ragged` (this step's keys and values) are indexed by the step's tokens.
+        Without `ragged`, all keys are read from the cache. With `key_starts`, `ragged` has all keys
+        of each row, from that start on.
+        """
         if ragged is not None and not plan.has_prefixes:
             cached = None
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
-        key = (spec.layer, cached is None, ragged_or_cached.layout)  # the cache's strides are always the same
+        key = (spec.layer, cached is None, ragged_or_cached.layout)  # the cache's strides never change
         found = self._layers.get(key)
         if found is None or found[0] is not spec:
-            found = spec, self._find_variant(spec, cached, ragged, out), attention_scales(spec, cached_or_ragged)
+            found = spec, self._find_variant(spec, cached, ragged, out), compute_scales(spec, cached_or_ragged)
             self._layers[key] = found
         variant = found[1]
         use_tma = ragged is not None and variant.can_use_tma and ragged.is_aligned
@@ -101,7 +109,7 @@ class ExtendLauncher:
         step.launch(step.grid, tensors, numbers)
 
     def _find_variant(self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor) -> ExtendVariant:
-        """Of a layer that was not met before: that of the layers like it."""
+        """The variant of a layer that was not seen before."""
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
@@ -151,7 +159,8 @@ class ExtendLauncher:
 
 
 def _retarget(box: TensorDescriptor | None, part: torch.Tensor | None, instead: torch.Tensor) -> TensorDescriptor | torch.Tensor:
-    """The box over another tensor of the same shape and strides; where there is no such part, a pointer that no kernel uses."""
+    """The descriptor with another tensor of the same shape and strides; without a descriptor, a
+    pointer that the kernel does not use."""
     if box is None:
         return instead
     box.base = part

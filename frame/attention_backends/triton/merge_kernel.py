@@ -1,5 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The merge of what the items of a decode row give, by the last program to end or in a kernel of its own. Knows no keys."""
+"""Merges the partial results of split-KV decode: out = sum_i 2^w[i] * part[i] / sum_i 2^w[i].
+
+Called by the last program of a row (`decode_kernel`), or as its own kernel. Depends on no keys.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from frame.attention_backends.triton.split_schedule import HEADER, ROW
 
 @triton.jit
 def locate_part(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
-    """Where a row and head's `part`-th part lies: parts of shared prefixes (by item, row of the tile, head) behind own ones."""
+    """The line of a row and head's `part`-th part. Parts of shared prefixes (by item, row of the
+    tile, head) come after own ones."""
     own = (own_first + part) * NUM_HEADS + head
     if TILE_ROWS > 0:
         shared = own_lines + ((shared_first + part - own_count) * TILE_ROWS + within) * NUM_HEADS + head
@@ -29,7 +33,7 @@ def load_part(
     shared_first,
     shared_count,
     within,
-    part,  # one number, as the next
+    part,  # scalar, as the next
     own_lines,
     head,
     valid,
@@ -38,11 +42,12 @@ def load_part(
     BLOCK_VALUE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """-> (logarithm of its sum of weights [N], -inf where a row has no such part; 1 or 0 [N]; its result [N, value])."""
+    """(log2 of its sum of weights [N], -inf where a row has no such part; 1 or 0 [N]; its result
+    [N, value])."""
     columns = tl.arange(0, BLOCK_VALUE)
     used = valid & (part < own_count + shared_count)
     line = locate_part(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS, NUM_HEADS)
-    # other programs wrote them while this one ran: not from the first-level cache
+    # other programs wrote them while this one ran, so the first-level cache is bypassed
     weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
     mask = used[:, None] & (columns < VALUE)[None, :]
     value = tl.load(parts_pointer + line[:, None] * VALUE + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
@@ -51,7 +56,7 @@ def load_part(
 
 @triton.jit
 def merge_softmax(row_max, row_sum, acc, other_max, other_sum, other_acc):
-    """Two running softmaxes as one."""
+    """Merge two running softmaxes (maximum, sum, weighted values)."""
     new_max = tl.maximum(row_max, other_max)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale, other_rescale = tl.exp2(row_max - base), tl.exp2(other_max - base)
@@ -68,7 +73,7 @@ def merge_parts(
     shared_first,
     shared_count,
     within,
-    own_lines,  # one number
+    own_lines,  # scalar
     row,
     head,
     valid,
@@ -80,8 +85,8 @@ def merge_parts(
     OUT_HEAD: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Weighs the parts of rows and heads and writes their result. Four parts are on their way at once, and what is done with them is
-    done by the thread that loaded them."""
+    """Merge the parts of rows and heads, and store the result. Four parts are loaded at a time;
+    each thread merges what it loaded."""
     row_max = tl.full([LANES], float("-inf"), tl.float32)
     row_sum = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
@@ -127,7 +132,7 @@ def merge_kernel(
     OUT_HEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (heads, rows). For shapes whose parts are too much for the one program that would merge them."""
+    """Grid: (heads, rows). For shapes whose parts are too large for one merging program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The inner loop that all kernels share: one tile of queries against a run of keys, with a running softmax in base 2.
+"""The inner loop of all kernels: one tile of queries against a run of keys, with an online softmax
+in base 2 (FlashAttention-2, arXiv 2307.08691).
 
-Keys lie in pages or side by side. They may come in two parts (latent and rotated, or a width that is no power of two), so
-that no part is padded to twice its size. Knows neither rows nor splits.
+Keys are paged or contiguous. Queries and keys may come in two parts (latent and rotated, or a width
+that is no power of two), so that no part is padded to twice its size. Depends neither on rows nor
+on splits.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
-# products of float32 numbers: three on the tensor cores, of parts that together hold all but the last bits (arXiv 2203.03341). On the other
-# cores they are exact, and unrolled to so much code that a wide tile compiles for minutes.
+# float32 products: three TF32 products on the tensor cores, of split operands that keep all but the
+# last bits (arXiv 2203.03341). Exact products on the CUDA cores unroll to code that compiles for
+# minutes with a wide tile.
 PRECISION = tl.constexpr("tf32x3")
-# which scores a scan takes out: none, those past the last key, or those that a query's position or window hides as well
+# which scores are masked: none, those past the last key, or also those outside a query's position
+# and window
 NONE, TAIL, CAUSAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASKED: tl.constexpr, UPCAST: tl.constexpr):
-    """[rows, columns] of a matrix whose last dimension is contiguous; zero in columns past its width and, if `MASKED`, in rows
-    that are not valid."""
+    """[rows, columns] of a matrix whose last dimension is contiguous; 0 in columns past its width
+    and, if MASKED, in invalid rows."""
     pointers = pointer + places[:, None] * stride + columns[None, :]
     if MASKED:
         tile = tl.load(pointers, mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
@@ -30,15 +34,16 @@ def load_rows(pointer, places, stride, columns, WIDTH: tl.constexpr, valid, MASK
         tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)
-    if UPCAST:  # the interpreter adds and multiplies bfloat16 wrongly
+    if UPCAST:  # the interpreter computes bfloat16 sums and products incorrectly
         tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
 def cast_queries(queries, keys_pointer, UPCAST: tl.constexpr):
-    """Queries as keys of this type are multiplied with: bfloat16 ones become float16 for an fp8 cache, whose numbers become that in one
-    instruction, and bfloat16 in several."""
+    """Queries in the type in which they multiply keys of this cache: for an fp8 cache bfloat16
+    becomes float16, because fp8 converts to float16 in one instruction and to bfloat16 in several.
+    """
     if keys_pointer.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype.primitive_bitwidth == 16 and not UPCAST:
         return queries.to(tl.float16)
     else:
@@ -47,7 +52,7 @@ def cast_queries(queries, keys_pointer, UPCAST: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    source,  # a pointer, or a descriptor of [rows, columns]
+    source,  # a pointer, or a TMA descriptor of [rows, columns]
     column,
     row,
     places,
@@ -57,7 +62,8 @@ def load_keys(
     USE_TMA: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """[keys, columns] of keys or values from `column` on: a box of consecutive rows from `row` on, or rows at any places."""
+    """[keys, columns] of keys or values, from `column` on: a box of consecutive rows from `row` on,
+    or rows at any slots."""
     if USE_TMA:
         tile = source.load([row, column])
         if UPCAST:
@@ -81,11 +87,11 @@ def attend_keys(
     row_max,
     row_sum,
     acc,
-    first,  # keys first … last - 1 are read
-    last,
+    first,  # the keys first … end - 1
+    end,
     scale,  # > 0
     table,  # this row's entries of the page table
-    key_start,  # where key 0 lies, when they lie side by side
+    key_start,  # slot of key 0, if keys are contiguous
     k1,
     k2,
     v,
@@ -95,7 +101,7 @@ def attend_keys(
     K1_STRIDE: tl.constexpr,
     K2_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,  # 0: side by side
+    PAGE_SIZE: tl.constexpr,  # 0: contiguous keys
     WIDTH1: tl.constexpr,
     WIDTH2: tl.constexpr,
     VALUE: tl.constexpr,
@@ -107,21 +113,29 @@ def attend_keys(
     SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,  # the values are the first part of the keys
     MASK: tl.constexpr,  # NONE, TAIL or CAUSAL
-    USE_TMA: tl.constexpr,  # keys lie side by side and k1, k2 and v are descriptors; else pointers
-    WIDE: tl.constexpr,  # the cache has more numbers than an int32 counts
+    USE_TMA: tl.constexpr,  # contiguous keys, with k1, k2 and v as descriptors; otherwise pointers
+    WIDE: tl.constexpr,  # element offsets exceed int32
     UPCAST: tl.constexpr,
 ):
-    """-> (top, total, acc): running maximum (base 2), sum of weights, weighted sum of values."""
+    """For each block of keys:
+
+        s = (q1 @ k1.T + q2 @ k2.T) * scale, soft cap, mask
+        m' = max(m, rowmax(s)); p = exp2(s - m'); l = l * exp2(m - m') + rowsum(p)
+        acc = acc * exp2(m - m') + p @ v
+
+    Returns (row_max m, row_sum l, acc) with s in units of log2.
+    """
     steps = tl.arange(0, BLOCK_KEYS)
     columns1 = tl.arange(0, BLOCK1)
     columns2 = tl.arange(0, BLOCK2)
     value_columns = tl.arange(0, BLOCK_VALUE)
-    final = tl.maximum(last - 1, 0)
-    if PAGE_SIZE > 0:  # one step ahead, so that no load of keys waits for the one of their page
+    final = tl.maximum(end - 1, 0)
+    if PAGE_SIZE > 0:  # loaded one step ahead, so that key loads do not wait for their page number
         page = tl.load(table + tl.minimum(first + steps, final) // PAGE_SIZE)
-    for start in range(first, last, BLOCK_KEYS):
+    for start in range(first, end, BLOCK_KEYS):
         keys = start + steps
-        # past the last key that one is read again: no load needs a mask, and what has no weight is finite all the same
+        # past the last key, that key is read again: no load needs a mask, and masked values stay
+        # finite
         read = keys if MASK == NONE else tl.minimum(keys, final)
         if PAGE_SIZE > 0:
             places = page * PAGE_SIZE + read % PAGE_SIZE
@@ -139,17 +153,18 @@ def attend_keys(
         if SOFT_CAP > 0:
             scores = apply_soft_cap(scores * scale, SOFT_CAP)
         if MASK == TAIL:
-            scores = tl.where((keys < last)[None, :], scores, float("-inf"))
+            scores = tl.where((keys < end)[None, :], scores, float("-inf"))
         elif MASK == CAUSAL:
-            seen = (keys < last)[None, :] & (keys[None, :] <= query_at[:, None])
+            seen = (keys < end)[None, :] & (keys[None, :] <= query_at[:, None])
             if WINDOW > 0:
                 seen &= keys[None, :] > query_at[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E  # one multiplication, fused with the subtraction in the exponent
+        # one multiplication, fused with the subtraction in the exponent
+        unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E
         new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
         base = new_max
         if MASK == CAUSAL:
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a query that has seen no key yet
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a query without any visible key yet
         weights = tl.exp2(scores * unit - base[:, None])
         rescale = tl.exp2(row_max - base)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
@@ -157,8 +172,8 @@ def attend_keys(
             values = keys1
         else:
             values = load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, USE_TMA, UPCAST).to(q1.dtype)
-            if USE_TMA and MASK != NONE:  # a box may reach into another row's values, which may be anything
-                values = tl.where((keys < last)[:, None], values, 0.0)
+            if USE_TMA and MASK != NONE:  # a box may include another row's values, which may not be finite
+                values = tl.where((keys < end)[:, None], values, 0.0)
         acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
     return row_max, row_sum, acc
@@ -174,7 +189,7 @@ def attend_causal(
     acc,
     first,
     whole,
-    last,
+    end,
     scale,
     table,
     key_start,
@@ -202,7 +217,8 @@ def attend_causal(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """`attend_keys` in two parts: keys first … whole - 1, in whole blocks, are seen by all queries and need no mask; the rest does."""
+    """`attend_keys` in two parts: keys first … whole - 1, in whole blocks, are visible to all
+    queries and need no mask; the rest is masked."""
     row_max, row_sum, acc = attend_keys(
         q1,
         q2,
@@ -248,7 +264,7 @@ def attend_causal(
         row_sum,
         acc,
         whole,
-        last,
+        end,
         scale,
         table,
         key_start,

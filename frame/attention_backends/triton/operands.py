@@ -1,5 +1,6 @@
-"""What the kernels are launched with: queries, keys and values as the kernels see them. Knows the shapes of one layer, no cache and no
-plan of a step.
+"""The tensor arguments of the kernels: queries, keys and values as the kernels see them.
+
+Depends on the shapes of one layer, not on the cache or a step's plan.
 """
 
 from __future__ import annotations
@@ -9,28 +10,34 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from frame.attention_backends.triton.tile_sizes import padded
+from frame.attention_backends.triton.tile_sizes import pad_width
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED
 
-MAX_BOX = 256  # columns that are copied at once
-ALIGNMENT = 16  # bytes, at multiples of which the rows of a box begin
+MAX_BOX = 256  # columns of a TMA box at most
+ALIGNMENT = 16  # bytes: alignment that TMA requires
 
 
 class Operands(NamedTuple):
-    """Queries [tokens, heads, …] and keys [places, kv_heads, …] in two parts each (the second may be None), and values
-    [places, kv_heads, width]; without values the keys' first part is the values. Last dimensions are contiguous."""
+    """Queries [tokens, heads, …], keys [slots, kv_heads, …] and values [slots, kv_heads, width] of
+    one layer.
+
+    Queries and keys are split into two parts (`q1`/`q2`, `k1`/`k2`; the second may be None): latent
+    and rotated, or a width that is no power of two. `v` None: the values are the first part of the
+    keys (MLA). Last dimensions are contiguous.
+    """
 
     q1: torch.Tensor
     q2: torch.Tensor | None
     k1: torch.Tensor
     k2: torch.Tensor | None
     v: torch.Tensor | None
-    page_size: int  # 0: a row's keys lie side by side
-    has_all_keys: bool = False  # side by side lie all keys of a row, not only this step's
+    page_size: int  # 0: contiguous ("ragged") keys
+    has_all_keys: bool = False  # the ragged keys are all keys of a row, not only this step's
 
     @property
     def group(self) -> int:
+        """Query heads per key head."""
         return self.q1.shape[1] // self.k1.shape[1]
 
     @property
@@ -40,49 +47,53 @@ class Operands(NamedTuple):
     @property
     def block_widths(self) -> tuple[int, int, int]:
         """Padded widths of both key parts and of the values."""
-        return padded(self.k1.shape[2]), 16 if self.k2 is None else padded(self.k2.shape[2]), padded(self.value_width)
+        return pad_width(self.k1.shape[2]), 16 if self.k2 is None else pad_width(self.k2.shape[2]), pad_width(self.value_width)
 
     @property
     def loaded_widths(self) -> tuple[int, int, int]:
-        """The same without what is not there."""
+        """As `block_widths`, with 0 for tensors that are not loaded."""
         first, second, value = self.block_widths
         return first, 0 if self.k2 is None else second, 0 if self.v is None else value
 
     @property
     def wide(self) -> bool:
-        """Whether a number's place among the keys or values does not fit into an int32."""
+        """Whether an element offset in the keys or values exceeds int32."""
         return any(part.shape[0] * part.stride(0) >= 1 << 31 for part in (self.k1, self.k2, self.v) if part is not None)
 
     def get_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The kernel arguments, with placeholders for missing parts."""
         return self.q1, or_unused(self.q2, self.q1), self.k1, or_unused(self.k2, self.k1), or_unused(self.v, self.k1)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
-        """The strides of all tensors that there are."""
+        """The strides of all present tensors."""
         return tuple([part.stride() for part in self[:5] if part is not None])
 
     @property
     def can_use_tma(self) -> bool:
-        """Whether keys and values can be copied as boxes, if they begin at a multiple of 16 bytes: no padding, and rows at such too."""
+        """Whether TMA can load keys and values, if they are aligned: 16-bit types, no padding, and
+        row strides that are multiples of 16 bytes."""
         parts = [part for part in (self.k1, self.k2, self.v) if part is not None]
-        fits = all(part.shape[2] == padded(part.shape[2]) <= MAX_BOX and part.element_size() == 2 for part in parts)
+        fits = all(part.shape[2] == pad_width(part.shape[2]) <= MAX_BOX and part.element_size() == 2 for part in parts)
         return fits and all(part.stride(0) * 2 % ALIGNMENT == 0 for part in parts)
 
     @property
     def is_aligned(self) -> bool:
+        """Whether keys and values start at multiples of 16 bytes."""
         places = self.k1.data_ptr() | (0 if self.k2 is None else self.k2.data_ptr()) | (0 if self.v is None else self.v.data_ptr())
         return places % ALIGNMENT == 0
 
     def make_descriptors(self, rows: int) -> tuple[TensorDescriptor | None, ...]:
-        """Of both key parts and of values, as [tokens, columns of all heads], to be copied `rows` at a time."""
+        """TMA descriptors of both key parts and of the values, as [tokens, columns of all heads]
+        with boxes of `rows` rows."""
         return tuple(None if part is None else _make_descriptor(part, rows) for part in self[2:5])
 
     def get_strides(self) -> tuple[int, ...]:
-        """Of tokens or places, and of heads, in the order of `get_tensors`."""
+        """Strides of tokens (or slots) and of heads, in the order of `get_tensors`."""
         return tuple(stride for part in self.get_tensors() for stride in (part.stride(0), part.stride(1)))
 
     def make_constants(self, spec: AttentionSpec, out: torch.Tensor) -> dict[str, Any]:
-        """The compile-time arguments that both kernels have, but for those of a tile."""
+        """The constexpr arguments that both kernels have, except those of a tile."""
         first, second, value = self.block_widths
         names = [f"{part}_{what}" for part in ("Q1", "Q2", "K1", "K2", "V") for what in ("STRIDE", "HEAD")]
         return {
@@ -111,13 +122,14 @@ def _make_descriptor(part: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(part, [part.shape[0], columns], [part.stride(0), 1], [rows, width])
 
 
-def attention_scales(spec: AttentionSpec, operands: Operands) -> tuple[float, float]:
-    """What scores and results are multiplied by: the layer's scale, and what keys and values of an fp8 cache stand for."""
+def compute_scales(spec: AttentionSpec, operands: Operands) -> tuple[float, float]:
+    """(factor of the scores, factor of the result): the layer's scale, and the key and value scales
+    of an fp8 cache."""
     if operands.k1.element_size() > 1:
         return spec.scale, 1.0
     return spec.scale * spec.k_scale, spec.k_scale if operands.v is None else spec.v_scale
 
 
 def or_unused(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
-    """A pointer for an argument that the kernel will not use."""
+    """The tensor, or a placeholder for an argument that the kernel does not use."""
     return instead if tensor is None else tensor

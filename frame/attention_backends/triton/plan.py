@@ -1,7 +1,8 @@
-"""What one step's launches share: tile lists for extends, schedules for decodes, key places for expanded latents.
+"""What the launches of one step share: extend tiles, split schedules of decodes, KV slots of
+expanded latents.
 
-Reads `batch.host` only and copies from pinned memory, so it never waits for the device. Knows no layer; what depends on a
-layer's shape is made when the first layer of that shape asks.
+Reads `batch.host` only and copies from pinned memory, so it never waits for the device. Depends on
+no layer: what depends on a layer's shape is made when the first layer of that shape needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from frame.core.interfaces.batch import ForwardBatch
 
 
 class StepPlan:
-    """What the kernels of one step need, by row: decodes are rows 0 … num_decodes - 1, extends the rest."""
+    """The data of one step. Decodes are rows 0 … num_decodes - 1, extends the rest.
+
+    `query_lens`, `key_lens`: int64 [extends]. `num_pairs`: query-key pairs of all extends.
+    `launch_state`: what launchers keep for this step, by keys of their own.
+    """
 
     def __init__(self, batch: ForwardBatch, prefixes: SharedPrefixes) -> None:
         host = batch.host
@@ -29,7 +34,7 @@ class StepPlan:
         self.prefixes = prefixes
         self.query_lens = host.query_lens[self.num_decodes :].astype(np.int64)
         self.key_lens = lengths[self.num_decodes :]
-        self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2  # query-key pairs of extends
+        self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2
         self.has_prefixes = bool((self.key_lens > self.query_lens).any())
         self.longest_query = int(self.query_lens.max(initial=0))
         self._schedules: dict[SplitConfig, torch.Tensor] = {}
@@ -38,7 +43,8 @@ class StepPlan:
         self._expanded: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
     def get_tiles(self, queries: int) -> torch.Tensor:
-        """int32 [2, tiles]: extend row and first query of every tile of `queries` queries; those with most keys first."""
+        """int32 [2, tiles]: extend row and first query of each tile of `queries` queries; tiles
+        with most keys come first."""
         found = self._tiles.get(queries)
         if found is None:
             counts = -(-self.query_lens // queries)
@@ -50,7 +56,8 @@ class StepPlan:
         return found
 
     def get_schedule(self, config: SplitConfig, batch: ForwardBatch, pdl: bool) -> torch.Tensor:
-        """How this step's decodes are cut, made on the device when the first layer that is cut so asks."""
+        """The split schedule of this step's decodes, computed on the device when the first layer
+        with this configuration needs it."""
         found = self._schedules.get(config)
         if found is None:
             found = make_schedule(config, self.num_decodes, batch.seq_lens, batch.request_slots, self.prefixes.tensor, pdl)
@@ -58,8 +65,11 @@ class StepPlan:
         return found
 
     def locate_expanded_keys(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(cache places int64 of all extends' keys, int32 start of each row among them); places None: the step's own tokens
-        are all keys there are, and starts count from the first extend token."""
+        """(KV slots int64 of all extends' keys; int32 start of each row among them).
+
+        The slots are None if this step's own tokens are all keys; the starts then count from the
+        first extend token.
+        """
         if self._expanded is None:
             starts = (np.cumsum(self.key_lens) - self.key_lens).astype(np.int32)
             places = None if (self.key_lens == self.query_lens).all() else self._copy(self._places(starts))
@@ -75,6 +85,6 @@ class StepPlan:
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cuda":  # from pageable memory, the copy would wait for the stream
+        if self._device.type == "cuda":  # a copy from pageable memory would wait for the stream
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)

@@ -1,8 +1,10 @@
-"""Which decode rows share the beginning of their keys, found on the host from the pages that they have in common.
+"""Finds decode rows with a common prefix, on the host, by the pages that they share (for cascade
+attention).
 
-Two rows have a page in common only by way of the prefix cache, hence at the same index and after equal tokens. So a column of
-the page table tells how rows fall into groups, and a group's common length is found by bisection; no row is compared page by
-page. What was found is kept until the rows change. Knows no layer, no head and no kernel.
+Two rows share a page only through the prefix cache, so at the same index and after equal tokens.
+One column of the page table therefore groups the rows, and bisection over columns gives a group's
+common length; rows are not compared page by page. The groups are kept until the rows change.
+Depends on no layer, head or kernel.
 """
 
 from __future__ import annotations
@@ -12,19 +14,20 @@ import torch
 
 from frame.core.interfaces.batch import HostView
 
-MIN_ROWS = 4  # of a group
-MIN_KEYS = 256  # of a shared prefix
-MIN_SAVED = 4096  # keys that a group's rows would else read again; fewer come from the second-level cache anyway
-ROUNDS = 3  # of finding groups among the rows that are in none yet
+MIN_ROWS = 4  # rows of a group at least
+MIN_KEYS = 256  # keys of a shared prefix at least
+MIN_SAVED = 4096  # keys that a group saves at least; fewer are served by the L2 cache anyway
+ROUNDS = 3  # rounds of grouping the rows that are not in a group yet
 FIELDS = 5
 
 
 def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | None:
-    """int32 [5, rows]: shared keys, place in the order of shared rows, position within the group, rows of the group, and the
-    order itself (a row at each place); None when no prefix is worth sharing. Every row keeps a key of its own at least."""
+    """int32 [5, rows], or None when no prefix is worth sharing: shared keys, index in the order of
+    shared rows, position in the group, rows of the group, and the order itself (the row at each
+    index). Every row keeps at least one key of its own."""
     if rows < MIN_ROWS:
         return None
-    pages = (host.seq_lens[:rows].astype(np.int64) - 1) // page_size  # that a row can share
+    pages = (host.seq_lens[:rows].astype(np.int64) - 1) // page_size  # pages that a row can share
     found = np.zeros((FIELDS, rows), np.int32)
     free, taken = np.arange(rows), 0
     for _ in range(ROUNDS):
@@ -48,7 +51,8 @@ def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | No
 
 
 def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: int) -> tuple[int, np.ndarray, np.ndarray] | None:
-    """-> (pages in common at least, rows sorted by group, start of each group among them) at the depth where groups save most."""
+    """(common pages at least, rows sorted by group, start of each group among them) at the depth
+    where groups save most."""
     best, most = None, 0
     longest = int(pages[rows].max(initial=0))
     depth = -(-MIN_KEYS // page_size)
@@ -61,7 +65,7 @@ def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: 
         sizes = np.diff(np.append(starts, len(column)))
         large = sizes >= MIN_ROWS
         if not large.any():
-            break  # deeper groups are parts of these
+            break  # deeper groups are subsets of these
         saved = int((sizes[large] - 1).sum()) * depth
         if saved > most:
             kept = sizes[large]
@@ -71,12 +75,12 @@ def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: 
 
 
 def _common_pages(host: HostView, pages: np.ndarray, depth: int, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """How many pages the rows of each group have in common (int64), by bisection."""
+    """The number of pages that the rows of each group share (int64), by bisection."""
     slots = host.slots[order]
     sizes = np.diff(np.append(starts, len(order)))
     leaders = np.repeat(slots[starts], sizes)
     low, high = np.full(len(starts), depth), np.minimum.reduceat(pages[order], starts)
-    middle = high  # more often than not, rows differ in their last page alone
+    middle = high  # usually rows differ only in their last page
     while (low < high).any():
         at = np.repeat(middle, sizes) - 1
         equal = host.page_table[slots, at] == host.page_table[leaders, at]
@@ -87,7 +91,8 @@ def _common_pages(host: HostView, pages: np.ndarray, depth: int, order: np.ndarr
 
 
 class SharedPrefixes:
-    """The groups of the latest step on the device, at a fixed address: int32 [5, capacity] as `group_prefixes` gives them."""
+    """The groups of the latest step on the device, at a fixed address: int32 [5, capacity], as
+    `group_prefixes` returns them."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         pinned = device.type == "cuda"
@@ -97,18 +102,20 @@ class SharedPrefixes:
         self._turn = 0
         self._are_shared = False
         self._slots, self._seq_lens = np.zeros(0, np.int32), np.zeros(0, np.int32)
-        self._ends, self._pages = np.zeros(0, np.int32), np.zeros(0, np.int32)  # by row: where the shared pages end, and the last of them
+        # by row: index of the last shared page, and its page number
+        self._ends, self._pages = np.zeros(0, np.int32), np.zeros(0, np.int32)
 
     @property
     def order(self) -> torch.Tensor:
-        """int32 [capacity]: the rows that share, group by group."""
+        """int32 [capacity]: the rows with shared prefixes, group by group."""
         return self.tensor[FIELDS - 1]
 
-    def update(self, host: HostView, rows: int, page_size: int) -> None:
-        """Describe the first `rows` rows, by a copy on the current stream if they are other ones than those of the step before."""
+    def update_groups(self, host: HostView, rows: int, page_size: int) -> None:
+        """Describe the first `rows` rows, by a copy on the current stream if they differ from those
+        of the previous step."""
         slots, seq_lens = host.slots[:rows], host.seq_lens[:rows]
-        # a slot that another request has by now shows: between two steps of one request its length grows by one, padding's never, and
-        # what it shares stays
+        # Detects a slot that now holds another request: between two steps of one request its length
+        # grows by one (a padding row's stays 1), and its shared pages stay.
         goes_on = len(slots) == len(self._slots) and bool(
             (slots == self._slots).all()
             and ((seq_lens == self._seq_lens + 1) | (seq_lens == 1)).all()
@@ -129,7 +136,7 @@ class SharedPrefixes:
     def _put(self, found: np.ndarray) -> None:
         self._turn = 1 - self._turn
         if self._copied:
-            self._copied[self._turn].synchronize()  # of two changes ago
+            self._copied[self._turn].synchronize()  # the copy of two changes ago
         staged = self._staged[self._turn]
         staged.zero_()
         staged.numpy()[:, : found.shape[1]] = found

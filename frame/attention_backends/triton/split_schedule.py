@@ -1,9 +1,11 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""How the decodes of one step are cut into items of about equal cost, computed on the device from the rows' lengths.
+"""Divides the decodes of one step into items of about equal cost, on the device, from the rows'
+lengths (load-balanced split-KV, as in FlashDecoding and FlashInfer's planning).
 
-Since the device cuts, a captured graph serves rows of any length: its grid has room for the most items that there can be, and
-what is left over ends at once. An item is a run of one row's own keys, or of a prefix that a tile of rows shares. A step's
-schedule serves all layers that have the same shape and window. Knows no tensor of queries, keys or values.
+Because the device computes the schedule, a captured graph serves rows of any length: its grid has
+room for the largest number of items, and unused programs return at once. An item is a run of one
+row's own keys, or of a prefix that a tile of rows shares. Layers of equal shape and window share a
+step's schedule. Depends on no query, key or value tensor.
 """
 
 from __future__ import annotations
@@ -16,42 +18,44 @@ import triton.language as tl
 
 from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 
-# A schedule is one int32 tensor:
-#     header      items, shared items
-#     rows        8 a row: first own item, own items, first shared item, shared items, place within its tile
-#     items       8 an item: row (or first place in the order of shared rows), page-table row, first key, last key + 1, rows of the tile
-#     arrivals    1 a row and block of heads: how many of the row's items have come to their end; zero between launches
+# A schedule is one int32 tensor: header (number of items, number of shared items); 8 per row (first
+# own item, own items, first shared item, shared items, position in its tile); 8 per item (row, or
+# first index in the order of shared rows; page-table row; first key; last key + 1; rows of the
+# tile); 1 arrival counter per row and block of heads, zero between launches.
 HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
-CLASSES = tl.constexpr(8)  # of pieces by their length
+CLASSES = tl.constexpr(8)  # classes of pieces by length
 
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """What a schedule depends on besides the batch: how one layer shape's decodes are cut."""
+    """How the decodes of one layer shape are divided. A schedule depends on this and on the batch."""
 
-    capacity: int  # most rows; parts of the tensor lie where they would for as many
+    capacity: int  # most rows of a step; fixes the layout of the schedule tensor
     heads: int  # query heads
-    blocks: int  # programs an item
-    target: int  # items that run at once
-    min_keys: int  # of a piece
-    block_keys: int  # pieces begin at multiples of it
+    blocks: int  # programs per item
+    target: int  # items that run concurrently
+    min_keys: int  # keys of a piece at least
+    block_keys: int  # pieces start at multiples of it
     window: int
-    tile_rows: int  # rows that one tile of a shared prefix takes; 0: prefixes are not shared
+    tile_rows: int  # rows per tile of a shared prefix; 0: prefixes are not shared
 
     def count_tiles(self, rows: int) -> int:
         """Most tiles of rows that share a prefix."""
         return rows // self.tile_rows + rows // MIN_ROWS if self.tile_rows else 0
 
     def count_pieces(self, rows: int) -> tuple[int, int, int]:
-        """Into how many pieces the keys of all rows are cut, about, and into how many where tiles of rows share prefixes, which work longer
-        on each key; and most items besides one a row. Few rows get the places of one round of programs: a second round would not be
-        full. More rows are cut so finely that little is left at the end."""
+        """(pieces of all rows' keys, about; the same where tiles share prefixes, which work longer
+        on each key; most items besides one per row).
+
+        Few rows get one wave of programs, since a second wave would not be full. More rows are
+        divided more finely, so that little is left at the end.
+        """
         if 2 * rows <= self.target:
             return self.target - rows, self.target - rows, self.target - rows
         return 2 * self.target, self.target, max(2 * self.target, self.count_tiles(rows) + self.target)
 
     def count_items(self, rows: int) -> int:
-        """Most items: every row has one, and each tile and each piece beyond takes a share of the rest."""
+        """Most items: one per row, and the pieces and tiles beyond that."""
         return rows + self.count_pieces(rows)[2]
 
     @property
@@ -65,7 +69,8 @@ class SplitConfig:
 
 @triton.jit
 def split_keys(keys, split, BLOCK_KEYS: tl.constexpr):
-    """-> (pieces, keys of each but the last). A piece may be a quarter longer than `split` rather than leave a short one over."""
+    """(pieces, keys of each but the last). A piece may be a quarter longer than `split`, to avoid a
+    short last piece."""
     pieces = tl.maximum(1, tl.cdiv(keys - split // 4, split))
     length = tl.maximum(1, tl.cdiv(tl.cdiv(keys, pieces), BLOCK_KEYS)) * BLOCK_KEYS
     return tl.cdiv(keys, length), length
@@ -76,13 +81,13 @@ def schedule_kernel(
     schedule,
     seq_lens,
     request_slots,
-    prefixes,  # int32 [5, capacity], see `prefixes.py`
+    prefixes,  # int32 [5, capacity], see `shared_prefixes.py`
     num_rows,
     capacity,
     max_items,
     pieces,
     tiled_pieces,
-    most_pieces,  # and tiles of shared prefixes
+    most_pieces,  # pieces and tiles of shared prefixes together, at most
     BLOCK_ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
@@ -145,7 +150,7 @@ def schedule_kernel(
         tl.store(row_part + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
     count, length = split_keys(own, split, BLOCK_KEYS)
     count = tl.where(valid, count, 0)
-    # long pieces begin first, so that short ones fill the gaps at the end
+    # long pieces start first, so that short ones fill the gaps at the end
     piece = tl.minimum(own, length)
     rank = tl.minimum(CLASSES - 1, piece * CLASSES // (tl.max(piece, 0) + 1))
     first = tl.zeros([BLOCK_ROWS], tl.int32)
@@ -173,7 +178,8 @@ def schedule_kernel(
 def make_schedule(
     config: SplitConfig, rows: int, seq_lens: torch.Tensor, request_slots: torch.Tensor, prefixes: torch.Tensor, pdl: bool
 ) -> torch.Tensor:
-    """The schedule of the first `rows` rows. seq_lens int32, request_slots int64, prefixes int32 [5, capacity]."""
+    """The schedule of the first `rows` rows. seq_lens int32, request_slots int64, prefixes int32
+    [5, capacity]."""
     most = config.count_items(config.capacity)
     size = HEADER.value + config.capacity * (ROW.value + config.blocks) + most * ITEM.value
     schedule = torch.empty(size, dtype=torch.int32, device=seq_lens.device)

@@ -1,6 +1,7 @@
-"""Sizes of launches: how many queries, keys and programs a kernel takes, from the shapes of a layer and the facts of a device.
+"""Tile sizes of the kernels: queries, keys and programs, by the shape of a layer and the limits of
+a device.
 
-The figures are what was fastest on an H200 (`frame bench attention`). Knows no tensor.
+The figures are the fastest measured on an H200 (`frame bench attention`). Depends on no tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ class Tile:
     keys: int  # BLOCK_KEYS
     warps: int
     stages: int
-    registers: int | None = None  # most of a thread
+    registers: int | None = None  # registers per thread at most
 
     def make_constants(self, group: int) -> dict[str, Any]:
-        """What a kernel is compiled with for it, but for the warps; `group`: query heads that share keys."""
+        """The constexpr arguments for this tile, except the number of warps. `group`: query heads
+        per key head."""
         return {
             "HEADS": min(group, self.queries),
             "BLOCK_QUERIES": self.queries,
@@ -35,23 +37,25 @@ class Tile:
         }
 
 
-def padded(width: int) -> int:
-    """The tile width of `width` columns: a power of two that `tl.dot` takes."""
+def pad_width(width: int) -> int:
+    """The tile width for `width` columns: a power of two of at least 16, as `tl.dot` requires."""
     return max(16, next_power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
     """A width as a power of two and a rest, so that 192 costs 128 + 64 instead of 256."""
-    if padded(width) == width or width < 32:
+    if pad_width(width) == width or width < 32:
         return width, 0
     largest = next_power_of_2(width) // 2
     return largest, width - largest
 
 
 def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> Tile:
-    """The first of the tile sizes, fastest first as measured on an H200, that fits the device's shared memory.
+    """The first of the tile sizes (fastest first, measured on an H200) that fits into the shared
+    memory.
 
-    `columns` are the padded widths of both key parts and of values that are loaded besides (0: they are the keys' first part).
+    `columns`: padded widths of both key parts, and of values that are loaded separately (0: the
+    values are the keys' first part).
     """
     key_bytes = sum(columns) * itemsize
     query_bytes = queries * (columns[0] + columns[1]) * itemsize
@@ -63,8 +67,9 @@ def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shar
     return Tile(queries, 16, warps, 1)
 
 
-def most_queries(columns: tuple[int, int, int], itemsize: int) -> int:
-    """Of one tile. In float32 a product is three, of numbers split in two, and what is held for them is as much more."""
+def get_max_queries(columns: tuple[int, int, int], itemsize: int) -> int:
+    """Queries per tile at most. float32 products are three TF32 products of split operands, which
+    need registers for both halves."""
     if itemsize == 2:
         return 64
     return 32 if max(columns) <= 256 else 16
@@ -72,13 +77,13 @@ def most_queries(columns: tuple[int, int, int], itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What tile and split sizes depend on."""
+    """The limits of a device on which tile and split sizes depend."""
 
     processors: int
-    shared_memory: int  # bytes that one program may use
+    shared_memory: int  # bytes per program
 
     @classmethod
-    def of(cls, device: torch.device) -> DeviceLimits:
+    def from_device(cls, device: torch.device) -> DeviceLimits:
         if device.type != "cuda":
             return cls(processors=2, shared_memory=128 << 10)
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -88,29 +93,30 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSizes:
-    """Sizes of one layer shape's decodes."""
+    """Sizes for the decodes of one layer shape."""
 
-    tile: Tile  # its queries are the heads that one program takes, padded
+    tile: Tile  # its queries are the padded heads of one program
     tile_lanes: int  # rows times heads that read a shared prefix together
-    tile_keys: int  # keys at once that they read
-    programs: int  # a processor, about
-    min_keys: int  # of one program; shorter runs spend more on their merge than they gain
-    merge_separately: bool = False  # in a kernel of their own
+    tile_keys: int  # keys per step of a shared prefix
+    programs: int  # programs per multiprocessor, about
+    min_keys: int  # keys per program at least; shorter runs cost more in the merge than they gain
+    merge_separately: bool = False  # merge in a separate kernel
 
 
 def choose_extend(group: int, longest: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
-    """Sizes for rows of at most `longest` queries; `gathers`: some keys are read from the cache, page by page."""
+    """Sizes for rows of at most `longest` queries. `gathers`: some keys are read from the cache,
+    page by page."""
     wanted = next_power_of_2(longest * group)
     if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
-        return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a processor
+        return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a multiprocessor
     if columns[1] and not gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
-        return Tile(128, 64, 8, 3)  # keys in two parts, as those made of latents
-    return choose_tile(max(16, min(most_queries(columns, itemsize), wanted)), columns, itemsize, shared_memory)
+        return Tile(128, 64, 8, 3)  # keys in two parts, as expanded latents have
+    return choose_tile(max(16, min(get_max_queries(columns, itemsize), wanted)), columns, itemsize, shared_memory)
 
 
 def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
-    """Sizes for `group` heads that share keys of these padded widths."""
-    most = most_queries(columns, itemsize)
+    """Sizes for `group` query heads per key head, with keys of these padded widths."""
+    most = get_max_queries(columns, itemsize)
     queries = max(16, min(most, next_power_of_2(group)))
     tile = choose_tile(queries, columns, itemsize, shared_memory)
     value = columns[2] or columns[0]

@@ -1,4 +1,5 @@
-"""The TensorRT-LLM attention kernels that FlashInfer brings, for Blackwell cards: `trtllm_mha` (heads.py) and `trtllm_mla` (latent.py).
+"""TensorRT-LLM's attention kernels for Blackwell GPUs, as packaged by FlashInfer: `trtllm_mha`
+(mha.py) and `trtllm_mla` (mla.py).
 
 The manifest is `frame.attention_backends`; a backend's module is imported when it is selected.
 """

@@ -1,6 +1,8 @@
-"""The `trtllm_mha` backend: multi-head attention by the TensorRT-LLM kernels for Blackwell, through FlashInfer's functions.
+"""The `trtllm_mha` backend: multi-head attention by TensorRT-LLM's kernels for Blackwell, through
+FlashInfer's functions.
 
-Knows their arguments (read in flashinfer-python 0.6.12 and 0.7.2, `decode.py` and `prefill.py`) and pages, no request.
+Follows the arguments of flashinfer-python 0.6.12 and 0.7.2 (`decode.py`, `prefill.py`). Depends on
+no request.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pydantic import BaseModel
 
 from frame.attention_backends.libraries import TRTLLM_MHA, WorkspaceOptions
 from frame.attention_backends.page_tables import PageTableBackend, PageTablePlan, RowRange
-from frame.attention_backends.shared import dense
+from frame.attention_backends.shared import make_rows_contiguous
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.build import BuildContext
@@ -29,7 +31,7 @@ class MHAKernels:
 
     @classmethod
     def load(cls) -> MHAKernels:
-        """Imports the library. Raises ImportError with what it lacks."""
+        """Import the library. Raises ImportError if a function is missing."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 
@@ -37,7 +39,7 @@ class MHAKernels:
 
 
 class TrtllmMHABackend(PageTableBackend):
-    """Decodes by the generation kernels, extends by the context kernels."""
+    """Decodes use the generation kernels, extends the context kernels."""
 
     capabilities: ClassVar[AttentionCapabilities] = TRTLLM_MHA
     table_multiple = 128
@@ -46,11 +48,12 @@ class TrtllmMHABackend(PageTableBackend):
         super().__init__(context, options)
         self._kernels = kernels or MHAKernels.load()
         size = (options if isinstance(options, WorkspaceOptions) else WorkspaceOptions()).workspace_mib << 20
-        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)  # the kernels' counters begin at zero
+        # the kernels' counters must start at zero
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         plan: PageTablePlan = batch.plan
-        q = dense(q)
+        q = make_rows_contiguous(q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         cache = batch.kv.layer(spec.layer)
         if (part := plan.decodes) is not None:
@@ -61,7 +64,7 @@ class TrtllmMHABackend(PageTableBackend):
                 max_kv_len=part.max_keys,
                 batch_size=part.rows,
                 cum_seq_lens_q=part.query_starts,
-                cum_seq_lens_kv=part.key_starts(),
+                cum_seq_lens_kv=part.compute_key_starts(),
                 causal=True,
                 **self._arguments(spec, q, cache, out, part),
             )

@@ -1,7 +1,8 @@
-"""The `trtllm_mla` backend: latent attention by the TensorRT-LLM kernels for Blackwell, through FlashInfer's functions.
+"""The `trtllm_mla` backend: latent attention by TensorRT-LLM's kernels for Blackwell, through
+FlashInfer's functions.
 
-Decodes are absorbed; extends run over keys and values made of their latents. Knows the functions' arguments (read in
-flashinfer-python 0.6.12 and 0.7.2, `mla/_core.py` and `prefill.py`), no request.
+Decodes use absorbed queries; extends use expanded keys and values. Follows the arguments of
+flashinfer-python 0.6.12 and 0.7.2 (`mla/_core.py`, `prefill.py`). Depends on no request.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class MLAKernels:
 
     @classmethod
     def load(cls) -> MLAKernels:
-        """Imports the library. Raises ImportError with what it lacks."""
+        """Import the library. Raises ImportError if a function is missing."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
         from flashinfer.prefill import trtllm_ragged_attention_deepseek
 
@@ -48,10 +49,11 @@ class TrtllmMLABackend(PageTableBackend):
         super().__init__(context, options)
         self._kernels = kernels or MLAKernels.load()
         size = (options if isinstance(options, WorkspaceOptions) else WorkspaceOptions()).workspace_mib << 20
-        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)  # the kernels' counters begin at zero
+        # the kernels' counters must start at zero
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        raise TypeError("Attention backend 'trtllm_mla' computes latent attention alone; name trtllm_mha for others.")
+        raise TypeError("Attention backend 'trtllm_mla' computes latent attention only; use trtllm_mha for multi-head attention.")
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -110,7 +112,7 @@ class TrtllmMLABackend(PageTableBackend):
             batch_size=part.rows,
             window_left=-1,
             cum_seq_lens_q=part.query_starts,
-            cum_seq_lens_kv=part.key_starts(),
+            cum_seq_lens_kv=part.compute_key_starts(),
             enable_pdl=None,
             is_causal=True,
             return_lse=False,

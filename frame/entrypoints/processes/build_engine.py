@@ -91,7 +91,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
         plugins = time.perf_counter() - clock
         runner = build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device))
     runner.capacity.phases["plugins"] = plugins
-    kernels.complete(counts)
+    kernels.mark_complete(counts)
     return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}
 
 

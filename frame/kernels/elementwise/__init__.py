@@ -1,1 +1,2 @@
-"""Norms, activations and rotations."""
+"""Norm, activation and rotary-embedding kernels. They are memory-bound: one read and one write per
+element."""

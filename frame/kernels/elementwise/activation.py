@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The activation of gated feed-forward layers, in one pass over gate and up side by side.
+"""SiLU-and-multiply of gated feed-forward layers: out = SiLU(gate) * up.
 
-Reference: `frame.models.layers.mlp.GatedMLP`. Knows no layer.
+Reference: `frame.models.layers.mlp.GatedMLP`. Depends on no layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from frame.kernels.launch import (
     wait_for_previous,
 )
 
-_COLUMNS = 1024  # of a program, while rows are few; then twice as many, as programs that wait for one another start slowly
+# columns per program for at most `_FEW_ROWS` rows; twice as many for more rows, since each program
+# has a start-up cost under PDL
+_COLUMNS = 1024
 _FEW_ROWS = 64
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU(gate) * up for [rows, gate | up], each `inner` wide -> contiguous [rows, inner], float32 inside. Rows may have gaps."""
+    """SiLU(gate) * up of gate_up [rows, 2 * inner] (gate first) -> contiguous [rows, inner].
+
+    Computed in float32 and rounded once. Rows may be strided; the last dimension is contiguous.
+    """
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, inner))
     block = min(_COLUMNS if rows <= _FEW_ROWS else 2 * _COLUMNS, next_power_of_2(inner))
@@ -46,6 +51,7 @@ def _prepared(inner: int, block: int, rows: int, dtype: torch.dtype, stride: int
 
 @triton.jit(do_not_specialize=["rows"])
 def _silu_mul(gate_up, out, rows, stride, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """Grid: (blocks of ROWS rows, blocks of BLOCK columns)."""
     launch_dependents(PDL)
     columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Copies of rows with every number finite, for kernels in which zero times a number has to be zero.
+"""Copies rows and replaces non-finite values, for kernels in which 0 * value must be 0.
 
-Reference: `torch.nan_to_num` with one large number in place of what is not finite; several times as fast on rows with gaps between them.
-Knows no attention.
+Reference: `torch.nan_to_num`. Several times as fast for strided rows. Depends on no attention
+backend.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, wait_for_previous
 
-_ROWS = 64 if INTERPRETED else 8  # of a program
-_COLUMNS = 1024  # at once
+_ROWS = 64 if INTERPRETED else 8  # rows per program
+_COLUMNS = 1024  # columns per program
 
 
 def replace_non_finite_rows(x: torch.Tensor, most: float) -> torch.Tensor:
-    """[rows, size], rows with any stride -> contiguous [rows, size]; what is not finite, or larger either way than `most`, becomes that."""
+    """x [rows, size] (rows may be strided) -> contiguous [rows, size]. Values that are not finite,
+    or above `most` in magnitude, become `most`."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
@@ -48,6 +49,7 @@ def _replace_non_finite_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: (blocks of ROWS rows, blocks of COLUMNS columns)."""
     launch_dependents(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -55,5 +57,5 @@ def _replace_non_finite_kernel(
     row = row.to(tl.int64)
     wait_for_previous(PDL)
     values = tl.load(x + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
-    values = tl.where(tl.abs(values) <= MOST, values, MOST)  # false for what is not a number
+    values = tl.where(tl.abs(values) <= MOST, values, MOST)  # the comparison is false for NaN
     tl.store(out + row * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)

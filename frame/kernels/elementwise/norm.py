@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Root-mean-square normalisation of rows, with the addition of the residual stream before it, in one pass.
+"""RMSNorm fused with the addition of the residual stream: y = norm(x + residual).
 
-Reference: `frame.models.layers.norm.RMSNorm`. Knows no layer.
+Reference: `frame.models.layers.norm.RMSNorm`. Depends on no layer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ from frame.kernels.launch import (
     wait_for_previous,
 )
 
-_ELEMENTS = 1024  # of a program at least, so that short rows share one
+_ELEMENTS = 1024  # elements per program at least, so that short rows share a program
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, [rows, size] -> contiguous [rows, size], float32 inside. Rows may have gaps."""
+    """x / rms(x) * weight over the last dimension, x [rows, size] -> contiguous [rows, size].
+
+    Computed in float32. Rows may be strided.
+    """
     return add_rms_norm(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual) for [rows, size]; without a residual the second is `x` itself.
+    """(norm(x + residual), x + residual) for [rows, size]; without a residual the second result is
+    `x` itself.
 
-    The sum is rounded to the tensors' type, written over `residual`, and normed as rounded. With a residual x may be contiguous
-    [rows, parts, size]: then the sum of its parts, rounded, stands in its place.
+    The sum is rounded to the tensors' dtype, written over `residual`, and normed as rounded. With a
+    residual, x may be a contiguous [rows, parts, size]; its parts are then summed in float32 and
+    rounded first (the outputs of an MoE layer's experts).
     """
     rows, size = x.shape[0], x.shape[-1]
     parts = x.shape[1] if x.dim() == 3 else 1
@@ -72,10 +77,11 @@ def _add_rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,  # rows of x that make one
+    PARTS: tl.constexpr,  # rows of x that are summed to one
     ADDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: blocks of ROWS rows. A program holds whole rows."""
     launch_dependents(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""What attention does between its products, in one kernel each: norm of heads, rotation, and the store in the paged cache.
+"""Fused kernels between the projections and the attention: head norm, rotary embedding, KV-cache
+store.
 
-Cosines and sines come from the table of `frame.models.layers.rotary.Rotary`, at a token's position. Everything is float32 inside and
-rounded once. References: `frame.models.layers.attention` and `mla`. Knows no layer and no batch.
+Cosines and sines come from the table of `frame.models.layers.rotary.Rotary`, indexed by a token's
+position. Everything is computed in float32 and rounded once. References:
+`frame.models.layers.attention` and `mla`. Depends on no layer and no batch.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ from frame.kernels.launch import (
     wait_for_previous,
 )
 
-_ELEMENTS = 2048  # of a program that rotates alone
-_HEADS = 8  # of a program, of one token
+_ELEMENTS = 2048  # elements per program of `rotate_`
+_HEADS = 8  # heads per program
 _FEW_TOKENS = 64
-_TOKENS = 16  # of a program that rotates alone, at most
+_TOKENS = 16  # tokens of one program of `rotate_`, at most
 FP8_MAX = tl.constexpr(448.0)
 
 
 class QKVLayout(NamedTuple):
-    """How rows of [queries | keys | values] are made of heads. `rotated` of `dim` entries turn, neighbours together if `interleaved`."""
+    """How a row of [queries | keys | values] is divided into heads.
+
+    `num_heads`, `num_kv_heads`: numbers of query and key-value heads. `dim`: head dimension.
+    `rotated`: the first entries of a head that rotate. `interleaved`: pairs are neighbours (GPT-J
+    style); otherwise halves (GPT-NeoX style).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -43,8 +50,11 @@ class QKVLayout(NamedTuple):
 
 
 class KVCacheTarget(NamedTuple):
-    """Where keys and values of a batch go: slots int64 [tokens]; k and v contiguous [pages, page_size, num_kv_heads, dim] of any float
-    type. What a float8_e4m3 cache takes is divided by the scale, and saturates."""
+    """Where the keys and values of a batch are stored.
+
+    `slots` int64 [tokens]; `k` and `v` contiguous [pages, page_size, num_kv_heads, dim] of any
+    float dtype. Values for a float8_e4m3 cache are divided by the scale and saturate.
+    """
 
     slots: torch.Tensor
     k: torch.Tensor
@@ -61,10 +71,12 @@ def norm_rope_store(
     norm: tuple[torch.Tensor, float] | None,
     cache: KVCacheTarget | None,
 ) -> torch.Tensor:
-    """qkv [tokens, (num_heads + 2 * num_kv_heads) * dim] -> rotated queries, contiguous [tokens, num_heads, dim].
+    """qkv [tokens, (num_heads + 2 * num_kv_heads) * dim] -> rotated queries, contiguous [tokens,
+    num_heads, dim].
 
-    The keys are normed and rotated in place. `positions` int64 [tokens]; `table` [positions, 2, 1, rotated]; `norm`: weights
-    [2, dim] (of queries, of keys) and epsilon; `cache`: where keys and values go as well.
+    The keys are normed and rotated in place. `positions` int64 [tokens]; `table` [positions, 2, 1,
+    rotated]; `norm`: RMSNorm weights [2, dim] (queries, keys) and epsilon; `cache`: where to store
+    keys and values.
     """
     tokens, stride = qkv.shape[0], qkv.stride(0)
     q = qkv.new_empty((tokens, heads.num_heads, heads.dim))
@@ -79,7 +91,7 @@ def norm_rope_store(
 
 
 def _tile(tokens: int) -> tuple[int, int]:
-    """How many tokens, and how many heads of each, are a program's. Few tokens are many programs, for their latency."""
+    """(tokens, heads) per program. A small batch uses more programs, for latency."""
     if INTERPRETED:
         return choose_rows_per_program(tokens, 1), _HEADS
     if tokens <= _FEW_TOKENS:
@@ -91,7 +103,7 @@ def _tile(tokens: int) -> tuple[int, int]:
 def _prepared_heads(
     heads: QKVLayout, tile: tuple[int, int], norm: bool, store: bool, types: tuple[torch.dtype, ...], stride: int, device: torch.device
 ) -> tuple[PreparedLaunch, int]:
-    """The launch, and how many programs share a token."""
+    """The launch, and the number of programs per token."""
     together = min(tile[1], next_power_of_2(max(heads.num_heads, heads.num_kv_heads)))
     constants = {
         "NUM_HEADS": heads.num_heads, "NUM_KV_HEADS": heads.num_kv_heads, "DIM": heads.dim, "ROTATED": heads.rotated,
@@ -109,7 +121,8 @@ def _prepared_heads(
 
 
 def rotate_(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> None:
-    """Rotate x [tokens, heads, rotated] in place; its last dimension is contiguous, the others may have gaps."""
+    """Rotate x [tokens, heads, rotated] in place. The last dimension is contiguous, the others may
+    be strided."""
     shape, strides = x.shape, (x.stride(0), x.stride(1))
     tokens, heads = shape[0], shape[1]
     few = choose_rows_per_program(tokens, _TOKENS)
@@ -122,7 +135,7 @@ def _prepared_rotation(
     heads: int, rotated: int, interleaved: bool, most: int, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int],
     device: torch.device,
 ) -> tuple[PreparedLaunch, int, int]:  # fmt: skip
-    """The launch, how many tokens a program takes, and how many programs share them."""
+    """The launch, the tokens per program, and the programs that share a token's heads."""
     half, together = next_power_of_2(rotated // 2), min(2 * _HEADS, next_power_of_2(heads))
     elements = together * half * 2
     block = most if INTERPRETED else max(1, min(most, _ELEMENTS // elements))
@@ -142,11 +155,13 @@ def latent_norm_rope_store(
     norms: tuple[torch.Tensor | None, torch.Tensor, float],
     cache: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor | None:
-    """x [tokens, q_rank + rank + rope]: norm and rotate its last two parts in place, which makes them a row of a latent cache.
+    """x [tokens, q_rank + rank + rope]: norm the latent and rotate the shared key in place, which
+    gives the token's row of the latent cache.
 
-    `norms`: weights of the queries' input [q_rank] (None where there is none) and of the latent [rank], and epsilon. `cache`: where
-    the row goes as well, (slots int64 [tokens], contiguous [pages, page_size, rank + rope], its scale; see `KVCacheTarget`). Returns the
-    normed input of the queries, contiguous [tokens, q_rank].
+    `norms`: RMSNorm weights of the query input [q_rank] (None without a query projection) and of
+    the latent [rank], and epsilon. `cache`: also store the row there: (slots int64 [tokens],
+    contiguous [pages, page_size, rank + rope], scale; see `KVCacheTarget`). Returns the normed
+    query input, contiguous [tokens, q_rank].
     """
     q_weight, weight, eps = norms
     tokens, rank, rope = x.shape[0], weight.shape[0], table.shape[-1]
@@ -176,7 +191,8 @@ def _prepared_latent(
 
 @triton.jit
 def load_pairs(rows, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two entries of every pair, float32 [n, BLOCK] each, of the heads that begin at `rows` [n, 1]."""
+    """The first and second entry of each rotation pair, float32 [n, BLOCK] each, of the heads that
+    start at `rows` [n, 1]."""
     if INTERLEAVED:
         columns = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.load(rows + columns, mask=valid & (columns < 2 * HALF), other=0.0).to(tl.float32)
@@ -191,7 +207,7 @@ def load_pairs(rows, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED
 
 @triton.jit
 def store_pairs(rows, first, second, inverse, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The inverse of `load_pairs`."""
+    """Store the pairs in the layout of `load_pairs`."""
     if INTERLEAVED:
         columns = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.reshape(tl.join(first, second), (first.shape[0], 2 * BLOCK))
@@ -205,7 +221,11 @@ def store_pairs(rows, first, second, inverse, valid, HALF: tl.constexpr, BLOCK: 
 
 @triton.jit
 def rotate_pairs(first, second, table, position, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Pairs rotated by the angles of their positions [n, 1]. The table has every cosine twice, and of a sine both signs."""
+    """(a * cos - b * sin, b * cos + a * sin) with the angles of the positions [n, 1].
+
+    A table row holds every cosine twice, then every sine with both signs, as `Rotary.finish` lays
+    it out.
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = valid & (columns < HALF)
     angles = table + position * (4 * HALF)
@@ -220,7 +240,7 @@ def rotate_pairs(first, second, table, position, valid, HALF: tl.constexpr, BLOC
 
 @triton.jit
 def cast_scaled(x, inverse, dtype: tl.constexpr):
-    """float32 as a tensor's type. Only float8_e4m3 is scaled, and what it cannot hold is the largest that it can."""
+    """float32 -> `dtype`. Only float8_e4m3 is scaled; values out of its range saturate."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x * inverse, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
@@ -239,7 +259,7 @@ def _norm_rope_store(
     tokens,
     stride,
     eps,
-    k_inverse,  # of the scales
+    k_inverse,  # 1 / k_scale
     v_inverse,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -254,7 +274,8 @@ def _norm_rope_store(
     STORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program is TOKENS tokens by HEADS heads, all of them queries, keys or values. The queries' blocks come first."""
+    """One program takes TOKENS tokens by HEADS heads, all of them queries, keys or values. Grid:
+    (blocks of tokens, blocks of query heads, then of key heads, then of value heads)."""
     launch_dependents(PDL)
     HALF: tl.constexpr = ROTATED // 2
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -333,6 +354,7 @@ def _rotate(
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: (blocks of TOKENS tokens, blocks of BLOCK_HEADS heads)."""
     launch_dependents(PDL)
     places = tl.arange(0, TOKENS * BLOCK_HEADS)[:, None]
     token = tl.program_id(0) * TOKENS + places // BLOCK_HEADS
@@ -358,7 +380,7 @@ def _latent_norm_rope_store(
     q_out,
     stride,
     eps,
-    inverse,  # of the cache's scale
+    inverse,  # 1 / scale of the cache
     Q_RANK: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -369,7 +391,8 @@ def _latent_norm_rope_store(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token has two programs: the first makes the latent's row, the second the input of the queries."""
+    """Grid: (tokens, 2). The first program of a token makes the latent row, the second the query
+    input."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = x + token * stride

@@ -1,1 +1,1 @@
-"""Products of tokens and weights."""
+"""Matrix products of token rows with dense weights."""

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Products of up to 64 fp8 rows with fp8 weights, whose time is that of reading the weights.
+"""Skinny fp8 GEMM: up to 64 fp8 rows times fp8 weights, bound by reading the weights.
 
-Weights are e4m3 [N, K] with one scale an output ([N]) or one a block ([N / rows, K / columns]); rows come as `fp8_quantize` rounds them.
-The weights are the left side of the tensor cores' products. Where tiles of outputs are too few for the device, each is shared by several
-programs, and the last to be done adds their sums up, in their order. Weights, which no step writes, are asked for while the kernel
-ahead is still at work. Knows no layer and no checkpoint.
+out[m, n] = sum_k x[m, k] * x_scale[m, k] * w[n, k] * w_scale[n, k] (+ bias[n]). Weights are e4m3
+[N, K] with one scale per output ([N]) or per block ([N / rows, K / columns]); rows are quantized by
+`fp8_quantize`. The weights are the left MMA operand, so that few rows fill the short side. Where
+output tiles do not fill the device, K is split over several programs (split-K); the last program to
+arrive sums the partial results in a fixed order. Weights, which no step writes, are prefetched to
+L2 before the PDL wait. Depends on no layer and no checkpoint format.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 
 MAX_ROWS = 64
-_OTHER_SHARED = 2048  # bytes of a program's shared memory that are not tiles
+_OTHER_SHARED = 2048  # bytes of shared memory per program besides the tiles
 
 
 @triton.jit
 def prefetch_weights(w, first, stride, K, ROWS: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr):
-    """Ask the L2 cache for the first AHEAD weights of ROWS outputs."""
+    """Prefetch the first PREFETCH weights of ROWS outputs into L2 (cp.async.bulk.prefetch)."""
     CHUNK: tl.constexpr = ROWS * PREFETCH // THREADS
     PER_ROW: tl.constexpr = PREFETCH // CHUNK
     places = tl.arange(0, THREADS)
@@ -41,6 +43,7 @@ def prefetch_weights(w, first, stride, K, ROWS: tl.constexpr, PREFETCH: tl.const
 
 @triton.jit
 def load_weights(pointers, columns, K, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
+    """[BN, BK] of the weights, marked to leave the caches first: each weight is read once."""
     if EVEN_K:
         weights = tl.load(pointers, eviction_policy="evict_first")
     else:
@@ -52,16 +55,16 @@ def load_weights(pointers, columns, K, EVEN_K: tl.constexpr, UPCAST: tl.constexp
 
 @triton.jit
 def load_weight_scale(w_scale, first, rows, stride, k, BN: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
-    """Of a tile of weights: one number, or one for each output as a column."""
+    """The scale of a tile of weights: one number, or one per output as a column."""
     if GROUP_N % BN == 0:
         return tl.load(w_scale + (first // GROUP_N) * stride + k // GROUP_K)
-    else:  # Triton compiles one branch, and wants one type
+    else:  # an else branch: Triton compiles one of both, and each has its own type
         return tl.load(w_scale + (rows // GROUP_N) * stride + k // GROUP_K)[:, None]
 
 
 @triton.jit
 def silu_mul_rounded(gate, up, dtype: tl.constexpr):
-    """SiLU(gate) * up, rounded where the layers round that compute it apart."""
+    """SiLU(gate) * up, rounded where separate layers would round."""
     gate = gate.to(dtype).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
@@ -70,11 +73,13 @@ def silu_mul_rounded(gate, up, dtype: tl.constexpr):
 def skinny_fp8_kernel(
     x, x_scale, w, w_scale, bias, out, partial, counter, M, N, K, x_scale_stride, w_scale_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
-    GATED: tl.constexpr,  # the weight has 2 N outputs, gates and what they open; the result is SiLU of the first times the second
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs of a weight's scale; GROUP_K 0: all inputs, and rows have one each
+    GATED: tl.constexpr,  # the weight has 2 * N outputs, gate then up; the result is SiLU(gate) * up
+    # outputs and inputs per weight scale; GROUP_K 0: all inputs, and one scale per row of x
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
     num_warps: tl.constexpr, num_stages: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (output tiles, SPLIT)."""
     PARTS: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -82,7 +87,7 @@ def skinny_fp8_kernel(
     rows = first + tl.arange(0, BN)
     row_of = rows if EVEN_N else tl.minimum(rows, N - 1)
     batch = tl.arange(0, BM)
-    is_row = batch < M  # rows past the last are not read: all programs at once would ask for the same bytes
+    is_row = batch < M  # rows past M are masked: all programs would request the same bytes at once
     columns = tl.arange(0, BK)
     steps = tl.cdiv(K, BK)
     start = (steps * split // SPLIT) * BK
@@ -105,7 +110,8 @@ def skinny_fp8_kernel(
             inputs = tl.load(x_pointers + k, mask=(k + columns < K)[:, None] & is_row[None, :], other=0.0)
         if UPCAST:
             inputs = inputs.to(tl.float32)
-        part = tl.dot(weights, inputs)  # added apart: the tensor cores' own sums over fp8 are short of bits
+        # summed outside the MMA: the fp8 accumulator of the tensor cores has too few bits
+        part = tl.dot(weights, inputs)
         if GATED:
             part_up = tl.dot(load_weights(up_pointers + k, k + columns, K, EVEN_K, UPCAST), inputs)
         if GROUP_K > 0:
@@ -151,8 +157,12 @@ def skinny_fp8_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a product of few rows is cut: outputs and inputs of a tile, stages of its loads, programs that share a tile's inputs, and bytes
-    of each output's weights that are asked for ahead."""
+    """Tile sizes of one product of few rows.
+
+    `outputs`, `inputs`: sizes of a weight tile. `stages`: pipelined tile loads. `split`: programs
+    that share the inputs of an output tile (split-K). `prefetch`: weights of each output that are
+    prefetched to L2 before the PDL wait. `warps`: warps per program.
+    """
 
     outputs: int
     inputs: int
@@ -162,21 +172,24 @@ class Plan:
     warps: int = 4
 
     def fit_shared_memory(self, shared_memory: int, parts: int = 1) -> Plan:
-        """The plan with no more stages than have room in so many bytes; `parts`: tiles of weights a program holds."""
+        """The plan with as many stages as fit into `shared_memory` bytes. `parts`: weight tiles
+        that a program holds."""
         stage = (self.outputs * parts + MAX_ROWS) * self.inputs
         return replace(self, stages=max(1, min(self.stages, (shared_memory - _OTHER_SHARED) // stage)))
 
 
 def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
-    """The plan for `rows` (1 … 64) times weights [outputs, inputs] with a scale for `columns` inputs (0: for all).
+    """The plan for `rows` (1 … 64) times weights [outputs, inputs] with one scale per `columns`
+    inputs (0: one scale per output).
 
-    By what an H200 took for the products of Llama 3.1 8B (docs/performance.md).
+    The thresholds are the fastest measured on an H200 for the products of Llama 3.1 8B
+    (docs/performance.md).
     """
     if INTERPRETED:
         return Plan(32, 64, 1, split=2 if inputs >= 256 else 1)
     step = 128 if columns or inputs % 256 else 256
     tiles, most = -(-outputs // 64), _max_split(rows, inputs, step)
-    if tiles >= 256:  # enough for the whole device
+    if tiles >= 256:  # enough tiles to fill the device without split-K
         if rows <= 16:
             return Plan(64, step, 8 if step == 128 else 4, prefetch=512 if step == 128 else 0)
         if columns:
@@ -191,8 +204,8 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
 
 
 def choose_gated_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
-    """The plan for a gated product: a program multiplies two tiles, of gates and of what they open. Measured as above, and for the sizes of
-    Qwen3 0.6B and 14B."""
+    """The plan for a gated product, in which a program multiplies two weight tiles (gate and up).
+    Measured on an H200 for Llama 3.1 8B and Qwen3 0.6B and 14B."""
     if INTERPRETED:
         return choose_plan(rows, outputs, inputs, columns)
     tiles = -(-outputs // 128)
@@ -203,7 +216,8 @@ def choose_gated_plan(rows: int, outputs: int, inputs: int, columns: int) -> Pla
 
 
 def _max_split(rows: int, inputs: int, step: int) -> int:
-    """How many may share a tile: two steps each at least, and what they write and read of sums is at most half of the weights."""
+    """The most programs that may share an output tile: each has two steps or more, and the partial
+    sums cost at most half of the bytes of the weights."""
     return max(1, min(inputs // step // 2, inputs // (16 * rows)))
 
 
@@ -222,12 +236,14 @@ def skinny_fp8_linear(
     gated: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The first `rows` (64 at most) of x, e4m3 [P, K], times e4m3 weights [N, K], plus bias [N]: [rows, N] in `dtype`.
+    """The first `rows` (at most 64) rows of x, e4m3 [P, K], times e4m3 weights [N, K], plus bias
+    [N] -> [rows, N] in `dtype`.
 
-    `block`: the outputs and inputs of a scale. With 0 inputs, w_scale is float32 [N] and x_scale [P, 1]; else w_scale is [N / outputs,
-    K / inputs] and x_scale [P, K / inputs] with stride(0) 1, and `plan.inputs` divides the block's. `gated`: SiLU of the first half of the
-    outputs times the second, [rows, N / 2]; a half is whole blocks. `counter` int32 [tiles of outputs] is zero, and again when the product
-    is done. `pdl`: launch before the kernel ahead has ended (`frame.kernels.supports_pdl`).
+    `block`: outputs and inputs per weight scale. With 0 inputs, w_scale is float32 [N] and x_scale
+    [P, 1]; otherwise w_scale is [N / outputs, K / inputs] and x_scale [P, K / inputs] with
+    stride(0) 1, and `plan.inputs` divides the block's inputs. `gated`: SiLU(first half) * second
+    half, [rows, N / 2]; a half is whole blocks. `counter` int32 [output tiles] is zero before and
+    after the call. `pdl`: launch with PDL (`frame.kernels.supports_pdl`).
     """
     outputs, inner = weight.shape
     parts = 2 if gated else 1

@@ -1,7 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Rows rounded to e4m3, with one scale each or one for every 128 columns, and products of such rows scaled back.
+"""Dynamic fp8 quantization of rows: one scale per row, or one per 128 columns; and rescaling of fp8
+products.
 
-Knows no layer; how weights came by their scales is `frame.quantization`'s.
+scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. Depends on no layer; weights are
+quantized in `frame.quantization`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from frame.kernels import INTERPRETED
 FP8 = torch.float8_e4m3fn
 GROUP = 128
 _SMALLEST = tl.constexpr(1e-12)
-_GROUPS = 8  # that a program rounds at once
+_GROUPS = 8  # groups of 128 columns per program
 
 
 @triton.jit
 def wait_and_launch_dependents(PDL: tl.constexpr):
+    """Let the next kernel launch, then wait for the previous one (PDL)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -27,7 +30,8 @@ def wait_and_launch_dependents(PDL: tl.constexpr):
 
 @triton.jit
 def round_to_fp8(values, INTERPRETED: tl.constexpr):
-    """float32 as e4m3. Triton's interpreter forgets the carry to the next power of two, so there it gets numbers that need no rounding."""
+    """float32 -> e4m3. Triton's interpreter drops the carry into the next power of two, so its
+    values are rounded here first."""
     if INTERPRETED:
         size = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(values), 1e-30))), -6.0) - 3.0)
         values = tl.floor(values / size + 0.5) * size
@@ -36,6 +40,7 @@ def round_to_fp8(values, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def rows_kernel(x, out, scale, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     wait_and_launch_dependents(PDL)
@@ -50,6 +55,7 @@ def groups_kernel(
     x, out, scale, M, K, x_stride, scale_stride,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (blocks of ROWS rows, blocks of GROUPS groups)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = tl.program_id(1) * GROUPS * 128 + tl.arange(0, GROUPS * 128)
@@ -65,17 +71,20 @@ def groups_kernel(
 
 @triton.jit
 def rescale_kernel(out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid: (rows, blocks of BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
-    factors = tl.load(by_column + columns, mask=mask, other=0.0)  # of a weight: no step writes it
+    # scales of a weight: no step writes them, so they are read before the wait
+    factors = tl.load(by_column + columns, mask=mask, other=0.0)
     wait_and_launch_dependents(PDL)
     values = tl.load(out + row * N + columns, mask=mask).to(tl.float32)
     tl.store(out + row * N + columns, (values * (factors * tl.load(by_row + row))).to(out.dtype.element_ty), mask=mask)
 
 
 def quantize_rows(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], rows contiguous -> (e4m3 [M, K], float32 [M, 1]): the largest number of a row becomes 448."""
+    """x [M, K], rows contiguous -> (e4m3 [M, K], float32 [M, 1]). The largest magnitude of a row
+    becomes 448."""
     rows, inner = x.shape
     out = torch.empty(rows, inner, dtype=FP8, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -88,9 +97,9 @@ def quantize_rows(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, tor
 
 
 def quantize_groups(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], K a multiple of 128 -> (e4m3 [P, K], float32 [P, K / 128], whose rows are next to one another in memory).
+    """x [M, K], K a multiple of 128 -> (e4m3 [P, K], float32 [P, K / 128] with stride(0) 1).
 
-    P is M rounded up to a multiple of 4, as cuBLAS wants it; what the rows past M hold is not said.
+    P is M rounded up to a multiple of 4, which cuBLAS requires. Rows past M are undefined.
     """
     rows, inner = x.shape
     padded = -(-rows // 4) * 4

@@ -1,8 +1,11 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The product of many rows with gate and up, and their activation, in one kernel: what the two would write is not read again.
+"""GEMM of many rows with gate and up weights, fused with their activation: out = SiLU(x @ gate.T) *
+(x @ up.T).
 
-Programs are as many as multiprocessors, and go from tile to tile. A tile's weights are a box of two: rows of gate, and those of up that
-belong to them, side by side, so that both are one product of tensor cores, and meet in registers. Knows no layer.
+The gate and up products are not written to memory and read again. Persistent Triton kernel: one
+program per multiprocessor loops over output tiles. The weights of a tile are one TMA box of two
+parts (gate rows and the matching up rows), so that both are one MMA whose halves meet in registers.
+Depends on no layer.
 """
 
 from __future__ import annotations
@@ -15,17 +18,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, wait_for_previous
 
-_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile
-_TALL = 8  # tiles of rows that follow one another over the same weights
+_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # rows, outputs and inputs of a tile
+_TALL = 8  # row tiles that reuse the same weight tile before the next one (for L2 hits)
 _WARPS, _STAGES = 8, 3
-_ALIGNMENT = 16  # bytes, of what boxes are cut from
-_FULL = 0.8  # of the multiprocessors, over all rounds
-_MANY = 1024  # rows; with fewer, PyTorch's product is the faster by more than the activation takes
+_ALIGNMENT = 16  # bytes: alignment that TMA requires
+_FULL = 0.8  # share of the multiprocessors that tiles must keep busy, over all waves
+_MANY = 1024  # rows; for fewer, PyTorch's GEMM is faster by more than the separate activation costs
 
 
 def is_faster(rows: int, inner: int, programs: int, batches: tuple[int, ...] = ()) -> bool:
-    """Whether one kernel beats PyTorch's product and the activation behind it, by what was measured (`docs/performance.md`): for many
-    rows, or as few as one of `batches` says, where tiles leave few multiprocessors idle."""
+    """Whether this kernel beats PyTorch's GEMM plus a separate activation, by measurement
+    (docs/performance.md): for at least 1,024 rows, or for a number of rows in `batches`, if the
+    tiles leave few multiprocessors idle in the last wave."""
     if rows < _MANY and rows not in batches:
         return False
     tiles = ceil_div(rows, _ROWS) * ceil_div(inner, _OUTPUTS)
@@ -33,16 +37,18 @@ def is_faster(rows: int, inner: int, programs: int, batches: tuple[int, ...] = (
 
 
 def can_use_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether boxes can be cut from both: rows that begin at multiples of 16 bytes, and are contiguous."""
+    """Whether TMA can read both: contiguous rows that start at multiples of 16 bytes."""
     size = x.element_size()
     starts = x.data_ptr() | weight.data_ptr() | x.stride(0) * size | weight.stride(0) * size
     return x.stride(1) == 1 and weight.stride(1) == 1 and starts % _ALIGNMENT == 0
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.Tensor:
-    """SiLU(gate) * up [rows, inner] of x [rows, inputs], where `weight` [2 * inner, inputs] has the rows of gate, then those of up.
+    """SiLU(gate) * up [rows, inner] of x [rows, inputs]; `weight` [2 * inner, inputs] holds the
+    gate rows, then the up rows.
 
-    bfloat16 or float16; sums are float32, and rounded before the activation as a product of its own would. See `can_use_tma`.
+    bfloat16 or float16. Sums are float32 and are rounded before the activation, as separate
+    products would be. Requires `can_use_tma`. `programs`: multiprocessors to use.
     """
     rows, inputs = x.shape
     inner = weight.shape[0] // 2
@@ -59,9 +65,9 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_linear(
-    x,  # boxes of [rows, inputs]
-    weight,  # boxes of [2, inner, inputs]
-    out,  # boxes of [rows, inner]
+    x,  # TMA descriptor of [rows, inputs]
+    weight,  # TMA descriptor of [2, inner, inputs]
+    out,  # TMA descriptor of [rows, inner]
     rows,
     inner,
     inputs,
@@ -73,6 +79,7 @@ def _gated_linear(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: programs. Each takes every `programs`-th tile."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     down = tl.cdiv(rows, BM)
@@ -86,7 +93,7 @@ def _gated_linear(
         for k in range(0, inputs, BK):
             left = x.load([m, k])
             right = tl.reshape(weight.load([0, n, k]), (2 * BN, BK))
-            if UPCAST:  # the interpreter multiplies bfloat16 wrongly
+            if UPCAST:  # the interpreter computes bfloat16 products incorrectly
                 left = left.to(tl.float32)
                 right = right.to(tl.float32)
             sums = tl.dot(left, right.T, sums, input_precision="ieee")

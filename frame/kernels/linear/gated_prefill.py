@@ -1,10 +1,13 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""SiLU(gate) * up of many rows, by multiprocessors that copy boxes by themselves (compute capability 9.0): `gated_linear`, with a
-warp that does nothing but fetch.
+"""SiLU(gate) * up of many rows for compute capability 9.0: `gated_linear` as a warp-specialized
+Gluon kernel.
 
-Programs go from tile to tile. One warp keeps shared memory full of what comes next, also while results are written; two groups of four
-multiply, 64 rows each, with gate and up as one product of 256 outputs that meet in registers. Not launched dependently. Written in Gluon,
-so not for Triton's interpreter. Knows no layer, and not for how many rows it is worth while (`gated_linear.is_faster`, of equal tiles).
+Persistent programs loop over output tiles. One producer warp keeps the shared-memory pipeline full
+by TMA, also while results are stored; two consumer groups of four warps multiply 64 rows each, with
+gate and up as one MMA of 256 outputs whose halves meet in registers (the producer-consumer
+structure of CUTLASS's "pingpong" kernels and FlashAttention-3). Not launched with PDL. Gluon does
+not run under Triton's interpreter. Depends on no layer; `gated_linear.is_faster` decides for which
+row counts to use it.
 """
 
 from __future__ import annotations
@@ -18,23 +21,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from frame.kernels.gluon_pipeline import allocate_barriers, multiply_items, view
 from frame.kernels.launch import ceil_div
 
-BATCHES = (128, 256)  # rows of decodes, tiles without a rest, for which it is worth while too
-_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # of a tile; of those inputs an item
-_STAGES = 4  # items under way, 48 KiB each
-_TALL = 16  # tiles of rows that follow one another over the same weights
-_REGISTERS, _FEW_REGISTERS = 240, 24  # of a thread that multiplies, and of one that fetches
+BATCHES = (128, 256)  # decode batch sizes with whole tiles for which it is also faster (measured)
+_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64  # rows and outputs of a tile; inputs of one pipeline item
+_STAGES = 4  # pipeline stages, 48 KiB each
+_TALL = 16  # row tiles that reuse the same weight tile before the next one (for L2 hits)
+_REGISTERS, _FEW_REGISTERS = 240, 24  # registers per consumer thread, and per producer thread
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def can_tile(inner: int, inputs: int) -> bool:
-    """Whether tiles cover so many outputs and inputs without a rest; rows may end inside a tile. See `gated_linear.fits` as well."""
+    """Whether whole tiles cover the outputs and the inputs; rows may end inside a tile.
+    `gated_linear.can_use_tma` must hold too."""
     return inner % _OUTPUTS == 0 and inputs % _INPUTS == 0
 
 
 def gated_prefill(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.Tensor:
-    """SiLU(gate) * up [rows, inner] of x [rows, inputs], where `weight` [2 * inner, inputs] has the rows of gate, then those of up.
+    """SiLU(gate) * up [rows, inner] of x [rows, inputs]; `weight` [2 * inner, inputs] holds the
+    gate rows, then the up rows.
 
-    bfloat16 or float16; sums and activation are float32, and rounded once. See `can_tile`.
+    bfloat16 or float16. Sums and activation are float32 and rounded once. Requires `can_tile`.
     """
     rows, inputs = x.shape
     inner = weight.shape[0] // 2
@@ -54,7 +59,7 @@ def _boxes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[Te
 
 @gluon.jit
 def locate_tile(tile, down, across, TALL: gl.constexpr):
-    """Which tile of rows, and which of outputs: `TALL` of rows, then the next outputs."""
+    """Tile number -> (row tile, output tile): TALL row tiles, then the next output tile."""
     top = tile // (TALL * across) * TALL
     height = min(down - top, TALL)
     rest = tile % (TALL * across)
@@ -63,7 +68,7 @@ def locate_tile(tile, down, across, TALL: gl.constexpr):
 
 @gluon.jit
 def produce(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl.constexpr):
-    """What one warp does: the boxes of all items in turn, each where there is room."""
+    """The producer warp: load the TMA boxes of all items in turn, each when its stage is free."""
     STAGES: gl.constexpr = ready.shape[0]
     ROWS: gl.constexpr = xs.block_shape[0]
     OUTPUTS: gl.constexpr = weights.block_shape[0]
@@ -83,7 +88,8 @@ def produce(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl
 
 @gluon.jit
 def consume(out, x, w, results, ready, free, down, across, steps, PART: gl.constexpr, TALL: gl.constexpr):
-    """What four warps do: the products of 64 rows of each tile, and what comes of them."""
+    """A consumer group (four warps): multiply 64 rows of each tile, apply the activation, store by
+    TMA."""
     HALF: gl.constexpr = w.shape[1]
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     item = 0
@@ -103,18 +109,19 @@ def consume(out, x, w, results, ready, free, down, across, steps, PART: gl.const
 
 @gluon.jit(do_not_specialize=["inner", "down", "across", "steps"])
 def prefill_kernel(
-    xs,  # boxes of [rows, inputs]: [128, 64]
-    weights,  # boxes of [2 * inner, inputs]: [128, 64]
-    out,  # boxes of [rows, inner]: [64, 128]
+    xs,  # TMA descriptor of [rows, inputs], box [128, 64]
+    weights,  # TMA descriptor of [2 * inner, inputs], box [128, 64]
+    out,  # TMA descriptor of [rows, inner], box [64, 128]
     inner,
-    down,  # tiles of rows
-    across,  # tiles of outputs
-    steps,  # items over the inputs
-    STAGES: gl.constexpr,  # items under way
-    TALL: gl.constexpr,  # tiles of rows over the same weights
+    down,  # row tiles
+    across,  # output tiles
+    steps,  # pipeline items per tile
+    STAGES: gl.constexpr,  # pipeline stages
+    TALL: gl.constexpr,  # row tiles per weight tile
     REGISTERS: gl.constexpr,
     FEW_REGISTERS: gl.constexpr,
 ):
+    """Grid: min(multiprocessors, tiles)."""
     x = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, xs.block_shape[0] // 2, 64], xs.layout)
     w = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, weights.block_shape[0], 64], xs.layout)
     results = gl.allocate_shared_memory(xs.dtype, [2, out.block_shape[0], out.block_shape[1]], xs.layout)

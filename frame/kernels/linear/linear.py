@@ -1,10 +1,11 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""Matrix products of few rows, whose time is that of reading the weights.
+"""Skinny GEMM: products of few rows with a weight, bound by reading the weight.
 
-Two kernels take the weights straight from memory to registers, several tiles ahead: the first of them before they wait for the kernel
-that is launched before them, since no step writes weights. `vector_kernel` multiplies one or two rows on the CUDA cores;
-`fragment_kernel` multiplies groups of eight on the tensor cores. `tile_kernel` takes up to 64 rows the usual way, through shared memory.
-Knows no layer, no choice between the three (`linear_plan`), and not the fourth, `linear_stream`.
+out[m, n] = sum_k x[m, k] * w[n, k] + bias[n]. `vector_kernel` (one or two rows, CUDA cores) and
+`fragment_kernel` (groups of eight rows, tensor cores) load weights from memory to registers,
+several tiles ahead; the first tiles are loaded before the PDL wait, since no step writes weights.
+`tile_kernel` (up to 64 rows) goes through shared memory. `linear_plan` selects among them and
+`linear_stream`. Depends on no layer.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 from frame.kernels.linear.linear_plan import Plan
 
-_WIDE = 64  # outputs that four warps multiply together
+_WIDE = 64  # outputs per program from which the four warps share one tile
 
 
 @triton.jit
 def load_weights(pointers, inside, UPCAST: tl.constexpr):
-    """Weights: read once, so the first to leave the caches."""
+    """A tile of weights, marked to leave the caches first: each weight is read once."""
     tile = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
-    if UPCAST:  # the interpreter multiplies bfloat16 wrongly
+    if UPCAST:  # the interpreter computes bfloat16 products incorrectly
         tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
 def apply_epilogue(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
-    """Add the bias; with two parts, SiLU(gate) * up of what a product of its own would have stored."""
+    """Add the bias; with two parts, return SiLU(gate) * up of values rounded as separate products
+    would be."""
     gate = totals[0]
     if HAS_BIAS:
         gate += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -46,7 +48,8 @@ def apply_epilogue(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.cons
 
 @triton.jit
 def partial_sums(weights, row, LANES: tl.constexpr):
-    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over what one thread holds of a row."""
+    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over the LANES values of a row that one thread
+    holds."""
     products = weights.to(tl.float32) * row.to(tl.float32)[None, :]
     return tl.sum(tl.reshape(products, [weights.shape[0], weights.shape[1] // LANES, LANES]), 2)
 
@@ -66,12 +69,13 @@ def vector_kernel(
     ROWS: tl.constexpr,  # at least M
     BN: tl.constexpr,
     BK: tl.constexpr,
-    DEPTH: tl.constexpr,  # tiles under way
+    DEPTH: tl.constexpr,  # weight tiles in flight
     PARTS: tl.constexpr,  # 2: gate and up
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Grid: blocks of BN outputs. Dot products on the CUDA cores, for one or two rows."""
     LANES: tl.constexpr = 8
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     columns = tl.arange(0, BK)
@@ -115,21 +119,24 @@ def vector_kernel(
         tl.store(out + m * out_stride + rows, result, mask=rows < tl.where(m < M, N, 0))
 
 
-# A thread loads eight adjacent inputs of a row, four neighbours 32 of them: what tensor cores take from a thread are four pairs that lie
-# eight apart. Since a sum has no order, the inputs are numbered such that what is there is what is needed, on both sides
-# alike, and no number moves: input 8 t + 2 j + b of a chunk is multiplied as input 8 j + 2 t + b.
+# Layout of `fragment_kernel`: a thread loads eight adjacent inputs, and four neighbouring threads
+# load 32. An MMA fragment needs four pairs per thread that lie eight inputs apart. A sum does not
+# depend on the order of its terms, so both operands use the same permutation of inputs, which makes
+# the loaded layout the fragment layout without any data movement: input 8 t + 2 j + b of a chunk is
+# multiplied as input 8 j + 2 t + b.
 
 
 @triton.jit
 def to_left_operand(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
-    """Weights [8, CHUNKS * WARPS, 2, 32] -> [WARPS, 16, CHUNKS * 32]: rows 8 h + g from (g, h), each warp its own chunks."""
+    """Weights [8, CHUNKS * WARPS, 2, 32] -> left MMA operand [WARPS, 16, CHUNKS * 32]. Row 8 h + g
+    comes from (g, h); each warp has its own chunks."""
     tile = tl.reshape(tile, [8, CHUNKS, WARPS, 2, 4, 4, 2])
     return tl.reshape(tl.permute(tile, (2, 3, 0, 1, 5, 4, 6)), [WARPS, 16, CHUNKS * 32])
 
 
 @triton.jit
 def to_right_operand(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
-    """Rows [8, CHUNKS * WARPS, 32] -> [WARPS, CHUNKS * 32, 8]"""
+    """Rows [8, CHUNKS * WARPS, 32] -> right MMA operand [WARPS, CHUNKS * 32, 8]."""
     tile = tl.reshape(tile, [8, CHUNKS, WARPS, 4, 4, 2])
     return tl.reshape(tl.permute(tile, (2, 1, 4, 3, 5, 0)), [WARPS, CHUNKS * 32, 8])
 
@@ -146,15 +153,16 @@ def fragment_kernel(
     x_stride,
     w_stride,
     out_stride,
-    GROUPS: tl.constexpr,  # of eight rows, at least M in all
-    CHUNKS: tl.constexpr,  # of 32 inputs, a warp and tile
-    DEPTH: tl.constexpr,  # tiles under way
+    GROUPS: tl.constexpr,  # groups of eight rows; at least M rows in all
+    CHUNKS: tl.constexpr,  # chunks of 32 inputs per warp and tile
+    DEPTH: tl.constexpr,  # weight tiles in flight
     PARTS: tl.constexpr,  # 2: gate and up
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
     num_warps: tl.constexpr,
 ):
+    """Grid: blocks of 16 outputs. MMA from registers, for groups of eight rows."""
     WARPS: tl.constexpr = num_warps
     SPAN: tl.constexpr = CHUNKS * WARPS * 32
     first = tl.program_id(0) * 16
@@ -227,14 +235,15 @@ def tile_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    PIECES: tl.constexpr,  # of BK inputs, each for a warp of its own: blocks of few outputs cannot be cut otherwise
+    PIECES: tl.constexpr,  # pieces of BK inputs, one per warp: blocks of few outputs cannot be split otherwise
     PARTS: tl.constexpr,  # 2: gate and up
     HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,  # N and K are whole blocks
+    EVEN: tl.constexpr,  # whole blocks cover N and K
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
     num_stages: tl.constexpr,
 ):
+    """Grid: blocks of BN outputs. Software-pipelined MMA through shared memory, for up to 64 rows."""
     launch_dependents(PDL)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     if PIECES == 1:
@@ -273,6 +282,7 @@ def tile_kernel(
 
 @triton.jit
 def load_tile(pointers, rows, columns, N, K, EVEN: tl.constexpr, UPCAST: tl.constexpr):
+    """[BN, BK] of the weights; masked unless EVEN."""
     if EVEN:
         tile = tl.load(pointers, eviction_policy="evict_first")
     else:
@@ -283,10 +293,11 @@ def load_tile(pointers, rows, columns, N, K, EVEN: tl.constexpr, UPCAST: tl.cons
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in the dtype of `x` (bfloat16 or float16; sums in float32).
+    """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N] in the dtype of `x`
+    (bfloat16 or float16; sums in float32).
 
-    `gated`: the weight's rows are gate and up, and the result is SiLU(gate) * up [M, N // 2]. `plan` comes from `linear_plan`.
-    The last dimensions must be contiguous.
+    `gated`: the weight's rows are gate and up, and the result is SiLU(gate) * up [M, N // 2].
+    `plan` comes from `linear_plan`. The last dimensions must be contiguous.
     """
     rows, inner = x.shape
     parts = 2 if gated else 1
@@ -301,7 +312,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         is_even = outputs % plan.outputs == 0 and inner % (block * pieces) == 0
         tile_kernel[(ceil_div(outputs, plan.outputs),)](*tensors, EVEN=is_even, **sizes)
         return out
-    sizes |= {"DEPTH": plan.depth, "num_stages": 1}  # these keep tiles under way themselves
+    sizes |= {"DEPTH": plan.depth, "num_stages": 1}  # these kernels pipeline in registers, not by Triton's stages
     if plan.kernel == "vector":
         sizes |= {"ROWS": next_power_of_2(rows), "BN": plan.outputs, "BK": 256 * plan.warps}
         vector_kernel[(ceil_div(outputs, plan.outputs),)](*tensors, **sizes)

@@ -1,8 +1,9 @@
-"""Which kernel multiplies how many rows with a weight, by its size: what was measured, and a rule for sizes that were not.
+"""Selects the kernel and tile sizes for products of up to 64 rows, by the size of the weight.
 
-What decides is whether the programs are few enough to run all at once, or nearly fill their last round, with enough weights under
-way on each multiprocessor. `benchmarks/skinny_linear.py` measures (one NVIDIA H200 of 132 multiprocessors); docs/performance.md has the
-figures. Knows no tensor and loads no Triton.
+The tables hold what was fastest in `benchmarks/skinny_linear.py` on an NVIDIA H200 (132
+multiprocessors; figures in docs/performance.md), and a rule for sizes that were not measured. The
+rule: either all programs run in one wave, or the last wave is nearly full, with enough weight bytes
+in flight on each multiprocessor. Depends on no tensor and does not import Triton.
 """
 
 from __future__ import annotations
@@ -11,42 +12,49 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_ROWS = 64
-_SMALL = 12 << 20  # weights; larger ones, and more rows, are better off in shared memory
-_TINY = 4 << 20  # likewise with nine rows and more
-_FEW = 2304  # outputs
+_SMALL = 12 << 20  # weights (elements); larger weights and more rows use the kernels that go through shared memory
+_TINY = 4 << 20  # the same limit for nine rows and more
+_FEW = 2304  # outputs of small projections
 _SHORT = 1024  # inputs
 _LONG = 4096
 _VOCABULARY = 1 << 16  # outputs
 PROCESSORS = 132
-_SLICES = 128  # nearly as many, and a divisor of most numbers of outputs
+_SLICES = 128  # slices of outputs: nearly the number of multiprocessors, and a divisor of most output sizes
 _MOST_ROUNDS = 4
-_UNDER_WAY = 200 << 10  # bytes of weights and rows; the rest is for the small kernels between products, which come while these still run
-_SHARED = 197 << 10  # bytes that the largest tiles take
+# bytes in flight per multiprocessor; the rest of shared memory is left to small kernels that
+# overlap by PDL
+_UNDER_WAY = 200 << 10
+_SHARED = 197 << 10  # bytes of shared memory that the largest tiles take
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one product is launched: a kernel and its sizes."""
+    """How one product is launched.
+
+    `kernel`: `vector`, `fragment` and `tile` are in `linear.py`, `stream` in `linear_stream.py`.
+    """
 
     kernel: Literal["vector", "fragment", "tile", "stream"]
     warps: int
-    depth: int  # tiles of weights that a program has under way
-    outputs: int = 16  # columns of the result that a program computes
-    chunks: int = 4  # of 32 inputs, that a warp (or a program of 64 outputs and more) multiplies at a time; not for vectors
+    depth: int  # weight tiles in flight per program
+    outputs: int = 16  # outputs per program
+    # chunks of 32 inputs per warp and step (per program if it has 64 outputs or more); unused by
+    # `vector`
+    chunks: int = 4
 
 
 def choose_plans(
     outputs: int, inner: int, gated: bool = False, shared_memory: int = _SHARED, streams: bool = False
 ) -> tuple[Plan | None, ...]:
-    """By the number of rows, 0 … MAX_ROWS: the plan, or None where PyTorch's product is as fast, or the plan needs more bytes of shared
-    memory than a program gets. `streams`: whether the device has what the kernel `stream` needs
-    (`frame.kernels.supports_tma_streaming`)."""
+    """The plan for each number of rows, 0 … MAX_ROWS; None where PyTorch's GEMM is as fast, or
+    where the plan needs more shared memory than a program may use. `streams`: whether the device
+    runs the `stream` kernel (`frame.kernels.supports_tma_streaming`)."""
     found = [None, *(choose_plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]
     return tuple(None if some and some.kernel == "tile" and shared_memory < _SHARED else some for some in found)
 
 
 def choose_plan(rows: int, outputs: int, inner: int, gated: bool = False, streams: bool = False) -> Plan | None:
-    """The plan for `rows` rows; `outputs` counts gate and up both."""
+    """The plan for `rows` rows; `outputs` counts gate and up together."""
     weights = outputs * inner
     stream = _stream(rows, outputs // 2 if gated else outputs, inner, gated) if streams else None
     if stream is not None:
@@ -71,7 +79,8 @@ def _one_row(outputs: int, inner: int, gated: bool) -> Plan:
         return Plan("vector", 2, 2, outputs=4)
     if inner > 8192:
         return Plan("vector", 8, 1, outputs=8)
-    if 6400 < outputs <= 7168:  # one program more a multiprocessor than run at once, with eight outputs each
+    # with eight outputs per program, one program per multiprocessor would wait for a second wave
+    if 6400 < outputs <= 7168:
         return Plan("vector", 4, 1, outputs=4)
     return Plan("vector", 4, 1, outputs=4 if outputs >= _VOCABULARY and inner >= _LONG else 8)
 
@@ -100,11 +109,11 @@ def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
     wide = Plan("tile", 4, 4 if rows <= 32 else 3, outputs=64)
     if outputs >= _VOCABULARY and not gated:
         return wide
-    if inner <= _SHORT:  # of more rows, gate and up apart are faster
+    if inner <= _SHORT:  # for more rows, a separate activation is faster
         return Plan("tile", 4, 4, outputs=64) if outputs >= _LONG and not (gated and rows > 32) else None
     if gated:
         return wide if _fills(blocks=outputs // 128) else None
-    if outputs <= 32 * PROCESSORS and inner >= _LONG:  # all programs at once, two on each multiprocessor
+    if outputs <= 32 * PROCESSORS and inner >= _LONG:  # one wave, two programs per multiprocessor
         return Plan("tile", 4, 4, outputs=16) if rows <= 16 else None
     if (outputs, inner) == (7168, 5120):
         return wide if rows <= 8 else None
@@ -112,25 +121,28 @@ def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
 
 
 def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
-    """Slices of equal size, all at once or in whole rounds; `outputs` counts those of the result."""
+    """The `stream` plan: equal slices of outputs, in one wave or in whole waves. `outputs` counts
+    those of the result."""
     parts = 2 if gated else 1
     if outputs * inner * parts <= _SMALL or outputs % _SLICES:
         return None
-    if rows == 1 and inner % 2048:  # as in Qwen3-14B, whose single row has reached the memory's speed on the CUDA cores
+    # e.g. Qwen3-14B: the `vector` kernel already reaches the memory bandwidth for one row
+    if rows == 1 and inner % 2048:
         return None
     share = _share(outputs // _SLICES)
     if share is None:
         return None
     warps = 4 if share <= 64 else 8
     chunks = 2 if warps == 8 else 4 if rows > 32 or gated else 8
-    boxes = parts * share + max(8, 1 << (rows - 1).bit_length())  # rows of an item
+    boxes = parts * share + max(8, 1 << (rows - 1).bit_length())  # rows of all boxes of one pipeline item
     beyond = (1 << (share - 1).bit_length()) if share > 64 else 64
     depth = (_UNDER_WAY - 128 * (beyond - share)) // (boxes * 64 * chunks)
     return Plan("stream", warps, min(16, depth), share, chunks)
 
 
 def _share(outputs: int) -> int | None:
-    """Outputs of a slice: a program's, or as many rounds' of them as make it at most 64; three boxes of eight and more make it up."""
+    """Outputs per slice: at most 64, in at most four waves, or up to 136 if at most three
+    power-of-two boxes of 8 rows or more make it up."""
     for rounds in range(-(-outputs // 64), _MOST_ROUNDS + 1):
         if outputs % (8 * rounds) == 0 and outputs // rounds >= 32:
             return outputs // rounds
@@ -138,6 +150,6 @@ def _share(outputs: int) -> int | None:
 
 
 def _fills(blocks: int) -> bool:
-    """Whether programs of which one runs on each multiprocessor leave few idle in their last round."""
+    """Whether the last wave is at least 80 % full, with one program per multiprocessor."""
     rounds = -(-blocks // PROCESSORS)
     return blocks >= 0.8 * rounds * PROCESSORS

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""Products of up to 64 rows with large weights, on multiprocessors that copy boxes by themselves (compute capability 9.0).
+"""Skinny GEMM for large weights on compute capability 9.0: up to 64 rows, weights streamed by TMA.
 
-Programs have equal slices of the outputs, and end together. One warp of each keeps shared memory full of weights on their way, the first
-of them before it waits for the kernel ahead; the others multiply what has come, weights on the left, so that eight rows are no waste.
-Slices lie behind one another without a gap: the product of one also reads what follows it, and those results are dropped. Written in
-Gluon, as Triton's loops begin no copy before the wait; not for its interpreter. Knows no layer, and no choice of sizes (`linear_plan`).
+The outputs are divided into equal slices, so that all programs end together. In each program one
+producer warp keeps the shared-memory pipeline full, starting before the PDL wait; the consumer
+warps multiply, with the weights as the left MMA operand, so that eight rows fill the short side.
+Slices lie in shared memory without gaps: the MMA of a slice also reads the rows after it, and those
+results are dropped. Written in Gluon, because Triton's pipelined loops start no copy before the
+wait; it does not run under the interpreter. `linear_plan` selects the sizes. Depends on no layer.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ from frame.kernels.gluon_pipeline import allocate_barriers, view
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 from frame.kernels.linear.linear_plan import PROCESSORS, Plan
 
-_LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # that the tensor cores multiply at once
-_COLUMNS = 64  # of a box
+_LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # the smallest MMA: rows, outputs
+_COLUMNS = 64  # inputs per TMA box
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_FEW_REGISTERS, _MANY_REGISTERS = 96, 168  # of a thread; the fewer, the more small kernels find room beside this one
+# registers per thread; fewer registers let more small kernels run beside this one
+_FEW_REGISTERS, _MANY_REGISTERS = 96, 168
 
 
 @gluon.jit
 def fetch_box(box, w, barrier, place, row, column, SLICE: gl.constexpr):
-    """Begin to copy the rows of a slice that are in one box: the powers of two that make up the share follow one another, largest first."""
+    """Start the TMA copy of one box of a slice. The slice is made up of power-of-two boxes, largest
+    first."""
     HEIGHT: gl.constexpr = box.block_shape[0]
     ABOVE: gl.constexpr = SLICE // (2 * HEIGHT) * (2 * HEIGHT)
     tma.async_copy_global_to_shared(box, [row + ABOVE, column], barrier, view(w, place + ABOVE // 8, HEIGHT, 64))
@@ -45,7 +49,8 @@ def fetch_box(box, w, barrier, place, row, column, SLICE: gl.constexpr):
 
 @gluon.jit
 def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SLICE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr):
-    """Begin to copy an item's weights, and let its barrier wait for them and for its inputs."""
+    """Start the copies of an item's weights, and make its barrier expect them and the item's
+    inputs."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
     stage = item % STAGES
@@ -63,6 +68,7 @@ def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SLI
 
 @gluon.jit
 def fetch_inputs(inputs, x, ready, item, column):
+    """Start the copy of an item's inputs."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
     stage = item % STAGES
@@ -75,7 +81,8 @@ def produce(
     inputs, large, medium, small, w, x, ready, free, steps, total, N,
     SLICE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What one warp does: all items in turn, each where there is room."""
+    """The producer warp: load all items in turn, each when its stage is free. Weights of the first
+    items are loaded before the PDL wait, their inputs after it."""
     STAGES: gl.constexpr = ready.shape[0]
     WIDTH: gl.constexpr = x.shape[0] // STAGES * 64
     for item in range(min(STAGES, total)):
@@ -93,7 +100,8 @@ def produce(
 
 @gluon.jit
 def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """A slice's results, from output `first` on: with the bias; of two parts, SiLU(gate) * up of what a product would have stored."""
+    """Store a slice's results, from output `first` on: plus bias; with two parts, SiLU(gate) * up
+    of rounded values."""
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gate.type.layout
     outputs = gl.arange(0, gate.shape[0], gl.SliceLayout(1, layout))
@@ -115,7 +123,7 @@ def consume(
     w, x, ready, free, bias, out, M, N, slices, steps,
     SLICE: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What the other warps do: the product of each item once it is there, and the results of each slice."""
+    """The consumer warps: multiply each item when it is ready, and store each slice."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
     ROWS: gl.constexpr = x.shape[1]
@@ -144,8 +152,8 @@ def consume(
 
 @gluon.jit(do_not_specialize=["M", "N", "slices", "steps"])
 def stream_kernel(
-    inputs,  # boxes of [M, K]: [ROWS, CHUNKS * 64]
-    large,  # boxes of weights [PARTS * N, K]: [a power of two, 64]
+    inputs,  # TMA descriptor of [M, K], box [ROWS, CHUNKS * 64]
+    large,  # TMA descriptor of the weights [PARTS * N, K], box [a power of two, 64]
     medium,
     small,
     bias,  # [PARTS * N]
@@ -153,19 +161,20 @@ def stream_kernel(
     M,
     N,
     slices,
-    steps,  # items over K
+    steps,  # pipeline items per slice
     ROWS: gl.constexpr,  # at least M
-    SLICE: gl.constexpr,  # outputs of a slice
-    TILE: gl.constexpr,  # a power of two, at least that
-    CHUNKS: gl.constexpr,  # of 64 inputs, an item
+    SLICE: gl.constexpr,  # outputs per slice
+    TILE: gl.constexpr,  # SLICE rounded up to a power of two
+    CHUNKS: gl.constexpr,  # chunks of 64 inputs per item
     PARTS: gl.constexpr,  # 2: gate and up
-    BOXES: gl.constexpr,  # over a slice
-    STAGES: gl.constexpr,  # items under way
+    BOXES: gl.constexpr,  # boxes per slice
+    STAGES: gl.constexpr,  # pipeline stages
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    BEYOND: gl.constexpr = (TILE - SLICE) // 8  # what the last slice's product reads
+    """Grid: programs. Each takes the slices program_id, program_id + programs, …"""
+    BEYOND: gl.constexpr = (TILE - SLICE) // 8  # rows past the last slice that its MMA reads
     w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SLICE // 8 + BEYOND, 8, 64], large.layout)
     x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, 64], large.layout)
     ready, free = allocate_barriers(STAGES, 1, 1)
@@ -183,9 +192,9 @@ def stream_kernel(
 
 
 def stream_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
-    """As `linear.skinny_linear`, for a plan of the kernel `stream`, whose `outputs` divide those of the result.
+    """As `linear.skinny_linear`, for a `stream` plan, whose `outputs` divide those of the result.
 
-    Rows of both begin at multiples of 16 bytes.
+    Rows of `x` and of the weight start at multiples of 16 bytes.
     """
     rows, inner = x.shape
     parts = 2 if gated else 1
@@ -201,9 +210,9 @@ def stream_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a kernel is compiled for, besides its plan."""
+    """What a kernel variant depends on besides its plan."""
 
-    rows: int  # of a box
+    rows: int  # rows of the box of inputs
     parts: int
     has_bias: bool
     dtype: torch.dtype
@@ -214,7 +223,8 @@ def _heights(share: int) -> list[int]:
 
 
 def _boxes(x: torch.Tensor, weight: torch.Tensor, rows: int, plan: Plan) -> tuple[TensorDescriptor, ...]:
-    """Of the rows, and three of the weights, the tallest first; what a slice does not need is there all the same."""
+    """Descriptors of the rows, and three of the weights, tallest first. A slice that needs fewer
+    boxes repeats them."""
     size, strides = list(weight.shape), [weight.stride(0), 1]
     heights = (_heights(plan.outputs) * 3)[:3]
     return (

@@ -1,1 +1,1 @@
-"""Products of mixtures of experts, and their routing."""
+"""Routing, token alignment and grouped GEMM of mixture-of-experts layers."""

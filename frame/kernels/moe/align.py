@@ -1,7 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""(token, expert) pairs sorted by expert, in blocks of rows of one expert each, on the device and into buffers of fixed size.
+"""Sorts (token, expert) pairs by expert into blocks of rows of one expert each (vLLM's and SGLang's
+`moe_align_block_size`).
 
-A pair is `token * k + place`. The order of an expert's pairs is not defined, and changes no result. Knows no expert's weights.
+Runs on the device with buffers of fixed size, so a step can be captured in a CUDA graph. A pair is
+`token * k + place`. The order of an expert's pairs is undefined and does not affect results.
+Depends on no weights.
 """
 
 from __future__ import annotations
@@ -15,17 +18,21 @@ import triton.language as tl
 
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 
-CHUNKS = 128, 512, 2048  # pairs that a program for each expert looks through; more are counted by chunks before they are placed
-_COUNTED = 1024  # pairs of such a chunk
-_PADS = 16  # rows that pad are written so many at a time
-_COUNTS = 8192  # counts that a program adds up at a time
+CHUNKS = 128, 512, 2048  # pairs that one program per expert scans; larger batches are first counted by chunks
+_COUNTED = 1024  # pairs per counted chunk
+_PADS = 16  # padding rows written at a time
+_COUNTS = 8192  # counts that a program sums at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """`pairs` int32 [rows]: which pair each row is, or the number of pairs for a row that pads. `experts` int32 [blocks]: whose rows a
-    block of `block` rows has. `used` int32 [1]: how many blocks there are; what lies behind them is not defined. `counts` int32 [2]: zeros,
-    by which a kernel's programs may share out its tiles, if it leaves zeros."""
+    """The sorted pairs.
+
+    `pairs` int32 [rows]: the pair of each row; the number of pairs for a padding row. `experts`
+    int32 [blocks]: the expert of each block of `block` rows. `used` int32 [1]: the number of blocks
+    in use; entries after them are undefined. `counts` int32 [2]: zeros, which a kernel may use as
+    work counters if it leaves zeros.
+    """
 
     pairs: torch.Tensor
     experts: torch.Tensor
@@ -35,10 +42,12 @@ class Alignment:
 
 
 def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
-    """Sort pairs by expert: ids int64 [tokens, k], contiguous, all of them in [0, num_experts)."""
+    """Sort pairs by expert. ids int64 [tokens, k], contiguous, all in [0, num_experts). `block`:
+    rows per block."""
     pairs, device = ids.numel(), ids.device
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
-    numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)  # all four parts begin at 16 bytes
+    # all four parts are 16-byte aligned
+    numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)
     found = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[4:6], block)
     experts = next_power_of_2(num_experts)
     tensors = found.pairs, found.experts, found.used, found.counts
@@ -74,7 +83,7 @@ def _prepared_place(experts: int, block: int, device: torch.device) -> PreparedL
 def _align_kernel(
     ids, pairs_out, experts_out, used, zeros, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Grid: experts. A program finds its expert's pairs among all."""
+    """Grid: experts. Each program scans all pairs for those of its expert."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     mine = tl.program_id(0)
@@ -100,7 +109,7 @@ def _align_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Grid: chunks. How many pairs each expert has in a chunk."""
+    """Grid: chunks. Counts the pairs of each expert in a chunk."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     lanes = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -111,7 +120,7 @@ def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place_kernel(
     ids,
-    counts,  # int32 [2 * chunks, EXPERTS]: as counted; and each chunk's next row of each expert
+    counts,  # int32 [2 * chunks, EXPERTS]: the counts of each chunk, then each chunk's next row of each expert
     pairs_out,
     experts_out,
     used,
@@ -121,11 +130,11 @@ def _place_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    TOGETHER: tl.constexpr,  # chunks whose counts are added up at a time
+    TOGETHER: tl.constexpr,  # chunks whose counts are summed at a time
     PADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: chunks. A program places its chunk's pairs behind those of the chunks before it."""
+    """Grid: chunks. Each program places its chunk's pairs after those of earlier chunks."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     chunk = tl.program_id(0)
@@ -142,7 +151,7 @@ def _place_kernel(
     firsts = ends - blocks
     nexts = counts + (chunks + chunk) * EXPERTS
     tl.store(nexts + experts, firsts * BLOCK + ahead)
-    tl.debug_barrier()  # all threads see them
+    tl.debug_barrier()  # make the stores visible to all threads
     lanes = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0)
     place = tl.atomic_add(nexts + expert, 1, mask=lanes < pairs, sem="relaxed")

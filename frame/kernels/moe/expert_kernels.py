@@ -1,9 +1,11 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Kernels that multiply tokens with their experts: [SiLU(gate) * up], then the weighted way down.
+"""Triton kernels of the expert products: gate and up with SiLU, then the weighted down product.
 
-`experts_kernel` takes blocks of rows of one expert, sorted beforehand, to the tensor cores. The `vector` kernels take one pair each to
-the CUDA cores, for a token or a few. Weights are plain, or float8 with a float32 scale for each block of 128 x 128 or for each output; then
-rows are float8 with a scale for every 128 columns. Knows neither routing nor the choice of tiles (`expert_tiles`).
+`experts_kernel`: grouped GEMM over block-aligned rows of one expert per block, on the tensor cores
+(as vLLM's and SGLang's fused MoE kernel). The `vector` kernels: one (token, expert) pair per
+program on the CUDA cores, for one token or a few. Weights are unquantized, or float8 with a float32
+scale per block of 128 x 128 or per output; rows are then float8 with a scale per 128 columns.
+Depends neither on routing nor on the choice of tiles (`expert_tiles`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
 
 @triton.jit
 def _load_weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):
-    """[BN, BK] of one expert's weights: row `first` on of a descriptor, or `rows` from a pointer."""
+    """[BN, BK] of one expert's weights: from row `first` of a descriptor, or `rows` from a pointer."""
     if TMA:
         tile = w.load([first, k])
     else:
@@ -35,7 +37,8 @@ def _load_weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, B
 
 @triton.jit
 def _multiply_accumulate(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALED: tl.constexpr):
-    """acc + x times tile, [BM, BN], or [BN, BM] if `SWAP`: then few rows are no waste, as the weights fill the tall side."""
+    """acc + x times tile -> [BM, BN], or [BN, BM] if SWAP: the weights then fill the long side of
+    the MMA, so few rows waste nothing."""
     if SWAP:
         left, right = tile, tl.trans(x)
     else:
@@ -51,7 +54,8 @@ def _multiply_accumulate(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALE
 
 @triton.jit
 def _load_scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr):
-    """Of the weights, of the ups, and of the rows [BM], for one block of inputs; numbers without meaning where there are none."""
+    """The scales of the weights, of the ups, and of the rows [BM], for one block of inputs; unused
+    numbers where there are none."""
     scale, up_scale, row_scale = 1.0, 1.0, 0.0
     if SCALED:
         row_scale = tl.load(x_scale + step * stride + source)
@@ -64,14 +68,14 @@ def _load_scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.con
 
 @triton.jit
 def _scale_outputs(acc, scales, rows, SWAP: tl.constexpr):
-    """A product [BM, BN], or [BN, BM] if `SWAP`, times the scales of its outputs."""
+    """A product [BM, BN], or [BN, BM] if SWAP, times the scales of its outputs."""
     scale = tl.load(scales + rows)
     return acc * (scale[:, None] if SWAP else scale[None, :])
 
 
 @triton.jit
 def _quantize_tile(values, places, column, out_scale, stride):
-    """[BM, BN] by a scale a row, which is stored: all BN columns share it."""
+    """[BM, BN] divided by one scale per row, which is stored; all BN columns share it."""
     step = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, 1e-12)
     tl.store(out_scale + column * stride + places, step)
     return values * (1.0 / step)[:, None]
@@ -115,7 +119,7 @@ def _compute_tile(
     valid = pairs < num_pairs
     source = places
     if GATED:
-        source = tl.where(valid, pairs, 0) // TOP  # rows that pad read some token: nothing of it is kept
+        source = tl.where(valid, pairs, 0) // TOP  # padding rows read token 0; their results are dropped
     x_rows = x + source.to(tl.int64)[:, None] * x_stride
     columns = first + tl.arange(0, BN)
     rows = tl.minimum(columns, N - 1)
@@ -134,7 +138,8 @@ def _compute_tile(
     up_acc = tl.zeros(shape, tl.float32)
     scale, up_scale, row_scale = _load_scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
     for k in range(0, K, BK):
-        ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK  # scales are read a step early: nothing else hides how long that takes
+        # scales are loaded one step ahead: nothing else hides their latency
+        ahead = tl.minimum(k + BK, K - 1) // SCALE_BLOCK
         following = _load_scales(scales, x_scale, source, ahead, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
         inputs = k + tl.arange(0, BK)
         if K % BK == 0:
@@ -173,15 +178,15 @@ def _compute_tile(
 
 @triton.jit(do_not_specialize=["num_pairs", "x_scale_stride", "out_scale_stride"])
 def experts_kernel(
-    x,  # [tokens, K], or from the first product [rows, K]
-    w,  # [experts, rows of weights, K], or a descriptor of [experts * rows, K]
-    out,  # of the first product [rows, N], of the second [pairs, N]
+    x,  # [tokens, K]; in the second product [rows, K]
+    w,  # [experts, weight rows, K], or a descriptor of [experts * weight rows, K]
+    out,  # first product: [rows, N]; second product: [pairs, N]
     pair_weights,
     pairs_of,
     experts_of,
     used,
     x_scale,  # float32 [K / 128, tokens or rows]
-    w_scale,  # float32 [experts, blocks of weight rows, K / 128], or if BY_OUTPUT [experts, rows of weights]
+    w_scale,  # float32 [experts, blocks of weight rows, K / 128]; if BY_OUTPUT [experts, weight rows]
     out_scale,  # float32 [N / 128, rows]
     num_pairs,
     x_scale_stride,
@@ -192,7 +197,7 @@ def experts_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     TOP: tl.constexpr,
-    GATED: tl.constexpr,  # the first product, whose weights are gates and then ups; the second one is weighed
+    GATED: tl.constexpr,  # the first product, whose weights are gates, then ups; the second applies the pairs' weights
     SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
     BY_OUTPUT: tl.constexpr,
     BM: tl.constexpr,
@@ -200,7 +205,7 @@ def experts_kernel(
     BK: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
-    HALF_BLOCKS: tl.constexpr,  # an expert's last block is half as large if that is enough
+    HALF_BLOCKS: tl.constexpr,  # an expert's last block computes half of the rows if that suffices
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -248,9 +253,13 @@ def persistent_down_kernel(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: PROGRAMS. The second product by programs that stay for one block after the other, so that the first tiles of the next are
-    read while the last one's results are written: with K as short as here that is much of the time. Nothing may be carried from block to
-    block: of two loops that it makes one, Triton 3.6 gives the inner steps of this block what was meant for the next one."""
+    """Grid: PROGRAMS. The second product with persistent programs: the first tiles of the next
+    block are loaded while the last block's results are stored, which is much of the time when K is
+    short.
+
+    Carry no value from block to block: Triton 3.6 flattens the two loops, and gives the inner steps
+    of a block the values of the next one.
+    """
     wait_for_previous(PDL)
     launch_dependents(PDL)
     blocks: tl.constexpr = (N + BN - 1) // BN
@@ -283,12 +292,15 @@ def combine_kernel(
     tokens,
     N: tl.constexpr,
     TOP: tl.constexpr,
-    PLACED: tl.constexpr,  # rows lie at `places`, and are weighed here; else they are in the order of pairs, and weighed
+    # rows are at `places` and get their weights here; otherwise they are in the order of pairs and
+    # weighted
+    PLACED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """[rows, N] -> [tokens, N]: sums over each token's pairs, in float32."""
+    """[rows, N] -> [tokens, N]: sums over each token's pairs, in float32. Grid: (blocks of tokens,
+    blocks of N)."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
     token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -307,7 +319,8 @@ def combine_kernel(
 
 @triton.jit
 def _partial_sums(tile, row, LANES: tl.constexpr):
-    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over what a thread holds of a row."""
+    """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over the LANES values of a row that one thread
+    holds."""
     products = tile.to(tl.float32) * row[None, :]
     return tl.sum(tl.reshape(products, [tile.shape[0], tile.shape[1] // LANES, LANES]), 2)
 
@@ -316,7 +329,7 @@ def _partial_sums(tile, row, LANES: tl.constexpr):
 def vector_gate_up_kernel(
     x,
     w,
-    act,  # [pairs, INNER], times the pairs' weights
+    act,  # [pairs, INNER], already times the pairs' weights
     ids,
     pair_weights,
     x_stride,
@@ -356,7 +369,7 @@ def vector_gate_up_kernel(
 
 @triton.jit
 def _load_expert_rows(w, ids, place, k, rows, w_expert, INNER: tl.constexpr, PLACES: tl.constexpr, BK: tl.constexpr):
-    """[PLACES, BN, BK]: inner values k on, of `rows`, of PLACES experts of a token."""
+    """[PLACES, BN, BK]: inner values from k on, of `rows`, of PLACES experts of a token."""
     expert = tl.load(ids + place + tl.arange(0, PLACES), cache_modifier=".cg")
     inputs = (k + tl.arange(0, BK))[None, None, :]
     tile = w + (expert * w_expert)[:, None, None] + rows[None, :, None] + inputs
@@ -376,13 +389,17 @@ def vector_down_kernel(
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
-    PLACES: tl.constexpr,  # experts at a time
+    PLACES: tl.constexpr,  # experts loaded at a time
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (blocks of HIDDEN, tokens); a program adds up its token's experts. The first weights are read while the kernel ahead is at
-    work: the ids are older than that one, which let this one begin after its own wait."""
+    """Grid: (blocks of HIDDEN, tokens). A program sums its token's experts.
+
+    The first weights are loaded before the PDL wait. That is safe for the ids too: the kernel
+    before the previous one wrote them, and the previous kernel let this one start only after its
+    own wait.
+    """
     LANES: tl.constexpr = 8
     STEPS: tl.constexpr = (INNER + BK - 1) // BK
     token = tl.program_id(1)

@@ -1,11 +1,15 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""Both products of experts that have many rows, by multiprocessors that copy boxes by themselves (compute capability 9.0).
+"""Grouped GEMM of experts with many rows, for compute capability 9.0 (Gluon, warp-specialized,
+persistent).
 
-As `gated_prefill` does for dense weights, programs go from tile to tile, here of rows sorted by expert; some warps keep shared memory full
-of what comes next, and two groups of four multiply, 64 rows and 256 outputs each, of which one multiplies while the other writes. Tiles are
-not alike, as a group whose rows all pad multiplies nothing: programs take them in turn, from one count. The first product's rows are tokens
-from anywhere, which four warps copy in pieces of 16 bytes; the second's results go to rows anywhere. Written in Gluon, so not for Triton's
-interpreter. Knows no routing, and not for how many rows it is worth while (`expert_tiles`).
+act = SiLU(x @ gate[e].T) * (x @ up[e].T), then out = (act @ down[e].T) * weight, for rows sorted by
+expert. Producer warps keep the shared-memory pipeline full; two consumer groups of four warps
+multiply 64 rows and 256 outputs each, and one multiplies while the other stores ("pingpong"
+schedule, as in CUTLASS and FlashAttention-3). Tiles differ in cost, since a group whose rows are
+all padding multiplies nothing, so programs claim tiles dynamically from one atomic counter. The
+first product gathers token rows with 16-byte asynchronous copies; the second scatters its results.
+Does not run under Triton's interpreter. Depends on no routing; `expert_tiles` decides for which row
+counts it is used.
 """
 
 from __future__ import annotations
@@ -23,23 +27,26 @@ from frame.kernels.gluon_pipeline import allocate_barriers, multiply_items, view
 from frame.kernels.launch import PreparedLaunch, count_tma_processors, launch_dependents, wait_for_previous
 from frame.kernels.moe.align import Alignment
 
-ROWS = 128  # of a tile, and so of a block of the alignment
-_OUTPUTS, _INPUTS = 256, 64  # of a tile, of the first product half of them gates; of those inputs an item
-_STAGES = 4  # items under way, 48 KiB each
-_GATE_UP_REGISTERS, _DOWN_REGISTERS = (224, 56), (240, 24)  # registers of a thread that multiplies, and of one beside it
+ROWS = 128  # rows per tile, and per block of the alignment
+_OUTPUTS, _INPUTS = 256, 64  # outputs per tile (half of them gates in the first product); inputs per pipeline item
+_STAGES = 4  # pipeline stages, 48 KiB each
+_GATE_UP_REGISTERS, _DOWN_REGISTERS = (224, 56), (240, 24)  # registers per consumer thread, and per producer thread
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def can_tile(outputs: int, inputs: int) -> bool:
-    """Whether tiles cover weights [experts, outputs, inputs] without a rest; outputs of the first product are gates and ups."""
+    """Whether whole tiles cover weights [experts, outputs, inputs]. The outputs of the first
+    product are gates and ups together."""
     return outputs % _OUTPUTS == 0 and inputs % _INPUTS == 0
 
 
 def compute_gate_up(x: torch.Tensor, weight: torch.Tensor, pairs: int, top: int, order: Alignment) -> torch.Tensor:
-    """SiLU(gate) * up [rows of the alignment, inner] of x [tokens, hidden] and `weight` [experts, 2 * inner, hidden], gates first.
+    """SiLU(gate) * up [rows of the alignment, inner] of x [tokens, hidden] and `weight` [experts, 2
+    * inner, hidden], gates first.
 
-    bfloat16 or float16, weights contiguous, rows of x at multiples of 16 bytes; sums and activation are float32, and rounded once. The
-    alignment is of blocks of `ROWS`, of `pairs` in all, `top` a token; results of rows that pad are not defined. See `can_tile`.
+    bfloat16 or float16; contiguous weights; rows of x 16-byte aligned. Sums and activation are
+    float32 and rounded once. `order` has blocks of `ROWS` rows, `pairs` pairs in all, `top` per
+    token. Results of padding rows are undefined. Requires `can_tile`.
     """
     inner, inputs = weight.shape[1] // 2, weight.shape[2]
     act = x.new_empty((len(order.pairs), inner))
@@ -52,7 +59,8 @@ def compute_gate_up(x: torch.Tensor, weight: torch.Tensor, pairs: int, top: int,
 
 
 def compute_down(act: torch.Tensor, weight: torch.Tensor, pair_weights: torch.Tensor, order: Alignment) -> torch.Tensor:
-    """What `gate_up` gave times `weight` [experts, hidden, inner] -> [pairs, hidden], each row times the pair's weight (float32)."""
+    """`compute_gate_up`'s result times `weight` [experts, hidden, inner] -> [pairs, hidden], each
+    row times its pair's weight (float32)."""
     hidden, inputs = weight.shape[1:]
     out = act.new_empty((pair_weights.numel(), hidden))
     across = hidden // _OUTPUTS
@@ -89,7 +97,7 @@ def _prepared_down(dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
 
 @gluon.jit
 def claim_tile(tile_queue, tile_ready, counts, number, WARPS: gl.constexpr):
-    """The program's tile of that number, which is no other program's; those who multiply are told."""
+    """Claim the program's next tile from the global counter and publish it to the consumers."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile = gl.num_programs(0) + gl.atomic_add(counts, 1, sem="relaxed")
     slot = number % tile_queue.shape[0]
@@ -100,7 +108,7 @@ def claim_tile(tile_queue, tile_ready, counts, number, WARPS: gl.constexpr):
 
 @gluon.jit
 def receive_tile(tile_queue, tile_ready, number):
-    """What `claim_tile` gave."""
+    """The tile that `claim_tile` published."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = number % tile_queue.shape[0]
     mbarrier.wait(tile_ready.index(slot), number // tile_queue.shape[0] & 1)
@@ -109,7 +117,7 @@ def receive_tile(tile_queue, tile_ready, number):
 
 @gluon.jit
 def reset_counters(counts):
-    """The last program leaves zeros."""
+    """The last program resets the counters to zero."""
     if gl.atomic_add(counts + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counts, 0)
         gl.store(counts + 1, 0)
@@ -117,21 +125,22 @@ def reset_counters(counts):
 
 @gluon.jit
 def wait_for_store_turn(store_turn, number, PART: gl.constexpr):
-    """The second group writes a tile's results once the first has, and multiplies meanwhile."""
+    """The second consumer group stores a tile's results after the first has, and multiplies
+    meanwhile."""
     if PART == 1:
         mbarrier.wait(store_turn.index(number % store_turn.shape[0]), number // store_turn.shape[0] & 1)
 
 
 @gluon.jit
 def signal_store_turn(store_turn, number, PART: gl.constexpr):
-    """The first group is done with a tile."""
+    """The first consumer group is done with a tile."""
     if PART == 0:
         mbarrier.arrive(store_turn.index(number % store_turn.shape[0]), count=1)
 
 
 @gluon.jit
 def skip_items(ready, free, item, steps):
-    """Let a tile's items go by."""
+    """Release a tile's pipeline items without multiplying."""
     STAGES: gl.constexpr = ready.shape[0]
     for _ in range(steps):
         mbarrier.wait(ready.index(item % STAGES), item // STAGES & 1)
@@ -143,8 +152,12 @@ def skip_items(ready, free, item, steps):
 def produce_gate_up(
     source, weights, pairs_of, experts_of, used, counts, shared, num_pairs, stride, inner, across, steps, TOP: gl.constexpr
 ):  # fmt: skip
-    """What four warps do for the first product: each item's rows and weights, where there is room. Rows of a tile are looked up while
-    those of the tile before it are copied; those of an item are handed over once the next item's are on their way."""
+    """The four producer warps of the first product: gather each item's rows, and load its weights
+    by TMA.
+
+    The rows of the next tile are looked up while this tile is copied; an item is handed over when
+    the next item's copies have started.
+    """
     x, w, _, ready, free, tile_queue, tile_ready, _ = shared
     STAGES: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -188,7 +201,8 @@ def produce_gate_up(
 
 @gluon.jit
 def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
-    """What four warps do for the first product: that of 64 rows of each tile with gate and up, and what comes of it."""
+    """A consumer group (four warps) of the first product: 64 rows of each tile times gate and up,
+    then the activation."""
     x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     total = gl.load(used) * across
@@ -223,7 +237,8 @@ def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, PART:
 
 @gluon.jit
 def produce_down(acts, weights, experts_of, used, counts, shared, across, steps):
-    """What one warp does for the second product: the boxes of all items in turn, each where there is room."""
+    """The producer warp of the second product: load the TMA boxes of all items in turn, each when
+    its stage is free."""
     x, w, _, ready, free, tile_queue, tile_ready, _ = shared
     STAGES: gl.constexpr = ready.shape[0]
     total = gl.load(used) * across
@@ -251,7 +266,8 @@ def produce_down(acts, weights, experts_of, used, counts, shared, across, steps)
 
 @gluon.jit
 def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
-    """What four warps do for the second product: that of 64 rows of each tile, times their pairs' weights, where each pair's row is."""
+    """A consumer group (four warps) of the second product: 64 rows of each tile, times the pairs'
+    weights, scattered to the pairs' rows."""
     x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -294,8 +310,11 @@ def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, s
 
 @gluon.jit
 def allocate_pipeline(boxes, STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
-    """A program's shared memory: items `x` and `w`, results of each group, and barriers. An item is ready after `PRODUCERS` arrivals. For
-    tiles there are two times as many places as for items, so that none is needed anew before both groups have seen it."""
+    """A program's shared memory: items `x` and `w`, results of each group, and barriers.
+
+    An item is ready after PRODUCERS arrivals. The tile queue has twice as many slots as the
+    pipeline has stages, so that no slot is reused before both groups have read it.
+    """
     x = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 64], boxes.layout)
     w = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 128, 64], boxes.layout)
     results = gl.allocate_shared_memory(boxes.dtype, [2, 64, 128], boxes.layout)
@@ -313,23 +332,24 @@ def allocate_pipeline(boxes, STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_pairs", "stride", "inner", "across", "steps"])
 def gate_up_kernel(
     source,  # [tokens, hidden]
-    weights,  # boxes of [experts * 2 * inner, hidden]: [128, 64]
-    out,  # boxes of [rows, inner]: [64, 128]
+    weights,  # TMA descriptor of [experts * 2 * inner, hidden], box [128, 64]
+    out,  # TMA descriptor of [rows, inner], box [64, 128]
     pairs_of,
     experts_of,
     used,
-    counts,  # both 0, before and after
+    counts,  # zeros before and after
     num_pairs,
-    stride,  # of tokens
+    stride,  # stride of tokens
     inner,
-    across,  # tiles of outputs
-    steps,  # items over the inputs
+    across,  # output tiles
+    steps,  # pipeline items per tile
     TOP: gl.constexpr,
-    STAGES: gl.constexpr,  # items under way
+    STAGES: gl.constexpr,  # pipeline stages
     REGISTERS: gl.constexpr,
     FEW_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Grid: min(multiprocessors, blocks * output tiles)."""
     shared = allocate_pipeline(weights, STAGES, 2)
     wait_for_previous(PDL)
     launch_dependents(PDL)
@@ -346,22 +366,23 @@ def gate_up_kernel(
 
 @gluon.jit(do_not_specialize=["num_pairs", "across", "steps"])
 def down_kernel(
-    acts,  # boxes of [rows, inner]: [128, 64]
-    weights,  # boxes of [experts * hidden, inner]: [256, 64]
+    acts,  # TMA descriptor of [rows, inner], box [128, 64]
+    weights,  # TMA descriptor of [experts * hidden, inner], box [256, 64]
     out,  # [pairs, hidden]
     pair_weights,
     pairs_of,
     experts_of,
     used,
-    counts,  # both 0, before and after
+    counts,  # zeros before and after
     num_pairs,
-    across,  # tiles of outputs
-    steps,  # items over the inputs
-    STAGES: gl.constexpr,  # items under way
+    across,  # output tiles
+    steps,  # pipeline items per tile
+    STAGES: gl.constexpr,  # pipeline stages
     REGISTERS: gl.constexpr,
     FEW_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Grid: min(multiprocessors, blocks * output tiles)."""
     shared = allocate_pipeline(weights, STAGES, 1)
     wait_for_previous(PDL)
     launch_dependents(PDL)

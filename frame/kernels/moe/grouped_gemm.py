@@ -1,7 +1,9 @@
-"""The two products of a mixture of experts and their sum, as functions of tensors: `experts` kernels with their strides and grids.
+"""Grouped GEMM of a mixture of experts: gate and up, down, and the sum over each token's experts.
 
-Weights of all experts are [experts, outputs, inputs], inputs contiguous; float8 ones come with `scale`, float32 [experts, outputs] or
-[experts, blocks of outputs, blocks of inputs], of blocks of 128 x 128. Knows neither routing nor the choice of tiles.
+Public functions that launch the kernels of `expert_kernels` and `expert_prefill`. The weights of
+all experts are [experts, outputs, inputs], inputs contiguous; float8 weights have a float32
+`scale`, [experts, outputs] or [experts, blocks of outputs, blocks of inputs] with blocks of 128 x
+128. Depends neither on routing nor on the choice of tiles.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from frame.kernels.moe.expert_kernels import (
 from frame.kernels.moe.expert_tiles import Tile, Vector
 
 _NARROW = torch.bfloat16, torch.float16
-_PIECE = 16  # bytes of a copy
+_PIECE = 16  # bytes per asynchronous copy
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of all experts; `scale` is None for plain ones."""
+    """The weights of all experts; `scale` is None for unquantized ones."""
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
@@ -40,7 +42,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens, or what `gate_up` made of them; float8 ones come with a float32 `scale` [rows, inputs / 128], rows side by side."""
+    """Tokens, or the result of `compute_gate_up`. float8 rows have a float32 `scale` [rows, inputs
+    / 128] with stride(0) 1."""
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
@@ -48,7 +51,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """ids int64 and weights float32, [tokens, k], contiguous."""
+    """The selected experts: ids int64 and weights float32, both [tokens, k], contiguous."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -59,8 +62,8 @@ class Pairs:
 
 
 def compute_gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> Rows:
-    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner] in `dtype`; in float8 with scales, for a tile
-    of BN 128."""
+    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner] in `dtype`.
+    In float8, with scales, if the tile's BN is 128."""
     if tile.use_gluon and _can_use_gluon(x, weights, dtype):
         return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, pairs.ids.shape[1], order))
     rows, inner, device = len(order.pairs), weights.values.shape[1] // 2, x.values.device
@@ -72,7 +75,7 @@ def compute_gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, t
 
 
 def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-    """What `gate_up` gave -> [pairs, hidden], each row times the pair's weight."""
+    """`compute_gate_up`'s result times down -> [pairs, hidden], each row times its pair's weight."""
     if tile.use_gluon and _can_use_gluon(act, weights, dtype):
         return _prefill().compute_down(act.values, weights.values, pairs.weights, order)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
@@ -84,8 +87,11 @@ def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, ti
 
 
 def combine_pairs(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
-    """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs. `placed`, where rows are in another order and not yet
-    weighed: the row of each pair (int64) and the pairs' weights (float32), both [tokens * top]."""
+    """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs.
+
+    `placed`, for rows that are in another order and not yet weighted: the row of each pair (int64)
+    and the pairs' weights (float32), both [tokens * top].
+    """
     places, weights = placed if placed is not None else (rows, rows)
     tokens, hidden = (len(rows) if placed is None else places.numel()) // top, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
@@ -97,7 +103,8 @@ def combine_pairs(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torc
 
 
 def compute_gate_up_vector(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs, size: Vector) -> torch.Tensor:
-    """`gate_up` for a token or a few, times the pairs' weights: each pair reads its expert by itself."""
+    """`compute_gate_up` for one token or a few, times the pairs' weights: each pair reads its
+    expert separately."""
     inner, hidden = weights.shape[1] // 2, weights.shape[2]
     act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
     strides = x.stride(0), weights.stride(0), weights.stride(1)
@@ -107,7 +114,7 @@ def compute_gate_up_vector(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs,
 
 
 def compute_down_vector(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, size: Vector) -> torch.Tensor:
-    """What `vector_gate_up` gave -> [tokens, hidden], the sum over each token's experts."""
+    """`compute_gate_up_vector`'s result -> [tokens, hidden], the sum over each token's experts."""
     (tokens, top), (hidden, inner) = ids.shape, weights.shape[1:]
     out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
     strides = weights.stride(0), weights.stride(1)
@@ -117,7 +124,8 @@ def compute_down_vector(act: torch.Tensor, weights: torch.Tensor, ids: torch.Ten
 
 
 def _can_use_gluon(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
-    """Whether the kernels of `expert_prefill` take both: plain ones, from which boxes and pieces of 16 bytes can be cut."""
+    """Whether `expert_prefill` runs with both: unquantized, with rows that TMA and 16-byte copies
+    can read."""
     x, values = rows.values, weights.values
     if dtype not in _NARROW or not x.dtype == values.dtype == dtype or not (values.is_contiguous() and _supports_tma_streaming(x.device)):
         return False
@@ -161,7 +169,7 @@ def _launch_persistent(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor,
 
 
 def _or(scale: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
-    """A kernel's argument is there even when it reads nothing of it."""
+    """A placeholder for a kernel argument that the kernel does not read."""
     return instead if scale is None else scale
 
 
@@ -171,7 +179,7 @@ def _prepared_experts(
     outputs: int,
     inputs: int,
     top: int,
-    scales: int,  # dimensions of the weights' scales
+    scales: int,  # dimensions of the weights' scales, 0 without scales
     tile: Tile,
     types: tuple[torch.dtype, ...],
     strides: tuple[int, ...],
@@ -197,7 +205,7 @@ def _prepared_persistent(outputs: int, inputs: int, tile: Tile, types: tuple[tor
 
 
 def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.device) -> Any:
-    """An example of one whose blocks are so large: kernels are compiled for these."""
+    """An example descriptor with these block sizes; the kernel is compiled for them."""
     return TensorDescriptor(torch.empty(16, dtype=dtype, device=device), [16, 16], [16, 1], [rows, columns])
 
 

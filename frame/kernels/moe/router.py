@@ -1,7 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The choice of experts from a router's logits, in one kernel, and those logits for a handful of tokens.
+"""Expert selection from router logits in one kernel, and router logits for few tokens.
 
-Reference: `frame.models.layers.router.Router`. Of experts that score alike, the one of the lowest number is taken. Knows no expert.
+Reference: `frame.models.layers.router.Router`. Among experts with equal scores the lowest id is
+selected. Depends on no expert.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import triton.language as tl
 from frame import kernels
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 
-MAX_EXPERTS = 1024  # of a row, which one warp holds
-NUMBERS = tl.constexpr(0x1FFF)  # the bits of a float32 that are zero where it was made of a narrow type: room for an expert's number
-NORMED_TOKENS = 16  # up to here `compute_normed_logits` takes less time than a norm and `compute_few_logits`
-FEW_TOKENS = 64  # up to here `compute_few_logits` takes less time than a matrix product (H200: 1.3 µs for one, 4.8 for 64, against 5)
+MAX_EXPERTS = 1024  # experts per row at most: one warp holds a row
+# the low bits of a float32 that are zero after conversion from bfloat16 or float16; they hold the
+# expert id
+NUMBERS = tl.constexpr(0x1FFF)
+NORMED_TOKENS = 16  # up to this, `compute_normed_logits` is faster than a norm and `compute_few_logits`
+# up to this, `compute_few_logits` is faster than a GEMM (H200: 1.3 µs for one token, 4.8 µs for 64,
+# against 5 µs)
+FEW_TOKENS = 64
 
 
 def select_experts(
@@ -33,9 +38,11 @@ def select_experts(
     top_groups: int = 1,
     top2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [tokens, experts], contiguous rows -> (ids int64, weights float32), both [tokens, top_k], best first.
+    """Logits [tokens, experts], contiguous rows -> (ids int64, weights float32), both [tokens,
+    top_k], best first.
 
-    The meaning of the arguments is that of `RoutingRule`; `top2`: a group's score is the sum of its two best, not the best.
+    The arguments are those of `RoutingRule`. `top2`: a group's score is the sum of its two best
+    experts, not the best one.
     """
     tokens, experts = logits.shape
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
@@ -70,8 +77,9 @@ def _prepared_route(
 
 
 def compute_few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in the weight's type, for `FEW_TOKENS` tokens at most;
-    the weight, which no step writes, is read while the kernel ahead still runs."""
+    """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in the weight's dtype,
+    for at most `FEW_TOKENS` tokens. The weight, which no step writes, is loaded before the PDL
+    wait."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
     together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
@@ -102,6 +110,7 @@ def _few_logits_kernel(
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: (blocks of TOGETHER experts, tokens)."""
     launch_dependents(PDL)
     experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     columns = tl.arange(0, BLOCK)
@@ -117,9 +126,12 @@ def _few_logits_kernel(
 def compute_normed_logits(
     x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(`compute_few_logits` of the second, norm(x + residual), x + residual) for [tokens, hidden], both sums rounded to the tensors' type;
-    `scale`
-    [hidden] is the norm's weight. Every program norms a token anew, which for `NORMED_TOKENS` takes less time than a launch of its own."""
+    """(logits of norm(x + residual), norm(x + residual), x + residual) for [tokens, hidden]; both
+    sums are rounded to the tensors' dtype.
+
+    `scale` [hidden] is the norm's weight. Every program norms its token again, which for at most
+    `NORMED_TOKENS` tokens is faster than a separate launch.
+    """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
     normed, stream = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
@@ -158,7 +170,7 @@ def _normed_logits_kernel(
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (blocks of experts, tokens). The first of a token's programs writes what it normed."""
+    """Grid: (blocks of experts, tokens). A token's first program stores the normed row and the sum."""
     launch_dependents(PDL)
     experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     columns = tl.arange(0, BLOCK)
@@ -182,21 +194,22 @@ def _normed_logits_kernel(
 
 @triton.jit
 def _to_sortable(values):
-    """int32 that sort as these float32 do: integers are compared across a warp in one instruction."""
+    """float32 -> int32 with the same order: a warp compares integers in one instruction."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _from_sortable(key):
-    """The float32 that `_to_sortable` made a key of, if the bits that number experts were zero in it."""
+    """The float32 of a `_to_sortable` key whose id bits were zero."""
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key) & ~NUMBERS
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _select_groups(choice, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """[rows, groups, experts of a group] -> whether each group is open: fewer than TOP_GROUPS others are better."""
+    """[rows, groups, experts per group] -> whether each group is selected: fewer than TOP_GROUPS
+    others score higher."""
     best = tl.max(choice, 2)
     if TOP2:
         first = tl.min(tl.where(choice == best[:, :, None], ids, 0x7FFFFFFF), 2)
@@ -216,7 +229,7 @@ def _route_kernel(
     tokens,
     stride,
     scale,
-    SIZE: tl.constexpr,  # experts of a group
+    SIZE: tl.constexpr,  # experts per group
     GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -227,10 +240,11 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     CORRECTED: tl.constexpr,
-    PACKED: tl.constexpr,  # logits of a narrow type, and the best are simply the largest: a key holds the expert's number too
+    PACKED: tl.constexpr,  # 16-bit logits whose largest values are selected directly: a key also holds the expert id
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid: blocks of ROWS tokens. Selects the top k by repeated maximum."""
     launch_dependents(PDL)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(number, tokens - 1).to(tl.int64)
@@ -246,7 +260,7 @@ def _route_kernel(
     if SIGMOID:
         choice = tl.sigmoid(values)
     elif PACKED or (RENORMALIZE and GROUPS == 1 and not CORRECTED):
-        choice = values  # a softmax over the chosen is the renormalised softmax over all
+        choice = values  # a softmax over the selected logits equals the renormalised softmax over all
     else:
         powers = tl.exp(values - top[:, None, None])
         choice = powers / tl.sum(tl.sum(powers, 2), 1)[:, None, None]

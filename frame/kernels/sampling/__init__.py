@@ -1,1 +1,1 @@
-"""Kernels of the sampler."""
+"""Kernels of the sampler: token draws, filters, log-probabilities, logit updates."""

@@ -1,10 +1,14 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Top-k, top-p and min-p without sorting: what a row keeps is every column from a limit on, which all rows search for at once.
+"""Top-k, top-p and min-p sampling without sorting.
 
-Top-k's limit is the k-th greatest logit; top-p's is the least above which lies less than p of the weight (of exactly k columns).
-Few columns are candidates for it: the greatest values of groups of columns say from where on there are enough of them. A row with
-too many (a flat distribution, a very large k) is searched whole. Sums whose order is not fixed are of whole numbers, so a row's
-token depends on the row alone. Knows no request.
+Every filter keeps the columns from a threshold on. The top-k threshold is the k-th greatest logit;
+the top-p threshold is the smallest value above which lies less than p of the weight (of exactly k
+columns). Both are found by bisection over order-preserving integers, three thresholds per pass;
+FlashInfer's sorting-free kernels use rejection sampling instead. The search runs over candidates:
+the maxima of groups of columns give a bound from which on there are enough columns. A row with too
+many candidates (a flat distribution, a very large k) is searched over all columns. Sums without a
+fixed order are sums of integers, so that a row's token depends on the row alone. Depends on no
+request.
 """
 
 from __future__ import annotations
@@ -30,34 +34,35 @@ from frame.kernels.sampling.sampling import (
     store_token,
 )
 
-CANDIDATES = 2048  # of a row, at most
-_FEW = 256  # candidates that are compared for less
-TILE = 8192  # columns at once where a row is searched whole
-LOWEST = tl.constexpr(-115.0)  # powers of 2 below this are taken for 0
-UNIT = tl.constexpr(float(2**40))  # weights as whole numbers: the greatest logit's
-_MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks in which one program gathers: more where rows keep the device busy
-_STEPS = 10  # halvings of the range in which candidates begin
-_LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that are 0 in values of the type
+CANDIDATES = 2048  # candidates per row at most
+_FEW = 256  # candidates up to which a smaller kernel variant is used
+TILE = 8192  # columns per step where a whole row is searched
+LOWEST = tl.constexpr(-115.0)  # exponents of 2 below which a weight counts as 0
+UNIT = tl.constexpr(float(2**40))  # fixed-point weight of the maximum logit
+_MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks per gathering program: more when the rows keep the device busy
+_STEPS = 10  # bisection steps for the candidate bound
+# low bits of a float32 that are 0 in values of the dtype
+_LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 _WARPS, _SEARCH_WARPS = 4, 32
 
 
 @triton.jit
 def to_sortable(values, LOW_BITS: tl.constexpr):
-    """float32 -> int32 of the same order; equal for equal values."""
+    """float32 -> int32 with the same order; equal for equal values."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS
 
 
 @triton.jit
 def from_sortable(order, LOW_BITS: tl.constexpr):
-    """The least float32 of an order."""
+    """The smallest float32 with this order."""
     order = order << LOW_BITS
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_filters(top_k, top_p, temperature, top, row, vocab):
-    """-> (k, 0: off; p, 1.0: off; whether a row that is drawn has one of them)."""
+    """(k, 0: off; p, 1.0: off; whether a drawn row has one of them; whether the row is drawn)."""
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     k = tl.where(k < vocab, k, 0)
     is_drawn = (tl.load(temperature + row) > 0) & (tl.abs(top) < float("inf"))
@@ -66,7 +71,7 @@ def load_filters(top_k, top_p, temperature, top, row, vocab):
 
 @triton.jit
 def sum_block_weights(block_max, block_weight, row, num_blocks, top, scale, BLOCKS: tl.constexpr):
-    """float64 sum of a row's weights; the greatest logit's is 1."""
+    """float64 sum of a row's weights, relative to that of the maximum logit."""
     blocks = tl.arange(0, BLOCKS)
     heights = tl.load(block_max + row * num_blocks + blocks, mask=blocks < num_blocks, other=MINUS_INFINITY)
     weights = tl.load(block_weight + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
@@ -78,13 +83,13 @@ def bound_kernel(
     temperature,
     top_k,  # int32 [rows]
     top_p,  # float32 [rows]
-    log_min_p,  # float32 [rows], to base 2; minus infinity: off
+    log_min_p,  # float32 [rows]: log2(min_p); -inf: off
     best,  # float32 [rows]
     block_max,
     block_weight,
     group_max,
-    bounds,  # float32 [rows]: columns from here on are candidates; infinity: there are none
-    counts,  # int32 [rows], set to 0
+    bounds,  # float32 [rows]: candidates are the columns from this value on; infinity: none
+    counts,  # int32 [rows], reset to 0
     vocab,
     num_blocks,
     num_groups,
@@ -93,7 +98,8 @@ def bound_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """From which logit on a row has what its filters keep: surely for top-k and min-p, for top-p if it keeps few columns."""
+    """Grid: rows. A logit from which on the row has what its filters keep: certain for top-k and
+    min-p, and for top-p if it keeps few columns."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -105,7 +111,9 @@ def bound_kernel(
     if is_filtered:
         groups = tl.arange(0, GROUPS)
         heights = tl.load(group_max + row * num_groups + groups, mask=groups < num_groups, other=MINUS_INFINITY)
-        most = 0.75 * num_groups  # so many groups' columns from their peaks on are, where they lie anywhere, as many again
+        # at most this many groups have their maximum at the bound or above, which means about twice
+        # as many columns if they are spread evenly
+        most = 0.75 * num_groups
         weights, goal = tl.full([GROUPS], 1.0, tl.float32), k.to(tl.float32)
         if k == 0:
             weights = tl.exp2((heights - top) * scale)
@@ -120,7 +128,7 @@ def bound_kernel(
             high = tl.where(is_enough, high, middle)
         bound = low
     elif is_drawn & (min_p > MINUS_INFINITY):
-        bound = top + (min_p - 0.001) / scale  # a little less: what is kept is decided by distances
+        bound = top + (min_p - 0.001) / scale  # a little less: the exact comparison happens later
     tl.store(bounds + row, bound)
     tl.store(counts + row, 0)
 
@@ -131,7 +139,7 @@ def gather_kernel(
     stride,
     block_max,
     bounds,
-    counts,  # int32 [rows]: candidates found, more than there is room for included
+    counts,  # int32 [rows]: candidates found, including those that do not fit
     values_out,  # float32 [rows, CANDIDATES]
     columns_out,  # int32 [rows, CANDIDATES]
     vocab,
@@ -141,7 +149,7 @@ def gather_kernel(
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The candidates of `span` blocks of one row, in whatever order."""
+    """Grid: (spans of `span` blocks, rows). Collects the candidates, in any order."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     first, row = tl.program_id(0) * span, tl.program_id(1)
@@ -174,13 +182,14 @@ def sum_three(values1, values2, values3):
 
 @triton.jit
 def midpoint(low, high):
-    """Rounded down; cannot overflow."""
+    """Rounded down; does not overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
 def search_threshold(orders, weights, low, high, goal):
-    """The greatest order from which on the weights sum up to the goal; it does for `low` and not for `high`."""
+    """The greatest order from which on the weights sum up to `goal`. It holds for `low` and not for
+    `high`."""
     while low + 1 < high:
         second = midpoint(low, high)
         first, third = midpoint(low, second), midpoint(second, high)
@@ -198,10 +207,11 @@ def search_threshold(orders, weights, low, high, goal):
 def choose_token(
     values_in, columns_in, count, bound, top, scale, k, p, min_p, whole, uniform, vocab, ROOM: tl.constexpr, LOW_BITS: tl.constexpr
 ):
-    """The token of a row whose `count` candidates have their room; -1 where its filters keep more than these."""
+    """The token of a row whose `count` candidates fit into ROOM; -1 where its filters keep more
+    than these."""
     places = tl.arange(0, ROOM)
     there = places < count
-    values = tl.where(there, tl.load(values_in + places), MINUS_INFINITY)  # without a mask: wide loads
+    values = tl.where(there, tl.load(values_in + places), MINUS_INFINITY)  # unmasked, for wide loads
     columns = tl.where(there, tl.load(columns_in + places), NO_COLUMN)
     distances = (values - top) * scale
     weights = (tl.exp2(distances) * UNIT).to(tl.int64)
@@ -221,7 +231,8 @@ def choose_token(
         weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
         total = tl.sum(weights, 0)
         share = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
-        # the running sum in column order passes the share at the greatest column from which on there is as much left
+        # the running sum in column order passes the share at the greatest column from which on that
+        # much is left
         token = search_threshold(columns, weights, tl.zeros([], tl.int32), vocab + tl.zeros([], tl.int32), total - share)
     return token
 
@@ -240,7 +251,7 @@ def pick_kernel(
     counts,
     values_in,
     columns_in,
-    pending,  # int32 [rows]: 1 where the row has to be searched whole
+    pending,  # int32 [rows]: 1 where the whole row must be searched
     token_ids,  # int64 [rows]
     table,
     slots,
@@ -248,12 +259,12 @@ def pick_kernel(
     num_blocks,
     BLOCKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    FEW: tl.constexpr,  # candidates that most rows do not have more than
+    FEW: tl.constexpr,  # a candidate count that most rows do not exceed
     LOW_BITS: tl.constexpr,
     STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token of a row from its candidates."""
+    """Grid: rows. Draws a row's token from its candidates."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -279,7 +290,7 @@ def pick_kernel(
 
 @triton.jit
 def sum_from_thresholds(logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, first, second, third, TILE: tl.constexpr):
-    """How much lies at each of three values and above: columns, or their weight."""
+    """Number of columns, or their weight, at each of three values and above."""
     sum1, sum2, sum3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for start in range(0, vocab, TILE):
         values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
@@ -294,7 +305,7 @@ def sum_from_thresholds(logits, row, stride, vocab, top, scale, COUNT: tl.conste
 
 @triton.jit
 def clamp_order(value, low, high, LOW_BITS: tl.constexpr):
-    """The order of a value, if it is in low … high, else the nearer of these."""
+    """The order of `value`, clamped to low … high."""
     return tl.minimum(tl.maximum(to_sortable(value, LOW_BITS).to(tl.int64), low), high)
 
 
@@ -302,9 +313,11 @@ def clamp_order(value, low, high, LOW_BITS: tl.constexpr):
 def search_row_threshold(
     logits, row, stride, vocab, top, scale, COUNT: tl.constexpr, low, high, goal, TILE: tl.constexpr, LOW_BITS: tl.constexpr
 ):
-    """`search_threshold` all columns of a row, whose range three orders a pass cut into quarters. low and high are int64.
+    """`search_threshold` over all columns of a row; each pass divides the range into quarters. low
+    and high are int64.
 
-    Wide ranges are cut by value every other time: most orders are of values next to 0.
+    Every other pass divides a wide range by value instead of by order, because most orders belong
+    to values near 0.
     """
     is_by_value = True
     while low + 1 < high:
@@ -331,7 +344,7 @@ def search_row_threshold(
 
 @triton.jit
 def load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr):
-    """Weights of one tile's columns; 0 where a filter cuts."""
+    """Weights of one tile's columns; 0 where a filter removes the column."""
     values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
     distances = (values - top) * scale
     return tl.where((values >= limit) & (distances >= min_p), tl.exp2(distances), 0.0)
@@ -361,7 +374,7 @@ def search_kernel(
     STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token of a row that is left, by passes over all of its columns."""
+    """Grid: rows. Draws the token of a pending row, by passes over all columns."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -381,8 +394,10 @@ def search_kernel(
                 each = (least - weight) / tl.maximum(number_at - number, 1.0)
                 whole = (weight + (k - number) * each).to(tl.float64)
         if p < 1.0:
-            goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0, which nothing at all would do for
-            if k == 0:  # all columns together weigh less than what may be cut, if each is as light as this
+            goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0: an empty set would satisfy 0
+            # if every column below this were as heavy as this, all together would still weigh less
+            # than top-p may remove
+            if k == 0:
                 lightest = tl.maximum(tl.log2(((1.0 - p) * whole.to(tl.float32)) / vocab) - 0.01, LOWEST)
                 low = tl.maximum(to_sortable(top + lightest / scale, LOW_BITS).to(tl.int64), low)
             low = search_row_threshold(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
@@ -397,7 +412,7 @@ def search_kernel(
         while (start < vocab) & (passed <= goal):
             weights = load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
             weight = tl.sum(weights, 0).to(tl.float64)
-            if weight > 0:  # the goal lies in this tile or behind it
+            if weight > 0:  # the goal is in this tile or later
                 tile, before = start, passed
             passed += weight
             start += TILE
@@ -408,27 +423,28 @@ def search_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Filters of each row, and the draw: what it is drawn with."""
+    """The filters of each row, and the numbers with which it is drawn."""
 
-    temperature: torch.Tensor  # float32 [rows], times ln 2; 0: greedy, which no filter changes
+    temperature: torch.Tensor  # float32 [rows], temperature * ln 2; 0: greedy, filters have no effect
     uniform: torch.Tensor  # float64 [rows] in (0, 1)
     top_k: torch.Tensor  # int32 [rows]; 0: off
     top_p: torch.Tensor  # float32 [rows]; 1: off
-    log_min_p: torch.Tensor  # float32 [rows], to base 2; minus infinity: off
+    log_min_p: torch.Tensor  # float32 [rows]: log2(min_p); -inf: off
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Columns that may pass, in no order, of rows that have few of them."""
+    """Columns that may pass the filters, in no order, of rows that have few of them."""
 
-    bounds: torch.Tensor  # float32 [rows]; infinity: the row has no candidates
-    counts: torch.Tensor  # int32 [rows]; more than there is room for: they are not all here
+    bounds: torch.Tensor  # float32 [rows]: bound; infinity: no candidates
+    counts: torch.Tensor  # int32 [rows]: number found; more than CANDIDATES: the list is incomplete
     values: torch.Tensor  # float32 [rows, CANDIDATES]
     columns: torch.Tensor  # int32 [rows, CANDIDATES]
 
 
 def find_candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, stats: BlockStats) -> Candidates:
-    """What may pass the rows' filters, of logits [rows, vocab] that were surveyed with their peaks."""
+    """Columns that may pass the rows' filters, of logits [rows, vocab] whose block statistics
+    include group maxima."""
     if stats.group_max is None:
         raise ValueError("candidates are looked for among peaks; survey with them")
     rows, vocab = logits.shape
@@ -458,10 +474,11 @@ def sample_filtered(
     unfiltered: tuple[torch.Tensor, torch.Tensor] | None = None,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_unfiltered` with filters: (token ids int64 [rows], greatest logit float32 [rows]). logits [rows, vocab] of any float type.
+    """`sample_unfiltered` with filters -> (token ids int64 [rows], maximum logit float32 [rows]).
+    logits [rows, vocab] of any float dtype.
 
-    `unfiltered` is what `sample_unfiltered` gave for the same logits, where that is known; token ids of rows with filters are written over,
-    and where both are given the same `last_tokens`, so are those.
+    `unfiltered`: the result of `sample_unfiltered` for the same logits, if known; the token ids of
+    rows with filters are overwritten, and so are those rows of `last_tokens`.
     """
     rows, vocab = logits.shape
     device = logits.device

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Changes of logits in place, before a token is drawn: what a mask of bits forbids, and penalties by counts. One pass each.
+"""In-place logit updates before a token is drawn: token masks of grammars, and penalties. One pass
+each.
 
-Knows no request, no grammar and no processor.
+Depends on no request, grammar or logits processor.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import triton.language as tl
 
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, wait_for_previous
 
-_BLOCK = 2048  # columns of one program
+_BLOCK = 2048  # columns per program
 _WARPS = 4
 
 
 @triton.jit
 def token_mask_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One block of one masked row: minus infinity where the bit is not set."""
+    """Grid: (blocks of columns, masked rows). Sets -inf where the mask bit is 0."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     block, place = tl.program_id(0), tl.program_id(1)
@@ -28,7 +29,8 @@ def token_mask_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.co
     words = tl.load(mask + place * num_words + columns // 32, mask=there, other=-1)
     is_banned = ((words >> (columns % 32)) & 1) == 0
     pointers = logits + row * stride + columns
-    values = tl.load(pointers, mask=there, other=0.0)  # to store whole runs of columns, which is faster than single ones
+    # loaded so that whole runs of columns are stored, which is faster than scattered stores
+    values = tl.load(pointers, mask=there, other=0.0)
     tl.store(pointers, tl.where(is_banned, float("-inf"), values), mask=there)
 
 
@@ -43,11 +45,11 @@ def penalties_kernel(
     presence,
     repetition,
     vocab,
-    OUTPUT: tl.constexpr,  # bits of a count that count the output
+    OUTPUT: tl.constexpr,  # mask of the bits that count occurrences in the output
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of one row that has penalties."""
+    """Grid: (blocks of columns, rows with penalties)."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     block, place = tl.program_id(0), tl.program_id(1)
@@ -66,8 +68,8 @@ def penalties_kernel(
 
 
 def apply_token_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
-    """Minus infinity where the mask forbids. logits [any, vocab] of any float type, in place; rows int64 [m]; mask int32
-    [m, ceil(vocab / 32)], a set bit is allowed."""
+    """Set logits to -inf where the mask forbids a token. logits [any, vocab] of any float dtype, in
+    place; rows int64 [m]; mask int32 [m, ceil(vocab / 32)], where a set bit allows the token."""
     vocab = logits.shape[1]
     token_mask_kernel[(ceil_div(vocab, _BLOCK), len(rows))](
         logits, logits.stride(0), rows, mask, mask.shape[1], vocab, _BLOCK, **launch_options(logits.device, _WARPS)
@@ -82,10 +84,12 @@ def apply_penalties(
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     output_bits: int,
 ) -> None:
-    """Repetition, then frequency and presence penalties, in place on rows int64 [m] of logits float32 [any, vocab].
+    """Apply repetition, then frequency and presence penalties, in place on rows int64 [m] of logits
+    float32 [any, vocab].
 
-    counts int32 [n, vocab], not 0 where prompt or output have a token, `output_bits` of it how often the output has; states int64 [m]
-    are the rows' places in counts and in `penalties`: frequency, presence, repetition, float32 [n] each.
+    counts int32 [n, vocab]: not 0 where the prompt or the output has the token; the bits in
+    `output_bits` count its occurrences in the output. states int64 [m]: the rows' indices in
+    `counts` and in `penalties` (frequency, presence, repetition; float32 [n] each).
     """
     vocab = logits.shape[1]
     penalties_kernel[(ceil_div(vocab, _BLOCK), len(rows))](

@@ -1,7 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Log-probabilities of tokens and of the likeliest ones, without a copy of the logits in float32 and without sorting.
+"""Log-probabilities of tokens and of the most likely ones, without a float32 copy of the logits and
+without sorting.
 
-The survey has what the normaliser is made of, and says where the likeliest columns can be; those few are ranked. Knows no request.
+The block statistics give the normaliser and bound where the top columns can be; only those
+candidates are ranked. Depends on no request.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from frame.kernels.launch import launch_dependents, launch_options, next_power_o
 from frame.kernels.sampling.filtering import Filters, find_candidates, from_sortable, sum_block_weights, to_sortable
 from frame.kernels.sampling.sampling import NO_COLUMN, compute_block_stats, load_inverse_temperature, load_logits
 
-TILE = 4096  # columns at once where a row is ranked whole
+TILE = 4096  # columns per step where a whole row is ranked
 LEAST = tl.constexpr(-(2**31))
 _WARPS = 4
 
 
 @triton.jit
 def find_next(orders, columns, order, column):
-    """-> (order, column) of the greatest value behind the given one, of equals the first."""
+    """(order, column) of the greatest value after the given one; among equals, the first column."""
     behind = (orders < order) | ((orders == order) & (columns > column))
     highest = tl.max(tl.where(behind, orders, LEAST), 0)
     return highest, tl.min(tl.where(behind & (orders == highest), columns, NO_COLUMN), 0)
@@ -33,7 +35,7 @@ def find_next(orders, columns, order, column):
 def rank_kernel(
     logits,  # [rows, vocab]
     stride,
-    temperature,  # float32 [rows], all ln 2
+    temperature,  # float32 [rows], all ln 2 (temperature 1)
     token_ids,  # int64 [rows]
     best,
     block_max,
@@ -51,10 +53,10 @@ def rank_kernel(
     BLOCKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     TILE: tl.constexpr,
-    RANKED: tl.constexpr,  # whether anything is
+    RANKED: tl.constexpr,  # num_top > 0
     PDL: tl.constexpr,
 ):
-    """One row."""
+    """Grid: rows."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -90,8 +92,11 @@ def rank_kernel(
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top` likeliest, at most all; of equals the
-    first) under logits [n, vocab] of any float type. float32 and int64."""
+    """Log-probabilities under logits [n, vocab] of any float dtype -> (those of `token_ids` [n];
+    ids [n, k] and log-probabilities [n, k] of the `num_top` most likely tokens).
+
+    At most all tokens; among equals, the first. float32 and int64.
+    """
     rows, vocab = logits.shape
     device = logits.device
     num_top = min(num_top, vocab)
@@ -101,7 +106,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     top_ids = torch.empty(rows, num_top, dtype=torch.int64, device=device)
     top_logprobs = torch.empty(rows, num_top, dtype=torch.float32, device=device)
-    found = (best, token_ids, best, token_ids)  # not read
+    found = (best, token_ids, best, token_ids)  # placeholders that the kernel does not read
     if num_top:
         top_k = torch.full_like(token_ids, num_top, dtype=torch.int32)
         wanted = Filters(temperature, best, top_k, torch.ones_like(best), torch.full_like(best, -math.inf))

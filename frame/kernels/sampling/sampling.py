@@ -1,9 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Tokens from logits in two launches: a survey of all columns in blocks, then a draw that reads one block again.
+"""Draws tokens from logits in two launches: statistics of blocks of columns, then a draw that reads
+one block again.
 
-Logits are read in their own type, once; what is computed is float32, and what decides between columns is float64. Rows do not see
-each other, and blocks have one size whatever the number of rows, so company changes nothing. Nothing waits for the host: both
-launches can be captured in a CUDA graph. Knows no request, no filter and no processor.
+p(j) = exp((logit[j] - max) / temperature) / sum, drawn by the inverse CDF in column order. Logits
+are read once, in their own dtype; values are float32, and sums that decide between columns are
+float64. A row's token depends on that row alone: the block size does not depend on the batch
+(batch-invariant). Nothing waits for the host, so both launches can be captured in a CUDA graph.
+Depends on no request, filter or processor.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import triton.language as tl
 from frame import kernels
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 
-BLOCK = 2048  # columns of one program of the survey
-GROUP = 128  # columns whose greatest value the survey can keep, for filters
+BLOCK = 2048  # columns per block
+GROUP = 128  # columns per group, whose maxima the filters use
 NO_COLUMN = tl.constexpr(2**31 - 1)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)
@@ -27,13 +30,14 @@ _WARPS = 4
 
 @triton.jit
 def load_logits(logits, row, stride, columns, vocab):
-    """float32 values of a row's columns; minus infinity past its end."""
+    """float32 values of a row's columns; -inf past its end."""
     return tl.load(logits + row.to(tl.int64) * stride + columns, mask=columns < vocab, other=MINUS_INFINITY).to(tl.float32)
 
 
 @triton.jit
 def load_inverse_temperature(temperature, row):
-    """What a distance in logits is multiplied by to be one in powers of 2; greedy rows (temperature 0) have 1."""
+    """1 / temperature: logit differences times it are exponents of 2. Greedy rows (temperature 0)
+    get 1."""
     value = tl.load(temperature + row)
     return 1.0 / tl.where(value > 0, value, 1.0)
 
@@ -45,8 +49,8 @@ def _greater(a, b):
 
 @triton.jit
 def max_with_nan(values, AXIS: tl.constexpr):
-    """Maximum along an axis, of which a NaN is the greatest."""
-    if INTERPRETED:  # it would loop over the values, as it knows no such operation
+    """Maximum along an axis; NaN counts as the greatest value."""
+    if INTERPRETED:  # the interpreter has no such reduction and would loop over the values
         return tl.where(tl.max((values != values).to(tl.int32), AXIS) > 0, float("nan"), tl.max(values, AXIS))
     else:
         return tl.reduce(values, AXIS, _greater)
@@ -55,18 +59,18 @@ def max_with_nan(values, AXIS: tl.constexpr):
 @triton.jit
 def block_stats_kernel(
     logits,  # [rows, vocab]
-    stride,  # between rows
+    stride,  # stride of rows
     temperature,  # float32 [rows], times ln 2
-    block_max,  # float32 [rows, blocks]: greatest value
-    block_argmax,  # int32 [rows, blocks]: its first column, where it is not finite or the row is greedy
-    block_weight,  # float32 [rows, blocks]: sum of weights, the greatest value's is 1, where the row is drawn
-    group_max,  # float32 [rows, blocks * BLOCK / GROUP]: greatest value of each group of columns
+    block_max,  # float32 [rows, blocks]: maximum
+    block_argmax,  # int32 [rows, blocks]: first column of the maximum, for greedy rows and non-finite maxima
+    block_weight,  # float32 [rows, blocks]: sum of exp2((logit - maximum) / temperature), for drawn rows
+    group_max,  # float32 [rows, blocks * BLOCK / GROUP]: maximum of each group of columns
     vocab,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,  # 0: no peaks
+    GROUP: tl.constexpr,  # 0: no group maxima
     PDL: tl.constexpr,
 ):
-    """One block of one row."""
+    """Grid: (blocks, rows)."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     block, row = tl.program_id(0), tl.program_id(1)
@@ -91,8 +95,8 @@ def block_stats_kernel(
 
 @triton.jit
 def find_crossing(weights, goal):
-    """-> (first index where the running sum of float64 weights is above the goal, the sum before it). At most the last index of any
-    weight, where rounding puts the goal at the very end."""
+    """(first index where the running sum of the float64 weights exceeds `goal`, the sum before it).
+    At most the last index with any weight, in case rounding puts the goal at the end."""
     sum_three = tl.cumsum(weights, 0)
     total = tl.max(sum_three, 0)
     index = tl.minimum(tl.sum((sum_three <= goal).to(tl.int32), 0), tl.sum((sum_three < total).to(tl.int32), 0))
@@ -102,6 +106,7 @@ def find_crossing(weights, goal):
 
 @triton.jit
 def store_token(token, row, token_ids, table, slots, STORE_LAST: tl.constexpr):
+    """Store a row's token, and if STORE_LAST also in the table of last tokens."""
     tl.store(token_ids + row, token.to(tl.int64))
     if STORE_LAST:
         tl.store(table + tl.load(slots + row), token.to(tl.int64))
@@ -111,23 +116,24 @@ def store_token(token, row, token_ids, table, slots, STORE_LAST: tl.constexpr):
 def draw_kernel(
     logits,  # [rows, vocab]
     stride,
-    temperature,  # float32 [rows], times ln 2; 0: greedy
+    temperature,  # float32 [rows], temperature * ln 2; 0: greedy
     uniform,  # float64 [rows]
-    block_max,  # the survey's
+    block_max,  # results of `block_stats_kernel`
     block_argmax,
     block_weight,
     token_ids,  # int64 [rows]
     best,  # float32 [rows]
-    table,  # int64 [slots]: where tokens are remembered
+    table,  # int64 [slots]: the table of last tokens
     slots,  # int64 [rows]
     vocab,
     num_blocks,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # power of 2 from num_blocks on
+    BLOCKS: tl.constexpr,  # num_blocks rounded up to a power of two
     STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: the first greatest column, or the column in which the running sum of weights passes its share."""
+    """Grid: rows. Greedy: the first column of the maximum; otherwise the column in which the
+    running sum of weights passes `uniform` times the total."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)
@@ -155,12 +161,12 @@ def draw_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """What the survey found, by row and block of columns (`block_stats_kernel`)."""
+    """The results of `block_stats_kernel`, by row and block of columns."""
 
     block_max: torch.Tensor
     block_argmax: torch.Tensor
     block_weight: torch.Tensor
-    group_max: torch.Tensor | None  # None: not asked for
+    group_max: torch.Tensor | None  # None: not computed
 
     @property
     def num_blocks(self) -> int:
@@ -168,13 +174,12 @@ class BlockStats:
 
 
 def compute_block_stats(logits: torch.Tensor, temperature: torch.Tensor, *, with_group_max: bool = False) -> BlockStats:
-    """Read all logits [rows, vocab] once. temperature float32 [rows], times ln 2; 0 is taken for ln 2."""
+    """Compute the block statistics of logits [rows, vocab]. temperature float32 [rows] is times ln
+    2; 0 is treated as ln 2."""
     rows, vocab = logits.shape
     num_blocks = ceil_div(vocab, BLOCK)
     block_max = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
-    block_weight = torch.empty_like(
-        block_max
-    )  # not a part of one tensor with these: kernels are compiled anew for an address that 16 does not divide
+    block_weight = torch.empty_like(block_max)  # a separate tensor: a kernel is compiled again for an address that is not 16-byte aligned
     block_argmax = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
     group = GROUP if with_group_max else 0
     group_max = torch.empty(rows, num_blocks * (BLOCK // group), dtype=torch.float32, device=logits.device) if group else None
@@ -193,7 +198,7 @@ def draw_tokens(
     stats: BlockStats,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_unfiltered`, of logits that have been surveyed."""
+    """`sample_unfiltered` of logits whose block statistics are known."""
     rows, vocab = logits.shape
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     best = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -211,10 +216,12 @@ def sample_unfiltered(
     uniform: torch.Tensor,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids int64 [rows], greatest logit float32 [rows]: not finite when the row's logits are broken).
+    """Draw tokens without filters -> (token ids int64 [rows], maximum logit float32 [rows], not
+    finite when the row's logits are invalid).
 
-    logits [rows, vocab] of any float type, columns side by side; temperature float32 [rows], **times ln 2**, 0 for the first greatest
-    column; uniform float64 [rows] in (0, 1), read where the temperature is above 0: the token is drawn by inverse CDF in column order.
-    `last_tokens`: a table int64 [slots], and each row's slot int64 [rows], where its token is written too.
+    logits [rows, vocab] of any float dtype, columns contiguous. temperature float32 [rows], **times
+    ln 2**; 0 selects the first column of the maximum. uniform float64 [rows] in (0, 1), read where
+    the temperature is above 0: the token is drawn by inverse CDF in column order. `last_tokens`: a
+    table int64 [slots] and each row's slot int64 [rows]; the token is stored there too.
     """
     return draw_tokens(logits, temperature, uniform, compute_block_stats(logits, temperature), last_tokens)

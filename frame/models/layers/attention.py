@@ -1,6 +1,8 @@
-"""Multi-head attention of a decoder layer: projections, optional norms of queries and keys, rotation, cache store, backend.
+"""Multi-head attention of a decoder layer: projections, optional query and key norms, rotary
+embedding, cache store, backend call.
 
-Knows no page and no kernel: it stores through the batch and lets the backend compute.
+Also the layer facts that attention modules read from checkpoints: KV-cache scales and sliding
+windows. Depends on no page and no kernel: it stores through the batch and calls the backend.
 """
 
 from __future__ import annotations
@@ -29,24 +31,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What differs between architectures. `qk_norm`: epsilon of a norm over each head's queries and keys, None for none."""
+    """What differs between architectures. `qk_norm`: epsilon of an RMSNorm over each head's queries
+    and keys; None: no norm. `sliding_window`: tokens, including the query's own position; None:
+    full attention."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: float | None = None
     sliding_window: int | None = None
-    scale: float | None = None  # None: head_dim ** -0.5
+    scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
 
 
 class Attention(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]; `prefix` holds q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm)."""
+    """[tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint name that holds q_proj,
+    k_proj, v_proj, o_proj (and q_norm, k_norm)."""
 
     def __init__(
         self, context: BuildContext, model_config: ModelConfig, layer: int, prefix: str, rotary: Rotary, options: AttentionOptions
     ) -> None:
         super().__init__()
         if context.attention is None:
-            raise TypeError("a model's context needs an attention backend")
+            raise TypeError("the build context of a model needs an attention backend")
         heads = HeadLayout(context, model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
@@ -70,11 +75,12 @@ class Attention(nn.Module):
         self.kv_scales = KVScales(prefix)
 
     def finish(self) -> None:
-        """Take the cache's scales over."""
+        """Copy the loaded KV-cache scales to the spec."""
         self.spec = self.kv_scales.apply_to_spec(self.spec)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
-        """`rows` of the rotary table, None where a kernel reads them by position."""
+        """`rows`: the batch's rows of the rotary table; None where a kernel reads the table by
+        position."""
         qkv = self.qkv_proj(x)
         if rows is not None:
             q, k, v = self._rotated(qkv, rows)
@@ -82,7 +88,7 @@ class Attention(nn.Module):
         elif self.kernel is not None:
             q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
         else:
-            raise TypeError("rows of the rotary table are left out only where a kernel reads them")
+            raise TypeError("rows of the rotary table may be None only if the layer has a fused kernel")
         if not (is_stored or self.stores_kv):
             batch.store_kv(self.spec, k, v)
         out = self.backend.run(self.spec, q, k, v, batch)
@@ -100,7 +106,8 @@ class Attention(nn.Module):
 
 
 class FusedQKVKernel:
-    """Norm of queries and keys, rotation and cache store of one layer in one kernel. Keys are rotated where they lie."""
+    """Query and key norm, rotary embedding and cache store of one layer in one kernel. Keys are
+    rotated in place."""
 
     def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary) -> None:
         from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, norm_rope_store
@@ -116,7 +123,8 @@ class FusedQKVKernel:
     def __call__(
         self, spec: AttentionSpec, qkv: torch.Tensor, norm: QKNorm | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """Queries, keys and values as a backend takes them, and whether the last two are in the cache."""
+        """Queries, keys and values in the layout of a backend, and whether keys and values are
+        already stored in the cache."""
         cache = None
         if self.stores:
             k_cache, v_cache = batch.kv.layer(spec.layer)
@@ -129,7 +137,8 @@ class FusedQKVKernel:
 
 
 class QKNorm(nn.Module):
-    """RMS norm over each head, with one weight for queries and one for keys, done for both at once."""
+    """RMSNorm over each head, with one weight for queries and one for keys, computed for both at
+    once."""
 
     weight: torch.Tensor  # [q heads + kv heads, head_dim]
     pair: torch.Tensor  # [2, head_dim]
@@ -145,7 +154,7 @@ class QKNorm(nn.Module):
         self.k.bind(f"{prefix}.k_norm.weight")
 
     def finish(self) -> None:
-        """Lay the two weights out by heads, and side by side."""
+        """Expand the two weights to all heads, and stack them for the kernel."""
         weight = torch.cat((self.q.expand(self.heads[0], -1), self.k.expand(self.heads[1], -1)))
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("pair", torch.stack((self.q, self.k)), persistent=False)
@@ -155,7 +164,8 @@ class QKNorm(nn.Module):
 
 
 class KVScales(nn.Module):
-    """`k_scale` and `v_scale`, one number each, under the attention layer `prefix` or under its projections; 1.0 where there is none."""
+    """`k_scale` and `v_scale` of an fp8 KV cache: one number each, under the attention layer
+    `prefix` or its projections; 1.0 if the checkpoint has none."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -167,19 +177,21 @@ class KVScales(nn.Module):
                 parameter.bind(f"{prefix}.{place}{kind}_scale")
 
     def apply_to_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """The spec with the scales that were loaded. Raises CheckpointError for one that is no positive number."""
+        """Return the spec with the loaded scales. Raises CheckpointError if one is not a positive
+        number."""
         return replace(spec, k_scale=self._value(self.k_scale), v_scale=self._value(self.v_scale))
 
     def _value(self, parameter: ShardedParameter) -> float:
         value = float(parameter) if parameter.loaded else 1.0
         if not (math.isfinite(value) and value > 0):
             names = " or ".join(sorted(parameter.loaded))
-            raise CheckpointError(f"{names} is {value}; a scale of the KV cache must be a positive number: is the checkpoint damaged?")
+            raise CheckpointError(f"{names} is {value}; a scale of the KV cache must be a positive number. Check the checkpoint.")
         return value
 
 
 def get_layer_window(config: Mapping[str, Any], layer: int) -> int | None:
-    """The window of a layer in tokens, its own position included; None when it sees everything."""
+    """The sliding window of a Qwen layer in tokens, including the query's own position; None for
+    full attention."""
     if not config.get("use_sliding_window", False) or not config.get("sliding_window"):
         return None
     kinds = config.get("layer_types")

@@ -1,6 +1,8 @@
-"""The pre-norm decoder that most architectures share: embedding, layers of attention and feed-forward, final norm, head.
+"""The pre-norm decoder that most architectures share: embedding, layers of attention and
+feed-forward, final norm, head.
 
-An architecture's file derives from `Decoder` and says what stands at the two places of a layer, and under which checkpoint names.
+An architecture derives from `Decoder` and builds the attention and the feed-forward part of each
+layer, with their checkpoint names.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from frame.models.layers.linear import HeadLinear
 from frame.models.layers.moe import MoE
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import load_parameters
-from frame.models.layers.rotary import Rotary, rope_parameters
+from frame.models.layers.rotary import Rotary, read_rope_parameters
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 
-BODY = ("embed_tokens.", "layers.", "norm.")  # what a model without head begins its names with
+BODY = ("embed_tokens.", "layers.", "norm.")  # name prefixes in a checkpoint of the body alone
 
 
 class DecoderLayer(nn.Module):
-    """x, residual -> x, residual: the residual stream is added by the norm that follows, so that a kernel can join the two."""
+    """(x, residual) -> (x, residual). The next norm adds the residual stream, so that one kernel
+    does both."""
 
     def __init__(self, input_norm: RMSNorm, attention: nn.Module, post_norm: RMSNorm, mlp: nn.Module) -> None:
         super().__init__()
@@ -49,7 +52,8 @@ class DecoderLayer(nn.Module):
         batch: ForwardBatch,
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`selected`: the tokens to return; of the others only keys and values are of use. int64 [n]; None for all."""
+        """`selected`: int64 [n], the tokens whose hidden states are returned; for the others only
+        keys and values are computed. None: all tokens."""
         x, residual = self.input_norm.add_residual(x, residual)
         x = self.attention(x, rows, batch)
         if selected is not None:
@@ -64,10 +68,11 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(CausalLM, nn.Module):
-    """A causal decoder of `model_config.num_layers` equal places. Subclasses give `attention` and `mlp` for each layer."""
+    """A causal decoder of `model_config.num_layers` layers. Subclasses implement `build_attention`
+    and `build_mlp`."""
 
     supports_token_selection: ClassVar[bool] = True
-    mlp_name: ClassVar[str] = "mlp"  # how the checkpoint calls the feed-forward part of a layer
+    mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
 
     def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__(model_config, context)
@@ -82,19 +87,19 @@ class Decoder(CausalLM, nn.Module):
 
     @abstractmethod
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        """The attention of a layer; `prefix` is "model.layers.N.self_attn"."""
+        """Build a layer's attention. `prefix` is "model.layers.N.self_attn"."""
 
     @abstractmethod
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
-        """The feed-forward part of a layer; `prefix` is "model.layers.N." and `mlp_name`."""
+        """Build a layer's feed-forward part. `prefix` is "model.layers.N." + `mlp_name`."""
 
     def build_rotary(self) -> Rotary:
-        """The rotary embedding of all layers."""
-        parameters = rope_parameters(self.model_config)
+        """Build the rotary embedding that all layers share."""
+        parameters = read_rope_parameters(self.model_config)
         return Rotary(self.context, int(self.model_config.head_dim * parameters["partial_rotary_factor"]), parameters)
 
     def build_norm(self, name: str) -> RMSNorm:
-        """A norm over the hidden size."""
+        """Build an RMSNorm over the hidden size. `name` is the checkpoint name."""
         return RMSNorm(self.context, name, self.model_config.hidden_size, self.model_config.config.get("rms_norm_eps", 1e-6))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -110,21 +115,22 @@ class Decoder(CausalLM, nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
-            raise TypeError(f"{type(self).__name__} was built for embeddings, without a head")
+            raise TypeError(f"{type(self).__name__} was built for task embed and has no head")
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         return load_parameters(self, self._renamed(weights), self.get_ignored())
 
     def get_ignored(self) -> tuple[str, ...]:
-        """Patterns of checkpoint names that this model has no use for."""
+        """Regular expressions of checkpoint names that the model does not load."""
         method = self.context.quantization
         unused = (*self.ignored, *(method.left_out if method is not None else ()))
-        # A tied checkpoint may hold the head nevertheless; transformers takes the embedding then, and so do we.
+        # A checkpoint with tied embeddings may still contain the head; like transformers, use the
+        # embedding.
         return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")
 
     def _needs_own_head(self) -> bool:
-        """Whether the checkpoint must hold a head over the vocabulary."""
+        """Whether the checkpoint must contain a head over the vocabulary."""
         return not self.tied and isinstance(self.head, Head)
 
     def _head(self) -> nn.Module | None:
@@ -137,7 +143,8 @@ class Decoder(CausalLM, nn.Module):
 
     @staticmethod
     def _renamed(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        """Checkpoints of a body alone, as embedding models are often saved, lack the prefix `model.`."""
+        """Add the prefix `model.` to the names of a checkpoint of the body alone, as embedding
+        models are often saved."""
         for name, tensor in weights:
             yield f"model.{name}" if name.startswith(BODY) else name, tensor
 

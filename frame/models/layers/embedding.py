@@ -1,4 +1,5 @@
-"""Token embedding and output head, cut over the vocabulary; the two may share one parameter (tied embeddings)."""
+"""Token embedding and output head, split over the vocabulary. Both may share one parameter (tied
+embeddings)."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
-    """(rows on every rank, this rank's range): the last ranks may hold padding, so any vocabulary can be cut."""
+    """(rows on every rank, this rank's range). The last ranks may hold padding, so any vocabulary
+    size can be split."""
     rows = -(-vocab_size // context.tp.size)
     start = min(rows * context.tp.rank, vocab_size)
     return rows, Range(vocab_size, start, min(rows, vocab_size - start))
 
 
 class VocabEmbedding(nn.Module):
-    """ids int64 [tokens] -> [tokens, hidden]. A rank looks up the ids it holds; the sum over ranks is the embedding."""
+    """ids int64 [tokens] -> [tokens, hidden]. Each rank looks up the ids that it holds; the sum
+    over the ranks is the embedding."""
 
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -43,7 +46,8 @@ class VocabEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """[n, hidden] -> logits [n, vocab], whole on every rank. With `tied`, the weight is the embedding's."""
+    """[n, hidden] -> logits [n, vocab], the full vocabulary on every rank. With `tied`, the weight
+    is that of the embedding."""
 
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None = None) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class Head(nn.Module):
             self.product = PlainMatmul(self.weight)
             return
         if context.quantization is None:
-            raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
+            raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         rows, span = split_vocabulary(context, vocab_size)
         self.method = context.quantization.linear(name, "head")
         self.method.create(self, hidden_size, (rows,), context.dtype)
@@ -63,7 +67,7 @@ class Head(nn.Module):
             parameter.bind(f"{name}.{key}", span)
 
     def finish(self) -> None:
-        """Let the method repack what was loaded."""
+        """Let the quantization method repack the loaded weights."""
         if self.method is not None:
             self.method.finish(self)
         else:

@@ -1,6 +1,7 @@
-"""The post-norm encoder that BERT and its relatives share: attention over the whole row, a plain feed-forward part, absolute positions.
+"""The post-norm encoder of BERT and similar models: bidirectional attention, a two-layer
+feed-forward part, absolute positions.
 
-An architecture's file derives from `Encoder` and says where positions start and what its classification head is made of.
+An architecture derives from `Encoder` and defines its first position and its classification head.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))  # of norms, in checkpoints that were converted from TensorFlow
+# names of norm parameters in checkpoints that were converted from TensorFlow
+OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
 
 
 def get_activation(name: str) -> Activation:
-    """The feed-forward part's function by its name in `config.json`. Raises CheckpointError for one that is not known."""
+    """The feed-forward activation by its name in `config.json`. Raises CheckpointError for an
+    unknown name."""
     if name in ("gelu_new", "gelu_pytorch_tanh"):
         return lambda x: F.gelu(x, approximate="tanh")
     known: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swish": F.silu}
     if name not in known:
-        raise CheckpointError(f"hidden_act is {name!r}, and the encoder knows {', '.join(known)} and gelu_new.")
+        raise CheckpointError(f"hidden_act is {name!r}; the encoder supports {', '.join(known)} and gelu_new.")
     return known[name]
 
 
 class LearnedEmbedding(nn.Module):
-    """A small table that every rank holds whole: positions, token types. ids int64 [tokens] -> [tokens, hidden]."""
+    """A small table that is replicated on every rank: positions, token types. ids int64 [tokens] ->
+    [tokens, hidden]."""
 
     def __init__(self, context: BuildContext, name: str, rows: int, hidden_size: int) -> None:
         super().__init__()
@@ -54,12 +58,13 @@ class LearnedEmbedding(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]: attention and feed-forward, each added to its input and normed after that."""
+    """[tokens, hidden] -> [tokens, hidden]: attention and feed-forward, each added to its input and
+    then normed."""
 
     def __init__(self, model_config: ModelConfig, context: BuildContext, layer: int) -> None:
         super().__init__()
         if context.attention is None:
-            raise TypeError("a model's context needs an attention backend")
+            raise TypeError("the build context of a model needs an attention backend")
         config, prefix, hidden = model_config.config, f"encoder.layer.{layer}", model_config.hidden_size
         inner, eps = config["intermediate_size"], config.get("layer_norm_eps", 1e-12)
         heads = HeadLayout(context, model_config.num_heads, model_config.num_heads, model_config.head_dim)
@@ -90,17 +95,19 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(Model, nn.Module):
-    """An encoder for embeddings, or with a head for classes. Checkpoints may put a prefix before the names of its body."""
+    """An encoder for embeddings, or for classification with a head. Checkpoints may put `prefix`
+    before the names of the body."""
 
-    prefix: ClassVar[str]  # "bert.": before the body's names in checkpoints with a head
+    prefix: ClassVar[str]  # e.g. "bert.": precedes the body's names in checkpoints with a head
     first_position: int = 0
-    ignored: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")  # where nobody takes them
+    # heads that the model does not load
+    ignored: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")
 
     def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__(model_config, context)
         config, hidden = model_config.config, model_config.hidden_size
         if config.get("position_embedding_type", "absolute") != "absolute":
-            raise CheckpointError(f"position_embedding_type is {config['position_embedding_type']!r}; the encoder knows absolute ones.")
+            raise CheckpointError(f"position_embedding_type is {config['position_embedding_type']!r}; the encoder supports absolute.")
         self.model_config = model_config
         self.context = context
         self.words = VocabEmbedding(context, "embeddings.word_embeddings", model_config.vocab_size, hidden)
@@ -113,7 +120,8 @@ class Encoder(Model, nn.Module):
 
     @abstractmethod
     def build_head(self) -> nn.Module:
-        """The classification head: [n, hidden] of the first tokens -> [n, labels]."""
+        """Build the classification head: hidden states [n, hidden] of the first tokens -> [n,
+        labels]."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x = self.words(batch.token_ids) + self._types(batch) + self.positions(batch.positions + self.first_position)

@@ -1,6 +1,8 @@
-"""Linear layers of a tensor-parallel model: replicated, column (outputs cut), row (inputs cut), and query-key-value.
+"""Linear layers of a tensor-parallel model: replicated, column-parallel, row-parallel, and
+query-key-value (Megatron-LM, arXiv 1909.08053).
 
-A layer knows whole sizes, this rank's share and checkpoint names; its quantization method knows how numbers are stored and multiplied.
+A layer knows the whole sizes, this rank's range and the checkpoint names. Its quantization method
+knows how values are stored and multiplied.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Module):
-    """A linear layer whose outputs are the concatenation of `outputs`, read from the checkpoint layers `names` (same order).
+    """A linear layer whose outputs are the concatenation of `outputs`, read from the checkpoint
+    layers `names` (same order).
 
-    `inputs` and each of `outputs` say which range of the whole layer is this rank's. [..., inputs.size] -> [..., sum of output sizes].
+    `inputs` and each of `outputs` are this rank's ranges of the whole layer. x [..., inputs.size]
+    -> [..., sum of output sizes].
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         if context.quantization is None:
-            raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
+            raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         self.method: LinearMethod = context.quantization.linear(names[0], kind)
         self._apply_gated: GatedApply | None = getattr(self.method, "apply_gated", None)
         self.method.create(self, inputs.size, [span.size for span in outputs], context.dtype)
@@ -51,19 +55,20 @@ class Linear(nn.Module):
             local += span.size
 
     def finish(self) -> None:
-        """Let the method repack what was loaded."""
+        """Let the quantization method repack the loaded weights."""
         self.method.finish(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)
 
     def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """SiLU(first half of the outputs) * second half, in one go; None where the method has no such form for these rows."""
+        """SiLU(first half of the outputs) * second half, fused; None where the method has no fused
+        form for these rows."""
         return None if self._apply_gated is None else self._apply_gated(self, x, self.bias)
 
 
 class ReplicatedLinear(Linear):
-    """The whole layer on every rank."""
+    """The whole layer on every rank, without communication."""
 
     def __init__(
         self, context: BuildContext, names: Sequence[str], input_size: int, output_sizes: Sequence[int], bias: bool = False
@@ -72,7 +77,8 @@ class ReplicatedLinear(Linear):
 
 
 class ColumnLinear(Linear):
-    """Outputs cut over the ranks; several checkpoint layers of equal input make one multiplication (gate and up)."""
+    """Outputs split over the ranks. Several checkpoint layers with the same input make one product
+    (gate and up)."""
 
     def __init__(
         self, context: BuildContext, names: Sequence[str], input_size: int, output_sizes: Sequence[int], bias: bool = False
@@ -82,9 +88,10 @@ class ColumnLinear(Linear):
 
 
 class QKVLinear(Linear):
-    """Queries, keys and values in one multiplication, cut by heads. With more ranks than key-value heads, heads are repeated.
+    """Queries, keys and values in one product, split by heads. With more ranks than key-value
+    heads, those heads are replicated.
 
-    The result is [tokens, (num_heads + 2 * num_kv_heads) * head_dim] of this rank's heads.
+    x [tokens, hidden] -> [tokens, (num_heads + 2 * num_kv_heads) * head_dim] of this rank's heads.
     """
 
     def __init__(self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False) -> None:
@@ -92,7 +99,7 @@ class QKVLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Inputs cut over the ranks; the result is summed over them."""
+    """Inputs split over the ranks; the result is summed over the ranks."""
 
     def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__(context, (name,), split_range(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
@@ -104,14 +111,15 @@ class RowLinear(Linear):
 
 
 class HeadLinear(Linear):
-    """A small linear layer of a classification head: whole on every rank, and left plain by quantization methods that spare heads."""
+    """A small linear layer of a classification head: replicated, and unquantized by methods that
+    exclude heads."""
 
     def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = True) -> None:
         super().__init__(context, (name,), Range.whole(input_size), (Range.whole(output_size),), bias, kind="head")
 
 
 class HeadLayout:
-    """Which attention heads are this rank's. `num_heads` and `num_kv_heads` are the rank's own numbers."""
+    """The attention heads of this rank. `num_heads` and `num_kv_heads` are the rank's own counts."""
 
     def __init__(self, context: BuildContext, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> None:
         rank, ranks = context.tp.rank, context.tp.size
@@ -123,7 +131,7 @@ class HeadLayout:
         else:
             if ranks % num_kv_heads:
                 raise ConfigurationError(
-                    f"{num_kv_heads} key-value heads cannot be repeated over {ranks} ranks: "
+                    f"{num_kv_heads} key-value heads cannot be replicated over {ranks} ranks: "
                     f"set parallel.tp to a multiple of {num_kv_heads}."
                 )
             self.keys = Range(num_kv_heads, rank * num_kv_heads // ranks, 1)
@@ -131,14 +139,17 @@ class HeadLayout:
         self.num_kv_heads = self.keys.size
 
     def get_ranges(self) -> list[Range]:
-        """The outputs of the query, key and value layers."""
+        """The output ranges of the query, key and value layers."""
         return [_times(self.queries, self.head_dim), _times(self.keys, self.head_dim), _times(self.keys, self.v_head_dim)]
 
 
 def split_range(context: BuildContext, what: str, size: int) -> Range:
-    """This rank's share of `size`. Raises ConfigurationError when the ranks do not divide it."""
+    """This rank's range of `size`. Raises ConfigurationError if `size` is not a multiple of the
+    number of ranks."""
     if size % context.tp.size:
-        raise ConfigurationError(f"{size} {what} cannot be cut into {context.tp.size} equal parts: set parallel.tp to a divisor of {size}.")
+        raise ConfigurationError(
+            f"{size} {what} cannot be split into {context.tp.size} equal parts: set parallel.tp to a divisor of {size}."
+        )
     return Range.split(size, context.tp.rank, context.tp.size)
 
 

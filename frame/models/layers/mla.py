@@ -1,6 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections to and from the latent, in both of its forms.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections to and from the latent,
+in the absorbed and the expanded form.
 
-The cache holds one row a token: the normed latent and the rotated shared key. Which form is computed is the backend's choice.
+The cache holds one row per token: the normed latent and the rotated shared key. The backend selects
+the form.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import ModelConfig
     from frame.models.layers.rotary import Rotary
 
-_NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own epsilon
-_FOLDED_BYTES = 1 << 20  # of a folded weight: up to here, reading more numbers costs less than one more product
+_NORM_EPS = 1e-6  # epsilon of the two inner norms, independent of the model's own
+# bytes of a folded weight at most: up to this, reading more weights costs less than one more
+# product
+_FOLDED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """The sizes of one latent-attention layer. `q_lora_rank` None: queries come from the hidden state directly."""
+    """The sizes of one latent-attention layer. `q_lora_rank` None: queries are projected from the
+    hidden state directly."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -42,7 +47,7 @@ class LatentSizes:
     value: int
 
     @classmethod
-    def of(cls, model_config: ModelConfig) -> LatentSizes:
+    def from_config(cls, model_config: ModelConfig) -> LatentSizes:
         config = model_config.config
         return cls(
             config.get("q_lora_rank"), config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
@@ -50,16 +55,17 @@ class LatentSizes:
 
 
 class LatentAttention(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]; the `LatentProjections` that backends ask for.
+    """[tokens, hidden] -> [tokens, hidden]. Implements `LatentProjections`, which backends use.
 
-    `scale` is the whole factor on scores. Heads are cut over the ranks; the latent is whole on each.
+    `scale` is the whole factor of the scores. Heads are split over the tensor-parallel ranks; the
+    latent is whole on each.
     """
 
     def __init__(self, context: BuildContext, model_config: ModelConfig, layer: int, prefix: str, rotary: Rotary, scale: float) -> None:
         super().__init__()
         if context.attention is None:
-            raise TypeError("a model's context needs an attention backend")
-        sizes = LatentSizes.of(model_config)
+            raise TypeError("the build context of a model needs an attention backend")
+        sizes = LatentSizes.from_config(model_config)
         heads = split_range(context, "attention heads", model_config.num_heads).size
         self.kv_lora_rank = sizes.kv_lora_rank
         self.qk_nope_head_dim = sizes.nope
@@ -79,12 +85,13 @@ class LatentAttention(nn.Module):
         self.kernel = FusedLatentKernel(context, rotary) if rotary.fused else None
 
     def finish(self) -> None:
-        """Take the cache's scales over, and fold small weights for decoding, once the parts are finished."""
+        """Copy the loaded KV-cache scale to the spec, and fold small weights for decoding."""
         self.spec = self.kv_scales.apply_to_spec(self.spec)
         self.folded = fold_projections(self) if self.may_fold else None
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
-        """`rows` of the rotary table, None where kernels read them by position."""
+        """`rows`: the batch's rows of the rotary table; None where kernels read the table by
+        position."""
         folded = self.folded if batch.num_decodes == batch.num_tokens else None
         layer: LatentProjections = self if folded is None else folded
         is_stored = False
@@ -93,11 +100,11 @@ class LatentAttention(nn.Module):
         elif self.kernel is not None:
             q_input, row, is_stored = self.kernel.prepare_inputs(self.spec, self.projections, x, batch)
         else:
-            raise TypeError("rows of the rotary table are left out only where kernels read them")
+            raise TypeError("rows of the rotary table may be None only if the layer has a fused kernel")
         q = self.projections.q_proj(q_input) if folded is None else packed_linear(q_input, folded.q, None)
         q_nope, q_rope = q.unflatten(-1, (self.spec.num_heads, -1)).split((layer.qk_nope_head_dim, layer.qk_rope_head_dim), -1)
         if rows is not None:
-            # queries and the one shared key turn together: fewer operations
+            # rotate queries and the shared key together: fewer operations
             turned = self.rotary.rotate(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), rows)
             q_rope, row = turned[:, :-1], torch.cat((latent, turned[:, -1]), -1)
         elif self.kernel is not None:
@@ -119,8 +126,12 @@ class LatentAttention(nn.Module):
 
 @dataclass(slots=True)
 class FoldedProjections:
-    """A latent layer for decoding whose expansion was multiplied into its neighbours: queries come absorbed and results leave in the
-    latent, so a backend has nothing to project. To it this is a layer whose heads are as wide as the latent."""
+    """A latent layer for decode steps whose `kv_b_proj` is multiplied into the neighbouring
+    projections.
+
+    Queries come absorbed and results stay latent, so a backend projects nothing: to it, this is a
+    layer whose heads are as wide as the latent.
+    """
 
     spec: AttentionSpec
     kv_lora_rank: int
@@ -141,7 +152,8 @@ class FoldedProjections:
 
 
 def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
-    """The layer's weights folded, or None where that would cost more than it saves: not on a CPU that packs, or too large."""
+    """The folded weights; None if folding would cost more than it saves: on devices without packed
+    weights, or if the weights are too large."""
     spec, rank, rope = layer.spec, layer.kv_lora_rank, layer.qk_rope_head_dim
     w_uk, w_uv = layer.kv_b_proj.w_uk, layer.kv_b_proj.w_uv
     q_inputs = layer.projections.q_inputs
@@ -160,13 +172,15 @@ def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
 
 
 def _dense(linear: nn.Module, inputs: int, like: torch.Tensor) -> torch.Tensor:
-    """A linear layer's weight in float32, [outputs, inputs], through the method that stored it."""
+    """A linear layer's weight in float32 [outputs, inputs], computed by the quantization method
+    that stored it."""
     weight: torch.Tensor = linear(torch.eye(inputs, dtype=like.dtype, device=like.device))
     return weight.t().float()
 
 
 class FusedLatentKernel:
-    """Norms, rotations and cache store of one latent layer, in one kernel before the queries' projection and one behind it."""
+    """The norms, rotations and cache store of one latent layer: one kernel before the query
+    projection and one after it."""
 
     def __init__(self, context: BuildContext, rotary: Rotary) -> None:
         from frame.kernels.elementwise.rope import latent_norm_rope_store, rotate_
@@ -181,7 +195,8 @@ class FusedLatentKernel:
     def prepare_inputs(
         self, spec: AttentionSpec, projections: LatentInputs, x: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """The input of the queries' projection, the row of the cache, and whether it is there already."""
+        """The input of the query projection, the row of the cache, and whether that row is already
+        stored."""
         a = projections.a_proj(x)
         cache = None
         if self.stores:
@@ -194,12 +209,13 @@ class FusedLatentKernel:
         return x if q_input is None else q_input, a[:, a.shape[1] - sum(projections.splits[-2:]) :], cache is not None
 
     def rotate_(self, q: torch.Tensor, batch: ForwardBatch) -> None:
-        """Rotate the queries' part in place."""
+        """Rotate the queries' rotary part in place."""
         self.turn(q, batch.positions, self.rotary.table, self.rotary.interleaved)
 
 
 class LatentInputs(nn.Module):
-    """x -> input of `q_proj`, normed latent, shared key before rotation; what is not cut over the ranks is one multiplication."""
+    """x -> (input of `q_proj`, normed latent, shared key before rotation). The projections that are
+    not split over the ranks are one product."""
 
     def __init__(self, context: BuildContext, model_config: ModelConfig, prefix: str, sizes: LatentSizes, bias: bool) -> None:
         super().__init__()
@@ -227,9 +243,11 @@ class LatentInputs(nn.Module):
 
 
 class LatentExpansion(nn.Module):
-    """`kv_b_proj`, laid out by heads for either form: keys [heads, nope, rank] and values [heads, value, rank].
+    """`kv_b_proj` by heads, for either form: keys [heads, nope, rank] and values [heads, value,
+    rank].
 
-    Its numbers are made dense in `finish`, through the method that stored them, because absorption multiplies from the other side.
+    `finish` dequantizes the weight through the method that stored it, because absorption multiplies
+    it from the other side.
     """
 
     w_uk: torch.Tensor
@@ -240,11 +258,11 @@ class LatentExpansion(nn.Module):
         self.heads = heads
         self.sizes = sizes
         self.dtype = context.dtype
-        self.version = -1  # of the stored numbers that the two weights were derived from
+        self.version = -1  # version of the stored parameters from which the two weights were derived
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
     def finish(self) -> None:
-        """Derive the two weights and give back the stored one; without a fresh load in between there is nothing to do."""
+        """Derive the two weights and free the stored one. Does nothing if nothing was loaded since."""
         stored = [parameter for _, parameter in own_parameters(self.stored)]
         version = sum(parameter.version for parameter in stored)
         if version == self.version:
@@ -255,7 +273,7 @@ class LatentExpansion(nn.Module):
         w_uk, w_uv = dense.split((self.sizes.nope, self.sizes.value), 1)
         self.register_buffer("w_uk", w_uk.contiguous(), persistent=False)
         self.register_buffer("w_uv", w_uv.contiguous(), persistent=False)
-        for part in self.stored.modules():  # whatever the method made of them
+        for part in self.stored.modules():  # also the buffers that the method made of them
             for _, parameter in own_parameters(part):
                 parameter.release()
             for name, _ in list(part.named_buffers(recurse=False)):

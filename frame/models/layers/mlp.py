@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: down(SiLU(gate(x)) * up(x)), gate and up in one multiplication."""
+"""The gated feed-forward layer: down(SiLU(gate(x)) * up(x)), with gate and up in one product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHORT_ROW = 256
 
 
 def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The kernel, where there is one for the device."""
+    """The fused activation kernel, if the device runs Triton."""
     if not kernels.can_use_triton(device):
         return None
     from frame.kernels.elementwise.activation import silu_mul
@@ -29,7 +29,8 @@ def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | 
 
 
 class GatedMLP(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]; `prefix` holds gate_proj, up_proj and down_proj."""
+    """[tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint name that holds gate_proj,
+    up_proj and down_proj."""
 
     def __init__(self, context: BuildContext, prefix: str, hidden_size: int, inner_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -46,6 +47,6 @@ class GatedMLP(nn.Module):
         if self.kernel is not None and not torch.compiler.is_compiling():
             return self.down_proj(self.kernel(gate_up))
         gate, up = gate_up.chunk(2, -1)
-        # over short pieces with gaps SiLU takes more than twice as long as over their copy
+        # on short strided rows SiLU takes more than twice as long as on a contiguous copy
         gate = gate.contiguous() if gate.shape[-1] <= _SHORT_ROW and gate.device.type == "cpu" else gate
         return self.down_proj(F.silu(gate).mul_(up))

@@ -1,6 +1,7 @@
-"""A mixture-of-experts layer: router, dispatch, expert multiplications, combine, and experts that every token shares.
+"""A mixture-of-experts layer: router, dispatch, expert products, combine, and shared experts.
 
-Experts are cut over the ranks in their inner size. How tokens travel is the dispatcher's, how experts multiply the runner's.
+Experts are split over the tensor-parallel ranks in their inner dimension. The dispatcher moves
+tokens, the runner multiplies.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ if TYPE_CHECKING:
 
     Run = Callable[[Dispatched, nn.Module], torch.Tensor]
 
-_BESIDE_TOKENS = 64  # up to here neither the experts nor the shared one fill a GPU all the time
+_BESIDE_TOKENS = 64  # up to this, neither the experts nor the shared expert fills a GPU, so they overlap on two streams
 
 
 @lru_cache(maxsize=16)
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Where shared experts run while the others do: one for all layers, which follow one another."""
+    """The second stream, on which shared experts run: one for all layers, which run one after
+    another."""
     return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """How many experts there are, and their sizes in the whole model. `names`: the checkpoint's gate, up and down of one expert."""
+    """The number of experts and their sizes in the whole model. `names`: checkpoint names of an
+    expert's gate, up and down."""
 
     num_experts: int
     hidden: int
@@ -46,15 +49,17 @@ class ExpertSizes:
 
 
 class Experts(nn.Module):
-    """`gate_up` and `down` of all experts, as the quantization method stores them; `prefix` holds `N.gate_proj` and so on."""
+    """`gate_up` and `down` of all experts, as the quantization method stores them. `prefix` is the
+    checkpoint name that holds `N.gate_proj` and so on."""
 
     def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes) -> None:
         super().__init__()
         if context.quantization is None:
-            raise TypeError("a model's context needs a quantization method (`none` for plain weights)")
+            raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         inner = split_range(context, "inner values of an expert", sizes.inner)
         self.num_experts = sizes.num_experts
-        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()  # what a method may leave as it is
+        # formats that the runner takes without dequantization
+        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()
         self.method = context.quantization.experts(prefix)
         self.method.create(self, sizes.num_experts, sizes.hidden, inner.size, context.dtype)
         gate, up, down = sizes.names
@@ -70,27 +75,31 @@ class Experts(nn.Module):
                     parameter.bind(f"{prefix}.{expert}.{down}.{suffix}", None, inner, expert)
 
     def finish(self) -> None:
-        """Let the method repack what was loaded."""
+        """Let the quantization method repack the loaded weights."""
         self.method.finish(self)
 
 
 class MoE(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]. `shared` sees every token; `prefix` holds `gate` and `experts`."""
+    """[tokens, hidden] -> [tokens, hidden]. `shared` processes every token. `prefix` is the
+    checkpoint name that holds `gate` and `experts`."""
 
     def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes, rule: RoutingRule, shared: nn.Module | None = None) -> None:
         super().__init__()
         if context.moe_runner is None or context.moe_dispatcher is None:
-            raise TypeError("the context of a mixture of experts needs a runner and a dispatcher")
+            raise TypeError("the build context of a mixture of experts needs a runner and a dispatcher")
         self.runner = context.moe_runner
         self.dispatcher = context.moe_dispatcher
         self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)
         self.experts = Experts(context, f"{prefix}.experts", sizes)
         self.shared = shared
-        self._leaves_parts = shared is None and context.tp.size == 1  # others are added to, here or on other ranks
-        self._overlaps = context.device.type == "cuda" and context.tp.size == 1  # ranks' reductions have to come in one order
+        # otherwise the result is added to, here or on other ranks
+        self._leaves_parts = shared is None and context.tp.size == 1
+        # collectives must be issued in the same order on all ranks
+        self._overlaps = context.device.type == "cuda" and context.tp.size == 1
 
     def forward_normed(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what this layer makes of norm(x + residual), x + residual). The first may be [tokens, parts, hidden], for a norm to add up."""
+        """(this layer of norm(x + residual), x + residual). The first may be [tokens, parts,
+        hidden], whose parts the next norm sums."""
         joined = self.router.compute_normed_logits(norm, x, residual)
         if joined is None:
             x, residual = norm.add_residual(x, residual)
@@ -100,7 +109,7 @@ class MoE(nn.Module):
         return (self._routed(x, logits, self.runner.run_parts) if self._leaves_parts else self(x, logits)), residual
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """`logits`: the router's, where they are known."""
+        """`logits`: the router's logits, if already computed."""
         if self.shared is None:
             return self._routed(x, logits)
         if not self._overlaps or len(x) > _BESIDE_TOKENS:
@@ -120,7 +129,7 @@ class MoE(nn.Module):
 
 
 class GatedSharedExpert(nn.Module):
-    """A shared expert whose result is weighed by a sigmoid of the token (Qwen2-MoE)."""
+    """A shared expert whose result is scaled by a sigmoid gate of the token (Qwen2-MoE)."""
 
     def __init__(self, context: BuildContext, prefix: str, gate: str, hidden_size: int, inner_size: int) -> None:
         super().__init__()
@@ -133,5 +142,6 @@ class GatedSharedExpert(nn.Module):
 
 
 def is_moe_layer(layer: int, step: int, dense_layers: Sequence[int]) -> bool:
-    """Whether a Qwen layer is a mixture: every `step`th, but for those listed as dense."""
+    """Whether a Qwen layer is a mixture of experts: every `step`-th layer, except those listed as
+    dense."""
     return layer not in dense_layers and (layer + 1) % step == 0

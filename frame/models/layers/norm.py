@@ -1,5 +1,5 @@
-"""Root-mean-square normalisation, with the addition of the residual stream that precedes it, and layer normalisation. Replicated on every
-rank."""
+"""RMSNorm, with the addition of the residual stream before it, and LayerNorm. Weights are
+replicated on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _add_norm(device: torch.device) -> AddNorm | None:
-    """The kernel, where there is one for the device."""
+    """The fused kernel, if the device runs Triton."""
     if not kernels.can_use_triton(device):
         return None
     from frame.kernels.elementwise.norm import add_rms_norm
@@ -29,13 +29,14 @@ def _add_norm(device: torch.device) -> AddNorm | None:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight for x [tokens, size], computed in float32 inside. `name` is the checkpoint layer.
+    """x / rms(x) * weight for x [tokens, size], computed in float32. `name` is the checkpoint
+    layer.
 
-    The result may be a view with gaps between its rows.
+    The result may be a view with strided rows.
     """
 
-    twice: torch.Tensor | None  # the weight twice over, for the CPU's narrow types
-    scale: torch.Tensor | None  # the weight as a kernel takes it
+    twice: torch.Tensor | None  # [2 * size]: the weight twice, for 16-bit types on the CPU
+    scale: torch.Tensor | None  # the weight as the kernel takes it
 
     def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class RMSNorm(nn.Module):
         self.scale = None
 
     def finish(self) -> None:
-        """Lay the weight out for the short way."""
+        """Lay the weight out for the fast path."""
         if self.kernel is not None:
             self.scale = self.weight.data
         elif self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
@@ -59,12 +60,17 @@ class RMSNorm(nn.Module):
             return self.kernel(x, None, self.scale, self.eps)[0]
         if self.twice is None or torch.compiler.is_compiling():
             return F.rms_norm(x, self.shape, self.weight, self.eps)
-        # PyTorch composes this of a dozen operations; layer_norm is one, and the same where the mean is 0, as that of x and -x together is
+        # PyTorch composes rms_norm of a dozen operations here. layer_norm is one operation, and
+        # equals it where the mean is 0, as that of (x, -x) is.
         return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
     def add_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), in one kernel where there is one, which writes the sum over `residual`. An `x` of
-        [tokens, parts, size] stands for the sum of its parts, in float32 and rounded."""
+        """(norm(x + residual), x + residual), in one kernel where there is one, which writes the
+        sum over `residual`.
+
+        An `x` of [tokens, parts, size] stands for the sum of its parts, computed in float32 and
+        rounded.
+        """
         if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
             return self.kernel(x, residual, self.scale, self.eps)
         if x.dim() == 3:
@@ -74,7 +80,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / deviation * weight + bias over the last dimension. `name` is the checkpoint layer."""
+    """(x - mean) / deviation * weight + bias over the last dimension. `name` is the checkpoint
+    layer."""
 
     def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
         super().__init__()

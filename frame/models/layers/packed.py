@@ -1,9 +1,10 @@
-"""bfloat16 matrices in oneDNN's own layout, for the CPU: PyTorch's plain product lays a weight out anew in every call.
+"""bfloat16 weights in oneDNN's blocked layout, for the CPU; PyTorch's plain product reorders the
+weight in every call.
 
-The operators are those that torch.compile uses for constant weights. Knows no layer; float32 gains nothing and stays plain.
-
-oneDNN compiles a kernel for every number of rows that it meets, half a millisecond to two for each weight's size, and keeps 1,024 of
-them. So batches are padded to numbers of rows of which there are few (`padded_rows`).
+Uses the operators that torch.compile uses for constant weights. float32 gains nothing and stays
+unpacked. oneDNN compiles a kernel for each number of rows, 0.5 to 2 ms for each weight size, and
+caches 1,024 of them; batches are therefore padded to few distinct numbers of rows (`pad_row_count`).
+Depends on no layer.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-_ROWS = 32  # the batch that the layout is chosen for; others run as well
-_EXACT_ROWS = 32  # small numbers come again and again, and padding would cost more of the product
+_ROWS = 32  # batch size for which the layout is chosen; others work too
+_EXACT_ROWS = 32  # small batches are not padded: they recur often, and padding would cost a larger share
 _SIZES_PER_DOUBLING = 8
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether this PyTorch and this CPU multiply `weight` [outputs, inputs] faster when it is packed."""
+    """Whether this PyTorch and CPU multiply `weight` [outputs, inputs] faster when it is packed."""
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
@@ -30,12 +31,13 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque tensor of the same size."""
+    """The weight in oneDNN's layout: an opaque tensor of the same size."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)  # noqa: SLF001
 
 
-def padded_rows(rows: int) -> int:
-    """The number of rows, at least `rows` and an eighth more at most, that a product of as many rows is computed with."""
+def pad_row_count(rows: int) -> int:
+    """The number of rows with which a product of `rows` rows is computed: at least `rows`, and at
+    most an eighth more."""
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << (rows - 1).bit_length()) // (2 * _SIZES_PER_DOUBLING)
@@ -44,14 +46,15 @@ def padded_rows(rows: int) -> int:
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., inputs] -> [..., outputs]."""
-    if torch.compiler.is_compiling():  # torch.compile takes such weights for constants; behind an operator of ours it looks no further
+    # torch.compile would treat such weights as constants; it does not look inside a custom operator
+    if torch.compiler.is_compiling():
         return torch.ops.frame.packed_linear(x, packed, bias)
     return _product(x, packed, bias)
 
 
 def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x.shape[0]
-    wanted = padded_rows(rows)
+    wanted = pad_row_count(rows)
     if wanted == rows or x.dim() != 2:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # noqa: SLF001
     return torch.ops.mkldnn._linear_pointwise(F.pad(x, (0, 0, 0, wanted - rows)), packed, bias, "none", [], "")[:rows]  # noqa: SLF001

@@ -1,7 +1,8 @@
-"""Parameters that know where their numbers come from: which checkpoint tensors, and which part of each is this rank's.
+"""Parameters that know their checkpoint tensors, and which part of each belongs to this rank.
 
-A method (quantized or plain) says what the dimensions of a parameter mean (`ShardRule`); the layer knows the whole sizes and its own
-share and `bind`s checkpoint names to parts. Knows no file format and no collective.
+A quantization method defines the dimensions of a parameter (`ShardRule`); the layer knows the whole
+sizes and its own range, and binds checkpoint names to parts. Depends on no file format and no
+collective.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from frame.core.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # numbers that mean nothing without their scales
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # types whose values need a scale
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
-    """What the dimensions of a parameter are: indices of the output, input and expert dimension, None where there is none.
+    """The dimensions of a parameter: indices of the output, input and expert dimension; None if
+    there is none.
 
-    `output_block` and `input_block`: so many outputs (inputs) share one entry of the checkpoint's tensor, as in block scales and packed
-    integers. In the parameter an entry may stand for fewer (`output_step`, `input_step`, divisors of the blocks; 0: as many), so that
-    parts which end inside a block can lie side by side. `scalar`: the checkpoint has one number, which fills the whole range.
+    `output_block`, `input_block`: outputs (inputs) that share one entry of the checkpoint's tensor,
+    as in block scales and packed integers. `output_step`, `input_step`: outputs (inputs) per entry
+    of the parameter, a divisor of the block (0: the block), so that parts that end inside a block
+    can be concatenated. `scalar`: the checkpoint has one number, which fills the whole range.
     """
 
     output: int | None = None
@@ -42,7 +45,8 @@ class ShardRule:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """`size` entries of a dimension of `full` entries, from `start`; on this rank they lie at `local`."""
+    """`size` entries of a dimension of `full` entries, from `start`. On this rank they are at
+    `local`."""
 
     full: int
     start: int
@@ -55,16 +59,18 @@ class Range:
 
     @classmethod
     def split(cls, full: int, rank: int, ranks: int, local: int = 0) -> Range:
-        """The rank's share of a dimension that `ranks` divides."""
+        """The rank's part of a dimension that `ranks` divides."""
         size = full // ranks
         return cls(full, rank * size, size, local)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor's share in a parameter: its whole shape, what to read of it, where to write that.
+    """The part of one checkpoint tensor in a parameter: its whole shape, the slices to read, and
+    where to write them.
 
-    `spread`: (dimension, times, first, size) for each dimension whose entries are repeated before they are cut and written.
+    `spread`: (dimension, times, first, size) for each dimension whose entries are repeated before
+    they are cut and written.
     """
 
     shape: tuple[int, ...]
@@ -72,21 +78,22 @@ class Part:
     write: tuple[slice | int, ...]
     spread: tuple[tuple[int, int, int, int], ...] = ()
 
-    def spread_out(self, value: torch.Tensor) -> torch.Tensor:
+    def repeat_entries(self, value: torch.Tensor) -> torch.Tensor:
         for dim, times, first, size in self.spread:
             value = value.repeat_interleave(times, dim).narrow(dim, first, size)
         return value
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter with a shard rule; `sources` maps the checkpoint names that make it up to their parts, `loaded` are those set."""
+    """A parameter with a shard rule. `sources` maps checkpoint names to parts; `loaded` holds the
+    names that are loaded."""
 
     rule: ShardRule
     whole_shape: torch.Size
     sources: dict[str, Part]
     loaded: set[str]
-    version: int  # counts loads, for what is derived from the numbers
-    optional: bool  # a checkpoint may lack it
+    version: int  # number of loads, for values derived from the parameter
+    optional: bool  # the checkpoint may lack it
 
     def __new__(cls, data: torch.Tensor, rule: ShardRule | None = None, optional: bool = False) -> ShardedParameter:
         parameter = super().__new__(cls, data, requires_grad=False)
@@ -99,7 +106,11 @@ class ShardedParameter(nn.Parameter):
         return parameter
 
     def bind(self, name: str, output: Range | None = None, input: Range | None = None, expert: int | None = None) -> None:  # noqa: A002
-        """The checkpoint tensor `name` fills the given ranges (of the layer's outputs and inputs; None: a dimension not cut)."""
+        """Bind the checkpoint tensor `name` to the given ranges of the layer's outputs and inputs
+        (None: not split).
+
+        Raises ConfigurationError if the rank's part starts inside a quantization block.
+        """
         rule = self.rule
         shape: list[int] = []
         read: list[slice] = []
@@ -118,7 +129,7 @@ class ShardedParameter(nn.Parameter):
             times, count = block // step, -(-span.size // step)
             if span.start % step or span.local % step:
                 raise ConfigurationError(
-                    f"this rank's part of {name} begins inside a block of {step} quantized together: set parallel.tp to a smaller number."
+                    f"this rank's part of {name} starts inside a quantization block of {step}: set parallel.tp to a smaller number."
                 )
             if times > 1:
                 spread.append((len(shape), times, span.start // step - first * times, count))
@@ -128,51 +139,55 @@ class ShardedParameter(nn.Parameter):
         self.sources[name] = Part((), (), tuple(write)) if rule.scalar else Part(tuple(shape), tuple(read), tuple(write), tuple(spread))
 
     def load(self, name: str, tensor: LazyTensor) -> None:
-        """Read this rank's part of a checkpoint tensor into its place. Raises CheckpointError for a wrong shape or kind of number."""
+        """Load this rank's part of a checkpoint tensor. Raises CheckpointError for a wrong shape or
+        number type."""
         part = self.sources[name]
         if tuple(tensor.shape) != part.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
             raise CheckpointError(
-                f"{name} has the shape {list(tensor.shape)}, {list(part.shape)} is expected: is this checkpoint's config.json its own?"
+                f"{name} has the shape {list(tensor.shape)}, but {list(part.shape)} is expected: "
+                "check that config.json belongs to this checkpoint."
             )
         value = tensor[part.read] if part.read else tensor[...]
         if value.is_floating_point() != self.is_floating_point() or (value.dtype in _FP8 and self.dtype != value.dtype):
             raise CheckpointError(
-                f"{name} is stored as {_kind(value)}, {_kind(self)} is expected: choose the quantization method that reads it."
+                f"{name} is stored as {_kind(value)}, but {_kind(self)} is expected: choose the quantization method that reads it."
             )
         if self.data.numel() == 0:
             self.data = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.device)
-        self.write(part, value.reshape(()) if self.rule.scalar else part.spread_out(value))
+        self.write(part, value.reshape(()) if self.rule.scalar else part.repeat_entries(value))
         self.loaded.add(name)
         self.version += 1
 
     def write(self, part: Part, value: torch.Tensor) -> None:
-        """Write what was read into its place."""
+        """Write a part that was read into its place."""
         self.data[part.write].copy_(value)
 
     def release(self) -> None:
-        """Give the memory back once the numbers live in another form; a later `load` allocates again."""
+        """Free the memory once the values live in another form; a later `load` allocates it again."""
         self.data = torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
     def pending(self) -> list[str]:
-        """Checkpoint names that are not yet loaded, and must be."""
+        """Checkpoint names that must be loaded and are not."""
         if self.optional:
             return []
         return [name for name in self.sources if name not in self.loaded]
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
-    """The module's direct parameters that know a shard rule, by name."""
+    """The module's direct sharded parameters, by name."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, ShardedParameter):
             yield name, parameter
 
 
 def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]], ignored: Iterable[str] = ()) -> set[str]:
-    """Load a stream of checkpoint tensors; return the names of the parameters that are complete.
+    """Load a stream of checkpoint tensors, and return the names of the parameters that are
+    complete.
 
-    `ignored` are regular expressions, matched from the start of a name. Plain parameters (of foreign modules) take the tensor of
-    their own name. Raises CheckpointError for a name that nothing takes.
+    `ignored`: regular expressions, matched from the start of a name. Plain parameters (of
+    third-party modules) take the tensor of their own name. Raises CheckpointError for a name that
+    no parameter takes.
     """
     import re
 
@@ -192,13 +207,15 @@ def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]]
             _load_plain(name, plain[name], tensor)
             done.add(name)
         elif skip is None or not skip.match(name):
-            raise CheckpointError(f"the checkpoint holds {name}, which the model does not have: is this checkpoint's config.json its own?")
+            raise CheckpointError(
+                f"the checkpoint holds {name}, which the model does not have: check that config.json belongs to this checkpoint."
+            )
     return done | {name for name, parameter in parameters.items() if isinstance(parameter, ShardedParameter) and not parameter.pending}
 
 
 def _load_plain(name: str, parameter: nn.Parameter, tensor: LazyTensor) -> None:
     if tuple(tensor.shape) != tuple(parameter.shape):
-        raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, {list(parameter.shape)} is expected.")
+        raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, but {list(parameter.shape)} is expected.")
     parameter.data.copy_(tensor[...])
 
 

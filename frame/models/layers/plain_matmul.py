@@ -1,6 +1,7 @@
-"""The product with one plain weight, by whichever way is fastest for the rows at hand.
+"""The product with one unquantized weight: selects the fastest kernel for the number of rows.
 
-Built once the weight is where it stays (`finish`); a call then only looks at the number of rows. Knows no layer.
+Built when the weight has its final place (`finish`); a call then only looks at the number of rows.
+Depends on no layer.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ _TYPES = (torch.bfloat16, torch.float16)
 
 
 class PlainMatmul:
-    """[…, inputs] times `weight` [outputs, inputs], transposed, for as long as the weight keeps its size and place.
+    """x […, inputs] times `weight` [outputs, inputs], transposed, while the weight keeps its size
+    and address.
 
-    Few rows go to a kernel that streams the weight, where there is one (`frame.kernels.linear.linear`); others, and code that is being
-    compiled, to PyTorch, but for many rows of gate and up where one kernel with their activation is faster
-    (`frame.kernels.linear.gated_prefill`, or `gated_linear`).
+    Few rows use a skinny GEMM kernel (`frame.kernels.linear.linear`). Other sizes, and code under
+    torch.compile, use PyTorch; many rows of gate and up use a GEMM fused with their activation
+    (`gated_prefill` or `gated_linear`) where that is faster.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._plans: tuple[Plan | None, ...] = ()
         self._gated_plans: tuple[Plan | None, ...] = ()
-        self._programs = 0  # of the kernel for gate and up of many rows; none without it
-        self._batches: tuple[int, ...] = ()  # fewer rows that it is for, too
-        self._is_compiled = False  # that kernel
+        self._programs = 0  # programs of the fused gate-and-up kernel for many rows; 0 without it
+        self._batches: tuple[int, ...] = ()  # smaller batch sizes for which it is used too
+        self._is_compiled = False  # whether that kernel is compiled
         if kernels.can_use_triton(weight.device) and weight.dtype in _TYPES and _is_aligned(weight):
-            from frame.kernels.linear.linear import skinny_linear  # loads Triton
+            from frame.kernels.linear.linear import skinny_linear  # imports Triton
             from frame.kernels.linear.linear_plan import choose_plans
 
             self._skinny = skinny_linear
@@ -46,14 +48,15 @@ class PlainMatmul:
             self._prepare_streams()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """-> […, outputs]"""
+        """x […, inputs] -> […, outputs]."""
         plan = _pick(self._plans, x)
         if plan is None:
             return F.linear(x, weight, bias)
         return self._few(plan, x, weight, bias)
 
     def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-        """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where the two are better computed apart."""
+        """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where a
+        separate activation is faster."""
         plan = _pick(self._gated_plans, x)
         if plan is not None:
             return self._few(plan, x, weight, bias, gated=True)
@@ -89,7 +92,7 @@ class PlainMatmul:
     def _gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         if not self._many.can_use_tma(x, weight):
             return None
-        if not self._is_compiled:  # with the first tokens, and not when so many rows come for the first time
+        if not self._is_compiled:  # compiled with the first tokens, not when a large batch first comes
             self._is_compiled = True
             self.multiply_many(x[:1], weight, self._programs)
         if not self._many.is_faster(len(x), len(weight) // 2, self._programs, self._batches):
@@ -98,7 +101,7 @@ class PlainMatmul:
 
 
 def _is_aligned(weight: torch.Tensor) -> bool:
-    """Whether each row begins where 16 bytes can be loaded at once."""
+    """Whether each row is contiguous and starts at a multiple of 16 bytes."""
     return weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
 
 

@@ -1,7 +1,9 @@
-"""Rotary position embedding: frequencies of the known scaling schemes, and one table of cosines and sines for all layers.
+"""Rotary position embedding: frequencies of the supported scaling schemes, and one cosine and sine
+table for all layers.
 
-Reads both spellings of config.json: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (transformers 4).
-Knows no layer: a model gathers a batch's rows once and hands them down, or layers give the table to a kernel (`fused`).
+Reads both spellings of config.json: `rope_parameters` (transformers 5), and `rope_theta` with
+`rope_scaling` (transformers 4). Depends on no layer: a model gathers a batch's rows once, or the
+layers pass the table to a kernel (`fused`).
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import ModelConfig
 
-_SPARE = 8  # positions past the limit: a request that has just ended there may run one more step
+_SPARE = 8  # positions past the limit: a request that has just ended may run one more step
 
 
-def rope_parameters(model_config: ModelConfig) -> dict[str, Any]:
-    """The rotary settings of a checkpoint in one vocabulary: rope_type, rope_theta, partial_rotary_factor and the scheme's own keys."""
+def read_rope_parameters(model_config: ModelConfig) -> dict[str, Any]:
+    """The rotary settings of a checkpoint in one spelling: rope_type, rope_theta,
+    partial_rotary_factor and the scheme's own keys."""
     config = model_config.config
     stored = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     stored["rope_type"] = stored.get("rope_type") or stored.get("type") or "default"
@@ -38,8 +41,9 @@ def rope_parameters(model_config: ModelConfig) -> dict[str, Any]:
     return stored
 
 
-def yarn_scale(parameters: Mapping[str, Any]) -> float:
-    """What DeepSeek's yarn multiplies the attention scale by: the square of its `mscale_all_dim` factor."""
+def compute_yarn_scale(parameters: Mapping[str, Any]) -> float:
+    """The factor by which DeepSeek's YaRN multiplies the attention scale: the square of its
+    `mscale_all_dim` factor."""
     weight = parameters.get("mscale_all_dim") or 0
     if parameters["rope_type"] == "default" or not weight:
         return 1.0
@@ -47,9 +51,10 @@ def yarn_scale(parameters: Mapping[str, Any]) -> float:
 
 
 class Rotary(nn.Module):
-    """Rotates the first `dim` entries of a head. Positions run to the context limit; `interleaved`: neighbours are pairs, else halves.
+    """Rotates the first `dim` entries of a head, for positions up to the context limit.
 
-    `rows(positions)` gives [tokens, 2, 1, dim] (cosine and signed sine) for `rotate`; call it once a batch.
+    `interleaved`: pairs are neighbours; otherwise halves. `gather_rows(positions)` returns [tokens,
+    2, 1, dim] (cosine and signed sine) for `rotate`; call it once per batch.
     """
 
     table: torch.Tensor
@@ -63,13 +68,13 @@ class Rotary(nn.Module):
         self.device = context.device
         self.dtype = context.dtype
         self.fused = kernels.can_use_triton(context.device)
-        with torch.device("cpu"):  # on the meta device torch would import its compiler for this
-            frequencies(parameters, dim)  # an unknown scheme is refused before weights are read
+        with torch.device("cpu"):  # on the meta device, torch would import its compiler for this
+            compute_frequencies(parameters, dim)  # refuse an unknown scheme before weights are read
 
     def finish(self) -> None:
-        """Compute the table, in float32 like the reference, then in the model's type."""
+        """Compute the table in float32, like the reference, then convert it to the model's dtype."""
         angles = _angles(self.scheme, self.dim, self.length)
-        factor = attention_factor(self.scheme)
+        factor = compute_attention_factor(self.scheme)
         cos, sin = angles.cos() * factor, angles.sin() * factor  # [positions, dim / 2]
         if self.interleaved:
             cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
@@ -83,7 +88,7 @@ class Rotary(nn.Module):
         return self.table.index_select(0, positions)
 
     def rotate(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """x [tokens, heads, at least dim] -> the same shape, a new tensor."""
+        """x [tokens, heads, at least dim] -> a new tensor of the same shape."""
         cos, sin = rows.unbind(1)
         if x.shape[-1] > self.dim:
             head, tail = x[..., : self.dim], x[..., self.dim :]
@@ -95,11 +100,11 @@ class Rotary(nn.Module):
             swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
             swapped = x.roll(self.dim // 2, -1)
-        return torch.addcmul(x * cos, swapped, sin)  # the sign of the rotation is in the table
+        return torch.addcmul(x * cos, swapped, sin)  # the sign is in the table
 
 
-def attention_factor(parameters: Mapping[str, Any]) -> float:
-    """What cosines and sines are multiplied by."""
+def compute_attention_factor(parameters: Mapping[str, Any]) -> float:
+    """The factor of cosines and sines (YaRN's attention factor)."""
     if parameters["rope_type"] != "yarn":
         return 1.0
     if parameters.get("attention_factor") is not None:
@@ -109,8 +114,9 @@ def attention_factor(parameters: Mapping[str, Any]) -> float:
     return _mscale(factor, some) / _mscale(factor, every) if some and every else _mscale(factor)
 
 
-def frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
-    """Radians a position for each pair, float32 [dim / 2]. Raises ConfigurationError for a scheme that is not known."""
+def compute_frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
+    """Radians per position for each pair, float32 [dim / 2]. Raises ConfigurationError for an
+    unknown scheme."""
     kind = parameters["rope_type"]
     base = float(parameters["rope_theta"])
     if kind in ("default", "dynamic"):
@@ -122,15 +128,16 @@ def frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor:
     if kind == "yarn":
         return _yarn(base, dim, parameters)
     known = "default, linear, dynamic, llama3 and yarn"
-    raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: try model.implementation: transformers.")
+    raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: set model.implementation: transformers.")
 
 
 def _angles(parameters: Mapping[str, Any], dim: int, positions: int) -> torch.Tensor:
-    """float32 [positions, dim / 2]."""
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(parameters, dim)
+    """Angles float32 [positions, dim / 2]."""
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * compute_frequencies(parameters, dim)
     if parameters["rope_type"] == "dynamic" and positions > parameters["max_position_embeddings"]:
-        # A position beyond the trained length turns as in a sequence that ends there: what token-by-token decoding does, and,
-        # unlike frequencies of the whole batch, the same for every request, so that cached keys stay valid.
+        # A position beyond the trained length uses the frequencies of a sequence that ends there.
+        # That is what token-by-token decoding does, and unlike frequencies of the whole batch it is
+        # the same for every request, so cached keys stay valid.
         trained, factor = parameters["max_position_embeddings"], parameters["factor"]
         beyond = torch.arange(trained, positions, dtype=torch.float64)[:, None]
         base = parameters["rope_theta"] * (factor * (beyond + 1) / trained - (factor - 1)) ** (dim / (dim - 2))
@@ -143,7 +150,7 @@ def _plain(base: float, dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between are blended."""
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate between."""
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
     trained = parameters["original_max_position_embeddings"]
     waves = 2 * math.pi / plain
@@ -154,7 +161,7 @@ def _llama3(plain: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(base: float, dim: int, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
+    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between."""
     factor, trained = _yarn_factor(parameters), parameters["original_max_position_embeddings"]
 
     def pair_of(rotations: float) -> float:

@@ -1,6 +1,7 @@
-"""Which experts a token goes to, and with which weights: softmax or sigmoid scores, groups, correction bias.
+"""Selects each token's experts and their weights: softmax or sigmoid scores, expert groups,
+correction bias.
 
-A router's weight is whole on every rank, so all ranks choose alike. Knows no expert.
+The router's weight is replicated, so all ranks select the same experts. Depends on no expert.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How scores become a choice.
+    """How scores become a selection.
 
-    `renormalize`: the chosen weights add up to 1 before `scale`. `groups` > 1: experts lie in that many groups, of which `top_groups`
-    are open to a token; a group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a stored
-    bias takes part in the choice, not in the weights. `precise`: scores are computed in float32 from the input on.
+    `top_k`: experts per token. `renormalize`: the selected weights sum to 1 before `scale`.
+    `groups` > 1: experts are divided into groups, of which `top_groups` are open to a token; a
+    group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a
+    stored bias that affects the selection but not the weights. `precise`: scores are computed in
+    float32 from the input on.
     """
 
     top_k: int
@@ -54,7 +57,7 @@ class Router(nn.Module):
             self.correction.bind(f"{name}.e_score_correction_bias")
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits`: of `x`, where `behind` has them already."""
+        """`logits`: those of `x`, if `compute_normed_logits` has computed them."""
         if not self._has_kernels:
             return self.choose_experts(F.linear(x.to(self.weight.dtype), self.weight).float())
         return self._use_triton(self._logits(x) if logits is None else logits)
@@ -62,7 +65,8 @@ class Router(nn.Module):
     def compute_normed_logits(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """(logits of the second, norm(x + residual), x + residual) by one kernel; None where that is no gain."""
+        """(logits of norm(x + residual), norm(x + residual), x + residual) by one kernel; None
+        where that is not faster."""
         if not self._has_kernels or norm.scale is None or torch.compiler.is_compiling():
             return None
         from frame.kernels.moe.router import NORMED_TOKENS, compute_normed_logits
@@ -91,10 +95,12 @@ class Router(nn.Module):
         )
 
     def choose_experts(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The choice by float32 logits [tokens, experts], in PyTorch operations: what the kernel is compared with."""
+        """Select experts from float32 logits [tokens, experts], in PyTorch operations: the
+        reference of the kernel."""
         rule = self.rule
         if rule.scoring == "softmax" and rule.renormalize and rule.groups == 1:
-            top, ids = logits.topk(rule.top_k, -1)  # a softmax over the chosen is the renormalised softmax over all
+            # a softmax over the selected logits equals the renormalised softmax over all
+            top, ids = logits.topk(rule.top_k, -1)
             weights = top.softmax(-1)
             return ids, weights * rule.scale if rule.scale != 1.0 else weights
         scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
@@ -108,7 +114,8 @@ class Router(nn.Module):
         return ids, weights * rule.scale if rule.scale != 1.0 else weights
 
     def _open_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """Experts outside of a token's best groups drop out; of equal groups at the edge all stay."""
+        """Mask the experts outside a token's best groups; groups with equal scores at the edge all
+        stay open."""
         grouped = choice.unflatten(-1, (self.rule.groups, -1))  # [tokens, groups, experts of a group]
         best = grouped.amax(-1) if self.rule.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
         edge = best.topk(self.rule.top_groups, -1).values[:, -1:]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.moe import Dispatched, MoERunner
-from frame.models.layers.packed import packed_linear, padded_rows
+from frame.models.layers.packed import packed_linear, pad_row_count
 
 Weights = torch.Tensor | Sequence[torch.Tensor]  # of all experts, plain or packed
 
@@ -69,7 +69,7 @@ def run_each(tokens: Dispatched, gate_up: Weights, down: Weights) -> torch.Tenso
     count, top = tokens.ids.shape
     ids = tokens.ids.flatten()
     counts = torch.bincount(ids, minlength=len(down))
-    sizes = [padded_rows(number) for number in counts.tolist()]
+    sizes = [pad_row_count(number) for number in counts.tolist()]
     padding = torch.tensor(sizes, device=ids.device) - counts
     numbers = torch.arange(len(ids), device=ids.device)
     places = torch.empty_like(ids)  # row of each (token, expert) pair

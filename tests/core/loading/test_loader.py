@@ -140,7 +140,7 @@ def test_wrong_shape(folder: Path) -> None:
         tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(48, 64)
 
     rewrite(folder, change)
-    broken(folder, "model.layers.1.self_attn.k_proj.weight has the shape [48, 64], [32, 64] is expected")
+    broken(folder, "model.layers.1.self_attn.k_proj.weight has the shape [48, 64], but [32, 64] is expected")
 
 
 def test_integers_where_numbers_are_expected(folder: Path) -> None:
@@ -148,7 +148,7 @@ def test_integers_where_numbers_are_expected(folder: Path) -> None:
         tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)
 
     rewrite(folder, change)
-    broken(folder, "model.layers.0.mlp.up_proj.weight is stored as int8, float32 is expected", "quantization method")
+    broken(folder, "model.layers.0.mlp.up_proj.weight is stored as int8, but float32 is expected", "quantization method")
 
 
 def test_missing_parameters_are_named_and_counted(folder: Path) -> None:

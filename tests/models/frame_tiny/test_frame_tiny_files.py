@@ -1,4 +1,4 @@
-"""The embedded model's files: size, tokenizer, chat template, and that transformers loads and agrees with them."""
+"""The bundled model's files: size, tokenizer, chat template, and agreement with transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_size_and_layout() -> None:
     assert {name for name, kind in types.items() if kind != "BF16"} == {name for name in names if name.endswith("correction_bias")}
 
 
-def test_sizes_suit_kernels_and_tensor_parallelism() -> None:
+def test_sizes_fit_kernels_and_tensor_parallelism() -> None:
     config = json.loads((DIRECTORY / "config.json").read_text())
     assert config["max_position_embeddings"] >= 4096
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "vocab_size")
@@ -62,7 +62,7 @@ def test_sizes_suit_kernels_and_tensor_parallelism() -> None:
 
 @given(st.text(max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     if any(mark in text for mark in SPECIAL):
         return
     ids = TOKENIZER.encode(text).ids
@@ -72,8 +72,9 @@ def test_any_text_comes_back(text: str) -> None:
 
 @given(st.lists(st.text(alphabet="abc 012\n=,é漢", max_size=12), max_size=6))
 @settings(max_examples=100, deadline=None)
-def test_ids_grow_into_text_without_revision(parts: list[str]) -> None:
-    """Text decoded from a prefix of the ids is a prefix of the whole text, but for bytes of an unfinished character."""
+def test_decoded_text_grows_without_revision(parts: list[str]) -> None:
+    """Text decoded from a prefix of the ids is a prefix of the whole text, except for bytes of an
+    unfinished character."""
     ids = TOKENIZER.encode("".join(parts), add_special_tokens=False).ids
     whole = TOKENIZER.decode(ids)
     for end in range(len(ids)):

@@ -1,4 +1,5 @@
-"""Layers alone: rotary schemes against transformers, routing against its definition, parameters and their parts."""
+"""Single layers: rotary schemes against transformers, routing against its definition, parameters
+and their parts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from frame.models.layers.attention import get_layer_window
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule, load_parameters
-from frame.models.layers.rotary import Rotary, rope_parameters
+from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.models.layers.router import Router, RoutingRule
 
 CONTEXT = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
@@ -35,7 +36,7 @@ def model_config(**config: Any) -> ModelConfig:
 
 
 def rotary(config: dict[str, Any], dim: int = 16, interleaved: bool = False) -> Rotary:
-    made = Rotary(CONTEXT, dim, rope_parameters(model_config(**config)), interleaved)
+    made = Rotary(CONTEXT, dim, read_rope_parameters(model_config(**config)), interleaved)
     made.finish()
     return made
 
@@ -69,8 +70,9 @@ def test_rotation_equals_that_of_transformers(scheme: dict[str, Any], spelling: 
     torch.testing.assert_close(made.rotate(x, made.gather_rows(positions)), want, atol=2e-6, rtol=1e-5)
 
 
-def test_dynamic_positions_beyond_the_trained_length_turn_as_in_decoding() -> None:
-    """transformers recomputes the frequencies with every longer sequence; a token decoded at position p sees those of length p + 1."""
+def test_dynamic_positions_beyond_the_trained_length_rotate_as_in_decoding() -> None:
+    """transformers recomputes the frequencies for every longer sequence; a token decoded at
+    position p uses those of length p + 1."""
     scheme = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=scheme)
     made = rotary({"rope_parameters": scheme})
@@ -89,7 +91,7 @@ def test_interleaved_rotation_is_that_of_complex_numbers() -> None:
     torch.testing.assert_close(made.rotate(x, made.gather_rows(positions)), want.flatten(-2), atol=1e-5, rtol=1e-5)
 
 
-def test_partial_rotation_leaves_the_rest() -> None:
+def test_partial_rotation_keeps_the_rest() -> None:
     made, positions = rotary({}, dim=8), torch.tensor([3, 9])
     x = torch.randn(2, 4, 16)
     out = made.rotate(x, made.gather_rows(positions))
@@ -108,7 +110,7 @@ def test_a_request_may_run_a_step_past_the_limit() -> None:
 
 
 def route(rule: RoutingRule, scores: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Route by given logits: an identity for a router's weight."""
+    """Route by given logits: the router's weight is an identity."""
     router = Router(CONTEXT, "gate", scores.shape[1], scores.shape[1], rule)
     router.weight.data = torch.eye(scores.shape[1])
     if correction is not None:
@@ -129,7 +131,7 @@ def test_softmax_routing() -> None:
 
 
 @pytest.mark.parametrize("group_score", ["max", "top2"])
-def test_groups_limit_the_choice(group_score: Any) -> None:
+def test_groups_limit_the_selection(group_score: Any) -> None:
     logits, correction = torch.randn(200, 16), torch.randn(16) * 0.1
     rule = RoutingRule(4, "sigmoid", True, 1.5, groups=4, top_groups=2, group_score=group_score, correction=True)
     ids, weights = route(rule, logits, correction)
@@ -157,8 +159,8 @@ def test_norm_adds_the_residual() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_are_chosen_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole models with them: tests/core/interpreted_greedy.py."""
+def test_kernels_are_selected_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/core/interpreted_greedy.py runs whole models with them."""
     plain = RMSNorm(CONTEXT, "norm", 8, 1e-5)
     monkeypatch.setattr(kernels, "can_use_triton", lambda device: True)
     fused = RMSNorm(CONTEXT, "norm", 8, 1e-5)
@@ -169,8 +171,8 @@ def test_kernels_are_chosen_when_a_layer_is_built(monkeypatch: pytest.MonkeyPatc
     assert rotary({}).fused
 
 
-def test_block_scales_are_cut_with_their_weight() -> None:
-    """128 outputs share a scale: rank 1 of 2 of a layer of 512 outputs reads scales 2 and 3."""
+def test_block_scales_are_split_with_their_weight() -> None:
+    """128 outputs share a scale: rank 1 of 2, of a layer with 512 outputs, reads scales 2 and 3."""
     scale = ShardedParameter(torch.zeros(2, 3), ShardRule(output=0, input=1, output_block=128, input_block=128))
     scale.bind("scale", Range.split(512, 1, 2), Range.whole(384))
     assert scale.sources["scale"] == Part((4, 3), (slice(2, 4), slice(0, 3)), (slice(0, 2), slice(0, 3)))
@@ -179,7 +181,7 @@ def test_block_scales_are_cut_with_their_weight() -> None:
     assert torch.equal(scale, whole[2:])
 
 
-def test_heads_of_ranks() -> None:
+def test_head_layout_of_ranks() -> None:
     class Rank(LocalGroup):
         def __init__(self, rank: int, size: int) -> None:
             self.rank, self.size = rank, size
@@ -189,15 +191,15 @@ def test_heads_of_ranks() -> None:
 
     assert [layout(rank, 4, 8, 2).keys.start for rank in range(4)] == [0, 0, 1, 1]
     assert layout(1, 2, 8, 4).get_ranges()[1] == Range(64, 32, 32)
-    with pytest.raises(ConfigurationError, match="9 attention heads cannot be cut into 2"):
+    with pytest.raises(ConfigurationError, match="9 attention heads cannot be split into 2"):
         layout(0, 2, 9, 3)
-    with pytest.raises(ConfigurationError, match="6 key-value heads cannot be cut into 4"):
+    with pytest.raises(ConfigurationError, match="6 key-value heads cannot be split into 4"):
         layout(0, 4, 12, 6)
-    with pytest.raises(ConfigurationError, match="3 key-value heads cannot be repeated over 4"):
+    with pytest.raises(ConfigurationError, match="3 key-value heads cannot be replicated over 4"):
         layout(0, 4, 12, 3)
 
 
-def test_foreign_modules_load_by_their_names() -> None:
+def test_plain_modules_load_by_their_names() -> None:
     module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3)})
     weight, bias = torch.randn(3, 2), torch.randn(3)
     done = load_parameters(module, [("a.weight", weight), ("a.bias", bias), ("skip.this", bias)], (r"skip\.",))
@@ -217,5 +219,5 @@ def test_foreign_modules_load_by_their_names() -> None:
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, [8, None]),
     ],
 )
-def test_windows(config: dict[str, Any], windows: list[int | None]) -> None:
+def test_sliding_windows_of_layers(config: dict[str, Any], windows: list[int | None]) -> None:
     assert [get_layer_window(config, layer) for layer in range(2)] == windows

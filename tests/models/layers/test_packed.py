@@ -1,4 +1,4 @@
-"""Packed products: padded numbers of rows are few, near, and change no row."""
+"""Packed products: padded row counts are few and close, and padding changes no row."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame.models.layers.packed import can_pack, pack_weight, packed_linear, padded_rows
+from frame.models.layers.packed import can_pack, pack_weight, packed_linear, pad_row_count
 
 
-def test_padded_numbers_of_rows_are_few_and_near() -> None:
+def test_padded_row_counts_are_few_and_close() -> None:
     rows = range(1, 8193)
-    padded = [padded_rows(count) for count in rows]
+    padded = [pad_row_count(count) for count in rows]
     assert all(count <= wide <= count * 9 / 8 for count, wide in zip(rows, padded, strict=True))
-    assert all(padded_rows(wide) == wide for wide in padded)
+    assert all(pad_row_count(wide) == wide for wide in padded)
     assert len(set(padded)) < 100
-    assert padded_rows(0) == 0
+    assert pad_row_count(0) == 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 33, 100, 257])
-def test_a_padded_product_is_the_product(count: int) -> None:
+def test_a_padded_product_equals_the_plain_one(count: int) -> None:
     weight = torch.randn(48, 32).bfloat16()
     if not can_pack(weight):
         pytest.skip("this CPU packs nothing")
