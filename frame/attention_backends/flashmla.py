@@ -56,7 +56,7 @@ class FlashMLABackend(PageTableBackend):
         plan: PageTablePlan = batch.plan
         part = plan.decodes
         if part is None or plan.extends is not None:
-            raise TypeError("Attention backend 'flashmla' computes decodes only; name another for prompts beside it.")
+            raise TypeError("Attention backend 'flashmla' computes decodes only; name another backend for prompts.")
         (cached,) = batch.kv.layer(layer.spec.layer)
         if self._first_layer is None or layer.spec.layer <= self._first_layer:
             self._first_layer = layer.spec.layer

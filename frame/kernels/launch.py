@@ -1,15 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Launch sizes and launches of Triton kernels: warps, rows per program, programmatic dependent
-launch.
+launch (PDL).
 
-Triton's own launch inspects every argument to find the compiled variant, which takes twice as long
-as the launch itself. `PreparedLaunch` finds the variant once; the caller guarantees that later
-arguments fit it.
-
-Contract of programmatic dependent launch (PDL): every program of a kernel calls `wait_for_previous`
-before it reads what an earlier kernel wrote, and before it writes. A chain of such kernels then
-runs in order. Weights, which no step writes, may be read before the wait. This module depends on no
-kernel.
+Contract of PDL: every program of a kernel calls `wait_for_previous` before it reads what an earlier
+kernel wrote, and before it writes. A chain of such kernels then runs in order. Weights, which no
+step writes, may be read before the wait. This module depends on no kernel.
 """
 
 from __future__ import annotations
@@ -52,11 +47,13 @@ class PreparedLaunch:
     """A kernel variant compiled for arguments like `example`; call it with a grid, tensors and
     numbers.
 
-    The kernel's parameters are, in this order: tensors or tensor descriptors, numbers, constants.
-    Tensors must be 16-byte aligned, as whole PyTorch tensors are; an unaligned tensor takes
-    Triton's own launch, which selects another variant. Numbers may differ from the example only
-    where the kernel does not specialise on them (`do_not_specialize`); the other numbers belong to
-    the key under which the caller caches this object.
+    Triton's own launch inspects every argument to find the compiled variant, which takes twice as
+    long as the launch itself. This class finds the variant once; the caller guarantees that later
+    arguments fit it. The kernel's parameters are, in this order: tensors or tensor descriptors,
+    numbers, constants. Tensors must be 16-byte aligned, as whole PyTorch tensors are; an unaligned
+    tensor takes Triton's own launch, which selects another variant. Numbers may differ from the
+    example only where the kernel does not specialise on them (`do_not_specialize`); the other
+    numbers belong to the key under which the caller caches this object.
     """
 
     def __init__(self, kernel: Any, example: Sequence[Any], constants: dict[str, Any], device: torch.device, warps: int) -> None:

@@ -43,16 +43,16 @@ class Fp8(QuantizationMethod):
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignore)) if ignore else None
 
     def linear(self, prefix: str, kind: LayerKind = "linear") -> LinearMethod:
-        if kind != "linear" or not self._takes(prefix):
+        if kind != "linear" or not self._quantizes(prefix):
             return PlainLinear()
         return Fp8Linear(self._format) if self._format else RoundedLinear()
 
     def experts(self, prefix: str) -> ExpertsMethod:
-        if not self._takes(prefix):
+        if not self._quantizes(prefix):
             return PlainExperts()
         return Fp8Experts(self._format) if self._format else RoundedExperts()
 
-    def _takes(self, prefix: str) -> bool:
+    def _quantizes(self, prefix: str) -> bool:
         if self._format is not None:
             return self._format.stores_layer(prefix)
         return self._ignored is None or self._ignored.search(prefix) is None
@@ -71,7 +71,7 @@ class Fp8Linear:
         weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
         layer.register_parameter("weight", Fp8Parameter(weight, ShardRule(output=0, input=1)))
         layer.register_parameter(stored.scale, make_scale_parameter(stored.sharing, stored.block, output_sizes, input_size))
-        _prepare(layer, dtype)
+        _init_layer(layer, dtype)
 
     def finish(self, layer: nn.Module) -> None:
         """Select how a weight that was loaded since the last call is multiplied."""
@@ -120,7 +120,7 @@ class RoundedLinear(Fp8Linear):
     def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
         layer.register_parameter("weight", RoundedParameter(weight, ShardRule(output=0, input=1)))
-        _prepare(layer, dtype)
+        _init_layer(layer, dtype)
 
     def _scales(self, layer: nn.Module) -> Scales:
         weight: RoundedParameter = layer.weight  # type: ignore[assignment]
@@ -152,10 +152,10 @@ class Fp8Experts:
         if weights[0].dtype != FP8:
             return
         scales = [self._scales(layer, name) for name in ("gate_up", "down")]
-        kept = self._kept(layer, scales)
-        if kept is not None:
-            for name, values in zip(("gate_up", "down"), kept, strict=True):
-                _keep(layer, f"{name}_fp8_scale", values)
+        selected = self._select_scales(layer, scales)
+        if selected is not None:
+            for name, values in zip(("gate_up", "down"), selected, strict=True):
+                _store_scales(layer, f"{name}_fp8_scale", values)
             return
         dtype: torch.dtype = layer.plain_dtype  # type: ignore[assignment]
         for weight, scale in zip(weights, scales, strict=True):
@@ -173,7 +173,7 @@ class Fp8Experts:
         return Scales(scale.data, scale.rule.output_step, scale.rule.input_step)
 
     @staticmethod
-    def _kept(layer: nn.Module, scales: Sequence[Scales]) -> list[torch.Tensor] | None:
+    def _select_scales(layer: nn.Module, scales: Sequence[Scales]) -> list[torch.Tensor] | None:
         """The scales in a form that the layer's runner takes; None if it takes none, on this device
         and for these sizes."""
         down: torch.Tensor = layer.down  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class Fp8Experts:
         if any(size % BLOCK for size in down.shape[1:]) or not (kernels.can_use_triton(down.device) and kernels.supports_fp8(down.device)):
             return None
         weights: list[torch.Tensor] = [layer.gate_up, down]  # type: ignore[list-item]
-        blocks = [_by_blocks(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+        blocks = [_to_block_scales(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
         found = [each for each in blocks if each is not None]
         if "block" in takes and len(found) == len(scales):
             return found
@@ -218,7 +218,7 @@ class RoundedExperts(Fp8Experts):
         return Scales(weight.scales, BLOCK, BLOCK)
 
 
-def _by_blocks(weight: torch.Tensor, scales: Scales) -> torch.Tensor | None:
+def _to_block_scales(weight: torch.Tensor, scales: Scales) -> torch.Tensor | None:
     """The scales of weights [experts, outputs, inputs] as [experts, outputs / 128, inputs / 128];
     None if they differ inside a block."""
     if scales.columns:
@@ -230,7 +230,7 @@ def _by_blocks(weight: torch.Tensor, scales: Scales) -> torch.Tensor | None:
     return first.expand(-1, -1, weight.shape[2] // BLOCK).contiguous()
 
 
-def _keep(layer: nn.Module, name: str, scale: torch.Tensor) -> None:
+def _store_scales(layer: nn.Module, name: str, scale: torch.Tensor) -> None:
     """Register a buffer, or update it in place: a captured graph reads it at its old address."""
     before: torch.Tensor | None = getattr(layer, name, None)  # type: ignore[assignment]
     if before is None:
@@ -239,7 +239,7 @@ def _keep(layer: nn.Module, name: str, scale: torch.Tensor) -> None:
         before.copy_(scale)
 
 
-def _prepare(layer: nn.Module, dtype: torch.dtype) -> None:
+def _init_layer(layer: nn.Module, dtype: torch.dtype) -> None:
     """Initialise the attributes that `finish` sets."""
     layer.plain_dtype = dtype  # type: ignore[assignment]
     layer.product = None  # type: ignore[assignment]

@@ -34,8 +34,8 @@ class Fp8Matmul:
 
         outputs, inputs = weight.shape
         device = weight.device
-        self._narrow, self._few = fp8_linear.skinny_fp8_linear, fp8_linear.MAX_ROWS
-        each, room = range(self._few + 1), kernels.get_shared_memory(device)
+        self._skinny_linear, self._max_few_rows = fp8_linear.skinny_fp8_linear, fp8_linear.MAX_ROWS
+        each, room = range(self._max_few_rows + 1), kernels.get_shared_memory(device)
         sizes = (outputs, inputs, scales.columns)
         self._plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fit_shared_memory(room) for rows in each]
         self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
@@ -48,7 +48,7 @@ class Fp8Matmul:
         self._scales = F.pad(scales.values, (0, -scales.values.shape[1] % 4)) if scales.columns else scales.values
         self._one = torch.ones((), device=device)
         self._pdl = kernels.supports_pdl(device)
-        self._multiplies_many = device.type == "cuda" and (
+        self._has_large_product = device.type == "cuda" and (
             # cuBLAS has block-scaled products for 9.0 only
             not scales.columns or torch.cuda.get_device_capability(device) == (9, 0)
         )
@@ -68,10 +68,10 @@ class Fp8Matmul:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         rows = flat.shape[0]
-        if 0 < rows <= self._few:
+        if 0 < rows <= self._max_few_rows:
             out = self._multiply_few(flat, weight, bias, self._plans[rows])
         else:
-            out = self._many(flat, weight) if rows else flat.new_empty(0, len(weight))
+            out = self._multiply_large(flat, weight) if rows else flat.new_empty(0, len(weight))
             if bias is not None:
                 out += bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
@@ -81,7 +81,7 @@ class Fp8Matmul:
         the skinny kernel takes."""
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         rows = flat.shape[0]
-        if not (0 < rows <= self._few and self._can_gate):
+        if not (0 < rows <= self._max_few_rows and self._can_gate):
             return None
         out = self._multiply_few(flat, weight, bias, self._gated_plans[rows], gated=True)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
@@ -90,13 +90,13 @@ class Fp8Matmul:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False
     ) -> torch.Tensor:
         rounded, by_row = self._quantize(x, self._pdl)
-        return self._narrow(
+        return self._skinny_linear(
             rounded, by_row, weight, self._scales, self._block, bias, plan, self._counter,
             rows=len(x), dtype=x.dtype, gated=gated, pdl=self._pdl,
         )  # fmt: skip
 
-    def _many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if not self._multiplies_many:
+    def _multiply_large(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self._has_large_product:
             scales = Scales(self._scales, *self._block)
             return F.linear(x, dequantize(weight, scales, x.dtype))
         rounded, by_row = self._quantize(x, self._pdl)

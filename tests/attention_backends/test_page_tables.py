@@ -91,7 +91,7 @@ def test_captured_plans_describe_the_given_batch(name: str) -> None:
 
 def test_flashmla_refuses_prompts() -> None:
     case = Case(Rows.of([5], [(0, 3)]), **attention_cases.LATENT)
-    with pytest.raises(TypeError, match="name another for prompts"):
+    with pytest.raises(TypeError, match="name another backend for prompts"):
         suite.compute(make("flashmla", case), case, suite.make_inputs(case))
 
 

@@ -36,7 +36,7 @@ def make(case: Case) -> TorchNativeBackend:
 def groups_of(rows: Rows, page_size: int = 4, window: int | None = None, token_bytes: int = 1024, shuffled: bool = True) -> planning.Groups:
     pages = lay_out(rows, page_size, np.random.default_rng(0), shuffled)
     batch = forward_batch(rows, pages, PlainKVCache(page_size, []), "cpu")
-    return planning.Grouping(batch, window, torch.float32, token_bytes).make(rows.num_decodes)
+    return planning.Grouping(batch, window, torch.float32, token_bytes).make_groups(rows.num_decodes)
 
 
 @settings(max_examples=200, deadline=None)

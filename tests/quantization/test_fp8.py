@@ -240,9 +240,9 @@ def test_other_weights_are_refused(config: dict[str, object], sentence: str) -> 
 )
 def test_patterns_of_unquantized_layers(pattern: str, plain: str, stored: str) -> None:
     found = Fp8Format("tensor", plain=(pattern,))
-    assert not found.stores(plain)
-    assert found.stores(stored)
-    assert Fp8Format("tensor", targets=(pattern,)).stores(plain)
+    assert not found.stores_layer(plain)
+    assert found.stores_layer(stored)
+    assert Fp8Format("tensor", targets=(pattern,)).stores_layer(plain)
 
 
 def test_unquantized_layers() -> None:

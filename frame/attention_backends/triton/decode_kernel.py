@@ -1,12 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """The decode kernel: split-KV attention of one query token per row (FlashDecoding), over a schedule
-of work items.
+of work items (`split_schedule.py`).
 
-out[r, h] = softmax(q[r, h] · K[r].T * scale) V[r]. Keys are divided into items
-(`split_schedule.py`). All query heads that share a key head are one tile, so each key is read once
-per group; rows with a common prefix form one tile over it (cascade attention, as in FlashInfer and
-Hydragen). The last program to finish a row's own items merges all its partial results, without
-another launch; wide values use `merge_kernel`.
+All query heads that share a key head are one tile, so each key is read once per group; rows with a
+common prefix form one tile over it (cascade attention, as in FlashInfer and Hydragen).
 """
 
 from __future__ import annotations
@@ -192,7 +189,12 @@ def decode_kernel(
     MERGE_IN_KERNEL: tl.constexpr,  # False: `merge_kernel` merges
     PDL: tl.constexpr,
 ):
-    """Grid: (kv heads * blocks of `HEADS` query heads, items)."""
+    """out[r, h] = softmax(q[r, h] · K[r].T * scale) V[r]. Grid: (kv heads * blocks of `HEADS` query
+    heads, items).
+
+    The last program to finish a row's own items merges all partial results of the row, without
+    another launch; for wide values `merge_kernel` merges.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: later kernels would occupy multiprocessors

@@ -1,12 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Skinny fp8 GEMM: up to 64 fp8 rows times fp8 weights, bound by reading the weights.
 
-out[m, n] = sum_k x[m, k] * x_scale[m, k] * w[n, k] * w_scale[n, k] (+ bias[n]). Weights are e4m3
-[N, K] with one scale per output ([N]) or per block ([N / rows, K / columns]); rows are quantized by
-`fp8_quantize`. The weights are the left MMA operand, so that few rows fill the short side. Where
-output tiles do not fill the device, K is split over several programs (split-K); the last program to
-arrive sums the partial results in a fixed order. Weights, which no step writes, are prefetched to
-L2 before the PDL wait. Depends on no layer and no checkpoint format.
+Weights are e4m3 [N, K] with one scale per output ([N]) or per block ([N / rows, K / columns]); rows
+are quantized by `fp8_quantize`. Depends on no layer and no checkpoint format.
 """
 
 from __future__ import annotations
@@ -79,7 +75,14 @@ def skinny_fp8_kernel(
     HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
     num_warps: tl.constexpr, num_stages: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (output tiles, SPLIT)."""
+    """out[m, n] = sum_k x[m, k] * x_scale[m, k] * w[n, k] * w_scale[n, k] (+ bias[n]). Grid:
+    (output tiles, SPLIT).
+
+    The weights are the left MMA operand, so that few rows fill the short side. Where output tiles
+    do not fill the device, K is split over SPLIT programs (split-K), and the last one to arrive
+    sums the partial results in a fixed order. Weights, which no step writes, are prefetched to L2
+    before the PDL wait.
+    """
     PARTS: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
     split = tl.program_id(1)

@@ -2,12 +2,8 @@
 """SiLU(gate) * up of many rows for compute capability 9.0: `gated_linear` as a warp-specialized
 Gluon kernel.
 
-Persistent programs loop over output tiles. One producer warp keeps the shared-memory pipeline full
-by TMA, also while results are stored; two consumer groups of four warps multiply 64 rows each, with
-gate and up as one MMA of 256 outputs whose halves meet in registers (the producer-consumer
-structure of CUTLASS's "pingpong" kernels and FlashAttention-3). Not launched with PDL. Gluon does
-not run under Triton's interpreter. Depends on no layer; `gated_linear.is_faster` decides for which
-row counts to use it.
+Gluon does not run under Triton's interpreter. Depends on no layer; `gated_linear.is_faster` decides
+for which row counts to use it.
 """
 
 from __future__ import annotations
@@ -121,7 +117,14 @@ def prefill_kernel(
     REGISTERS: gl.constexpr,
     FEW_REGISTERS: gl.constexpr,
 ):
-    """Grid: min(multiprocessors, tiles)."""
+    """Grid: min(multiprocessors, tiles). Persistent programs loop over output tiles; not launched
+    with PDL.
+
+    One producer warp keeps the shared-memory pipeline full by TMA, also while results are stored.
+    Two consumer groups of four warps multiply 64 rows each, with gate and up as one MMA of 256
+    outputs whose halves meet in registers (the producer-consumer structure of CUTLASS's "pingpong"
+    kernels and FlashAttention-3).
+    """
     x = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, xs.block_shape[0] // 2, 64], xs.layout)
     w = gl.allocate_shared_memory(xs.dtype, [STAGES * 2, weights.block_shape[0], 64], xs.layout)
     results = gl.allocate_shared_memory(xs.dtype, [2, out.block_shape[0], out.block_shape[1]], xs.layout)

@@ -1,12 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
 """Skinny GEMM for large weights on compute capability 9.0: up to 64 rows, weights streamed by TMA.
 
-The outputs are divided into equal slices, so that all programs end together. In each program one
-producer warp keeps the shared-memory pipeline full, starting before the PDL wait; the consumer
-warps multiply, with the weights as the left MMA operand, so that eight rows fill the short side.
-Slices lie in shared memory without gaps: the MMA of a slice also reads the rows after it, and those
-results are dropped. Written in Gluon, because Triton's pipelined loops start no copy before the
-wait; it does not run under the interpreter. `linear_plan` selects the sizes. Depends on no layer.
+Written in Gluon, because Triton's pipelined loops start no copy before the PDL wait; it does not
+run under the interpreter. `linear_plan` selects the sizes. Depends on no layer.
 """
 
 from __future__ import annotations
@@ -173,7 +169,14 @@ def stream_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid: programs. Each takes the slices program_id, program_id + programs, …"""
+    """Grid: programs. Each takes the slices program_id, program_id + programs, …
+
+    The outputs are divided into equal slices, so that all programs end together. In each program
+    one producer warp keeps the shared-memory pipeline full, starting before the PDL wait; the
+    consumer warps multiply, with the weights as the left MMA operand, so that eight rows fill the
+    short side. Slices lie in shared memory without gaps: the MMA of a slice also reads the rows
+    after it, and those results are dropped.
+    """
     BEYOND: gl.constexpr = (TILE - SLICE) // 8  # rows past the last slice that its MMA reads
     w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SLICE // 8 + BEYOND, 8, 64], large.layout)
     x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, 64], large.layout)

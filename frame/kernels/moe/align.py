@@ -86,23 +86,23 @@ def _align_kernel(
     """Grid: experts. Each program scans all pairs for those of its expert."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    mine = tl.program_id(0)
+    own_expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     lanes = tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
     found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
     blocks = (found + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(experts < mine, blocks, 0))
-    same = ((expert == mine) & (lanes < pairs)).to(tl.int32)
-    tl.store(pairs_out + first * BLOCK + tl.cumsum(same, 0) - 1, lanes, mask=same > 0)
-    count = tl.sum(same)
-    my_blocks = (count + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(experts < own_expert, blocks, 0))
+    is_own = ((expert == own_expert) & (lanes < pairs)).to(tl.int32)
+    tl.store(pairs_out + first * BLOCK + tl.cumsum(is_own, 0) - 1, lanes, mask=is_own > 0)
+    count = tl.sum(is_own)
+    own_blocks = (count + BLOCK - 1) // BLOCK
     pads = tl.arange(0, BLOCK)
-    nobody = tl.zeros([BLOCK], tl.int32)
-    tl.store(pairs_out + first * BLOCK + count + pads, nobody + pairs, mask=pads < my_blocks * BLOCK - count)
-    for block in range(0, my_blocks, BLOCK):
-        tl.store(experts_out + first + block + pads, nobody + mine, mask=block + pads < my_blocks)
-    if mine == 0:
+    lane_zeros = tl.zeros([BLOCK], tl.int32)
+    tl.store(pairs_out + first * BLOCK + count + pads, lane_zeros + pairs, mask=pads < own_blocks * BLOCK - count)
+    for block in range(0, own_blocks, BLOCK):
+        tl.store(experts_out + first + block + pads, lane_zeros + own_expert, mask=block + pads < own_blocks)
+    if own_expert == 0:
         tl.store(used, tl.sum(blocks))
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
@@ -140,30 +140,30 @@ def _place_kernel(
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     found = tl.zeros([EXPERTS], tl.int32)
-    ahead = tl.zeros([EXPERTS], tl.int32)
+    before_chunk = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, chunks, TOGETHER):
         each = start + tl.arange(0, TOGETHER)[:, None]
         counted = tl.load(counts + each * EXPERTS + experts[None, :], mask=each < chunks, other=0)
         found += tl.sum(counted, 0)
-        ahead += tl.sum(tl.where(each < chunk, counted, 0), 0)
+        before_chunk += tl.sum(tl.where(each < chunk, counted, 0), 0)
     blocks = (found + BLOCK - 1) // BLOCK
     ends = tl.cumsum(blocks, 0)
     firsts = ends - blocks
     nexts = counts + (chunks + chunk) * EXPERTS
-    tl.store(nexts + experts, firsts * BLOCK + ahead)
+    tl.store(nexts + experts, firsts * BLOCK + before_chunk)
     tl.debug_barrier()  # make the stores visible to all threads
     lanes = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0)
     place = tl.atomic_add(nexts + expert, 1, mask=lanes < pairs, sem="relaxed")
     tl.store(pairs_out + place, lanes, mask=lanes < pairs)
-    mine = experts % chunks == chunk
+    own_expert = experts % chunks == chunk
     rests = blocks * BLOCK - found
     for start in range(0, BLOCK, PADS):
         pads = start + tl.arange(0, PADS)[None, :]
         places = (firsts * BLOCK + found)[:, None] + pads
-        tl.store(pairs_out + places, tl.zeros([EXPERTS, PADS], tl.int32) + pairs, mask=mine[:, None] & (pads < rests[:, None]))
-    for number in range(tl.max(tl.where(mine, blocks, 0))):
-        tl.store(experts_out + firsts + number, experts, mask=mine & (number < blocks))
+        tl.store(pairs_out + places, tl.zeros([EXPERTS, PADS], tl.int32) + pairs, mask=own_expert[:, None] & (pads < rests[:, None]))
+    for number in range(tl.max(tl.where(own_expert, blocks, 0))):
+        tl.store(experts_out + firsts + number, experts, mask=own_expert & (number < blocks))
     if chunk == 0:
         tl.store(used, tl.sum(blocks))
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))

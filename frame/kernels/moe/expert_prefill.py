@@ -3,13 +3,8 @@
 persistent).
 
 act = SiLU(x @ gate[e].T) * (x @ up[e].T), then out = (act @ down[e].T) * weight, for rows sorted by
-expert. Producer warps keep the shared-memory pipeline full; two consumer groups of four warps
-multiply 64 rows and 256 outputs each, and one multiplies while the other stores ("pingpong"
-schedule, as in CUTLASS and FlashAttention-3). Tiles differ in cost, since a group whose rows are
-all padding multiplies nothing, so programs claim tiles dynamically from one atomic counter. The
-first product gathers token rows with 16-byte asynchronous copies; the second scatters its results.
-Does not run under Triton's interpreter. Depends on no routing; `expert_tiles` decides for which row
-counts it is used.
+expert. Does not run under Triton's interpreter. Depends on no routing; `expert_tiles` decides for
+which row counts it is used.
 """
 
 from __future__ import annotations
@@ -349,7 +344,14 @@ def gate_up_kernel(
     FEW_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid: min(multiprocessors, blocks * output tiles)."""
+    """Grid: min(multiprocessors, blocks * output tiles).
+
+    Four producer warps gather token rows with 16-byte asynchronous copies and keep the
+    shared-memory pipeline full. Two consumer groups of four warps multiply 64 rows and 256 outputs
+    each; one multiplies while the other stores (CUTLASS's and FlashAttention-3's "pingpong"
+    schedule). Tiles differ in cost, since a group whose rows are all padding multiplies nothing, so
+    programs claim tiles from one atomic counter.
+    """
     shared = allocate_pipeline(weights, STAGES, 2)
     wait_for_previous(PDL)
     launch_dependents(PDL)
@@ -382,7 +384,8 @@ def down_kernel(
     FEW_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid: min(multiprocessors, blocks * output tiles)."""
+    """Grid: min(multiprocessors, blocks * output tiles). As `gate_up_kernel`, with one producer
+    warp that loads by TMA; results are scattered to the pairs' rows."""
     shared = allocate_pipeline(weights, STAGES, 1)
     wait_for_previous(PDL)
     launch_dependents(PDL)

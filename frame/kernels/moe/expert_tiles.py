@@ -31,7 +31,7 @@ class Tile:
     use_gluon: bool = False
 
     def fit_shared_memory(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
-        """The tile for a product with `width` weight matrices side by side: no larger than the
+        """The tile for a product with `width` concatenated weight matrices: no larger than the
         matrices, and within `shared_memory` bytes."""
         bk = max(16, min(self.bk * 2 // max(2, itemsize), _power(inputs)))
         bn = max(16, min(self.bn, _power(outputs)))

@@ -1,14 +1,11 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Top-k, top-p and min-p sampling without sorting.
+"""Top-k, top-p and min-p sampling without sorting: every filter keeps the columns from a threshold
+on.
 
-Every filter keeps the columns from a threshold on. The top-k threshold is the k-th greatest logit;
-the top-p threshold is the smallest value above which lies less than p of the weight (of exactly k
-columns). Both are found by bisection over order-preserving integers, three thresholds per pass;
-FlashInfer's sorting-free kernels use rejection sampling instead. The search runs over candidates:
-the maxima of groups of columns give a bound from which on there are enough columns. A row with too
-many candidates (a flat distribution, a very large k) is searched over all columns. Sums without a
-fixed order are sums of integers, so that a row's token depends on the row alone. Depends on no
-request.
+The top-k threshold is the k-th greatest logit; the top-p threshold is the smallest value above
+which lies less than p of the weight (of exactly k columns). Both are found by bisection, over few
+candidate columns where possible. FlashInfer's sorting-free kernels use rejection sampling instead.
+Depends on no request.
 """
 
 from __future__ import annotations
@@ -188,8 +185,8 @@ def midpoint(low, high):
 
 @triton.jit
 def search_threshold(orders, weights, low, high, goal):
-    """The greatest order from which on the weights sum up to `goal`. It holds for `low` and not for
-    `high`."""
+    """The greatest order from which on the weights sum up to `goal`: bisection, three thresholds a
+    pass. It holds for `low` and not for `high`. Integer sums keep it independent of the order."""
     while low + 1 < high:
         second = midpoint(low, high)
         first, third = midpoint(low, second), midpoint(second, high)
@@ -444,7 +441,7 @@ class Candidates:
 
 def find_candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, stats: BlockStats) -> Candidates:
     """Columns that may pass the rows' filters, of logits [rows, vocab] whose block statistics
-    include group maxima."""
+    include group maxima. A row with too many is searched whole (`search_kernel`)."""
     if stats.group_max is None:
         raise ValueError("candidates are looked for among peaks; survey with them")
     rows, vocab = logits.shape
@@ -474,12 +471,9 @@ def sample_filtered(
     unfiltered: tuple[torch.Tensor, torch.Tensor] | None = None,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_unfiltered` with filters -> (token ids int64 [rows], maximum logit float32 [rows]).
-    logits [rows, vocab] of any float dtype.
-
-    `unfiltered`: the result of `sample_unfiltered` for the same logits, if known; the token ids of
-    rows with filters are overwritten, and so are those rows of `last_tokens`.
-    """
+    """`sample_unfiltered` with filters, for logits [rows, vocab] of any float dtype. `unfiltered`:
+    its result for the same logits, if known; the token ids of rows with filters are overwritten,
+    and so are those rows of `last_tokens`."""
     rows, vocab = logits.shape
     device = logits.device
     stats = compute_block_stats(logits, filters.temperature, with_group_max=True)

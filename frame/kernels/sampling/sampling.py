@@ -2,9 +2,7 @@
 """Draws tokens from logits in two launches: statistics of blocks of columns, then a draw that reads
 one block again.
 
-p(j) = exp((logit[j] - max) / temperature) / sum, drawn by the inverse CDF in column order. Logits
-are read once, in their own dtype; values are float32, and sums that decide between columns are
-float64. A row's token depends on that row alone: the block size does not depend on the batch
+A row's token depends on that row alone: the block size does not depend on the batch
 (batch-invariant). Nothing waits for the host, so both launches can be captured in a CUDA graph.
 Depends on no request, filter or processor.
 """
@@ -133,7 +131,12 @@ def draw_kernel(
     PDL: tl.constexpr,
 ):
     """Grid: rows. Greedy: the first column of the maximum; otherwise the column in which the
-    running sum of weights passes `uniform` times the total."""
+    running sum of weights passes `uniform` times the total.
+
+    p(j) = exp((logit[j] - max) / temperature) / sum, by the inverse CDF in column order. Logits are
+    read once, in their own dtype; values are float32, and sums that decide between columns are
+    float64.
+    """
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     Run = Callable[[Dispatched, nn.Module], torch.Tensor]
 
-_BESIDE_TOKENS = 64  # up to this, neither the experts nor the shared expert fills a GPU, so they overlap on two streams
+_OVERLAP_TOKENS = 64  # up to this, neither the experts nor the shared expert fills a GPU, so they overlap on two streams
 
 
 @lru_cache(maxsize=16)
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+def _get_side_stream(device: torch.device) -> torch.cuda.Stream:
     """The second stream, on which shared experts run: one for all layers, which run one after
     another."""
     return torch.cuda.Stream(device)
@@ -93,7 +93,7 @@ class MoE(nn.Module):
         self.experts = Experts(context, f"{prefix}.experts", sizes)
         self.shared = shared
         # otherwise the result is added to, here or on other ranks
-        self._leaves_parts = shared is None and context.tp.size == 1
+        self._returns_parts = shared is None and context.tp.size == 1
         # collectives must be issued in the same order on all ranks
         self._overlaps = context.device.type == "cuda" and context.tp.size == 1
 
@@ -106,23 +106,23 @@ class MoE(nn.Module):
             logits = None
         else:
             logits, x, residual = joined
-        return (self._routed(x, logits, self.runner.run_parts) if self._leaves_parts else self(x, logits)), residual
+        return (self._run_experts(x, logits, self.runner.run_parts) if self._returns_parts else self(x, logits)), residual
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """`logits`: the router's logits, if already computed."""
         if self.shared is None:
-            return self._routed(x, logits)
-        if not self._overlaps or len(x) > _BESIDE_TOKENS:
-            return self._routed(x, logits) + self.shared(x)
-        here, beside = torch.cuda.current_stream(x.device), _stream_beside(x.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+            return self._run_experts(x, logits)
+        if not self._overlaps or len(x) > _OVERLAP_TOKENS:
+            return self._run_experts(x, logits) + self.shared(x)
+        main, side = torch.cuda.current_stream(x.device), _get_side_stream(x.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             shared = self.shared(x)
-        out = self._routed(x, logits)
-        here.wait_stream(beside)
+        out = self._run_experts(x, logits)
+        main.wait_stream(side)
         return out + shared
 
-    def _routed(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
+    def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
         ids, weights = self.router(x, logits)
         tokens = self.dispatcher.dispatch(x, ids, weights)
         return self.dispatcher.combine((run or self.runner.run)(tokens, self.experts), tokens)

@@ -38,43 +38,43 @@ class PlainMatmul:
             from frame.kernels.linear.linear import skinny_linear  # imports Triton
             from frame.kernels.linear.linear_plan import choose_plans
 
-            self._skinny = skinny_linear
+            self._skinny_linear = skinny_linear
             outputs, inputs = weight.shape
             chip = kernels.get_shared_memory(weight.device), kernels.supports_tma_streaming(weight.device)
             self._plans = choose_plans(outputs, inputs, False, *chip)
             if outputs % 2 == 0:
                 self._gated_plans = choose_plans(outputs, inputs, True, *chip)
-                self._prepare_many(weight)
-            self._prepare_streams()
+                self._prepare_gated(weight)
+            self._prepare_stream()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""
-        plan = _pick(self._plans, x)
+        plan = _get_plan(self._plans, x)
         if plan is None:
             return F.linear(x, weight, bias)
-        return self._few(plan, x, weight, bias)
+        return self._multiply_few(plan, x, weight, bias)
 
     def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where a
         separate activation is faster."""
-        plan = _pick(self._gated_plans, x)
+        plan = _get_plan(self._gated_plans, x)
         if plan is not None:
-            return self._few(plan, x, weight, bias, gated=True)
+            return self._multiply_few(plan, x, weight, bias, gated=True)
         if self._programs == 0 or bias is not None or x.dim() != 2 or torch.compiler.is_compiling():
             return None
-        return self._gated_many(x, weight)
+        return self._multiply_gated_many(x, weight)
 
-    def _prepare_streams(self) -> None:
+    def _prepare_stream(self) -> None:
         if any(plan is not None and plan.kernel == "stream" for plan in (*self._plans, *self._gated_plans)):
             from frame.kernels.linear.linear_stream import stream_linear
 
-            self._stream = stream_linear
+            self._stream_linear = stream_linear
 
-    def _prepare_many(self, weight: torch.Tensor) -> None:
+    def _prepare_gated(self, weight: torch.Tensor) -> None:
         from frame.kernels.launch import count_tma_processors
         from frame.kernels.linear import gated_linear
 
-        self._many, self._programs = gated_linear, count_tma_processors(weight.device)
+        self._gated_module, self._programs = gated_linear, count_tma_processors(weight.device)
         self.multiply_many = gated_linear.gated_linear
         if kernels.supports_tma_streaming(weight.device):
             from frame.kernels.linear import gated_prefill
@@ -82,20 +82,22 @@ class PlainMatmul:
             if gated_prefill.can_tile(len(weight) // 2, weight.shape[1]):
                 self.multiply_many, self._batches = gated_prefill.gated_prefill, gated_prefill.BATCHES
 
-    def _few(self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
+    def _multiply_few(
+        self, plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
+    ) -> torch.Tensor:
         if plan.kernel != "stream":
-            return self._skinny(x, weight, bias, plan, gated)
+            return self._skinny_linear(x, weight, bias, plan, gated)
         if not _is_aligned(x):
             x = x.clone(memory_format=torch.contiguous_format)
-        return self._stream(x, weight, bias, plan, gated)
+        return self._stream_linear(x, weight, bias, plan, gated)
 
-    def _gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        if not self._many.can_use_tma(x, weight):
+    def _multiply_gated_many(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        if not self._gated_module.can_use_tma(x, weight):
             return None
         if not self._is_compiled:  # compiled with the first tokens, not when a large batch first comes
             self._is_compiled = True
             self.multiply_many(x[:1], weight, self._programs)
-        if not self._many.is_faster(len(x), len(weight) // 2, self._programs, self._batches):
+        if not self._gated_module.is_faster(len(x), len(weight) // 2, self._programs, self._batches):
             return None
         return self.multiply_many(x, weight, self._programs)
 
@@ -105,7 +107,7 @@ def _is_aligned(weight: torch.Tensor) -> bool:
     return weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
-def _pick(plans: tuple[Plan | None, ...], x: torch.Tensor) -> Plan | None:
+def _get_plan(plans: tuple[Plan | None, ...], x: torch.Tensor) -> Plan | None:
     if not plans or x.dim() != 2 or len(x) >= len(plans) or x.stride(1) != 1 or torch.compiler.is_compiling():
         return None
     return plans[len(x)]
