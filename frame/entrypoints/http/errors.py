@@ -86,6 +86,11 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.headers: tuple[tuple[bytes, bytes], ...] = ()  # of the response, besides
 
+    def with_param(self, param: str) -> ApiError:
+        """The same error with another name of its field, in `param` and in the sentence."""
+        message = self.message.replace(self.param, param) if self.param else self.message
+        return ApiError(self.status, message, param, self.code, self.retry_after)
+
     def body(self) -> bytes:
         """The JSON of the response, and of the last event of a stream that fails midway."""
         kind = TYPES.get(self.status, "server_error")

@@ -87,7 +87,7 @@ def rename_error_params(places: Mapping[str, str]) -> Iterator[None]:
         param = error.param or ""
         for ours, theirs in places.items():
             param = param.replace(ours, theirs)
-        raise ApiError(error.status, error.message.replace(error.param or param, param), param or None) from None
+        raise (error.with_param(param) if param else error) from None
 
 
 def check_schemas(schemas: Iterable[tuple[Any, str]]) -> None:

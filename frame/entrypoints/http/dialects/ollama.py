@@ -17,7 +17,7 @@ from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_
 from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
-from frame.entrypoints.http.dialects.ollama_schema import OPTIONS, ChatBody, EmbedBody, GenerateBody, ShowBody, served_name
+from frame.entrypoints.http.dialects.ollama_schema import ChatBody, EmbedBody, GenerateBody, ShowBody, name_option, served_name
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
@@ -32,9 +32,7 @@ _encode = msgspec.json.encode
 
 
 def _error_body(error: ApiError) -> bytes:
-    option = next((option for option, ours in OPTIONS.items() if ours == error.param), error.param)
-    message = error.message if option == error.param else error.message.replace(error.param or "", f"options.{option}", 1)
-    return _encode({"error": message})
+    return _encode({"error": name_option(error).message})
 
 
 def _error_line(error: ApiError) -> bytes:

@@ -142,11 +142,13 @@ def _made(kind: Any, **fields: Any) -> Any:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        wrong = validation_error(error.errors(include_url=False), given)
-        option = next((option for option, ours in OPTIONS.items() if ours == wrong.param), None)
-        if option is None:
-            raise wrong from None
-        raise ApiError(400, wrong.message.replace(wrong.param or "", f"options.{option}", 1), f"options.{option}") from None
+        raise name_option(validation_error(error.errors(include_url=False), given)) from None
+
+
+def name_option(error: ApiError) -> ApiError:
+    """The error with Ollama's option in place of the chat request's field."""
+    option = next((option for option, field in OPTIONS.items() if field == error.param), None)
+    return error if option is None else error.with_param(f"options.{option}")
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
