@@ -46,9 +46,20 @@ def base_distributions() -> set[str]:
 
 
 def hidden_modules(kept: set[str]) -> list[str]:
-    """Top-level modules that only other distributions give."""
-    owners = metadata.packages_distributions()
-    return sorted(module for module, names in owners.items() if not any(_normalised(name) in kept for name in names))
+    """Modules that only other distributions provide: top-level ones, and packages within a shared namespace."""
+    top: dict[str, bool] = {}  # module -> whether a distribution of the base installation provides it
+    nested: dict[str, bool] = {}
+    for found in metadata.distributions():
+        is_kept = _normalised(found.metadata["Name"]) in kept
+        for file in found.files or ():
+            if file.suffix in (".py", ".so") and ".." not in file.parts:
+                first = file.parts[0].partition(".")[0]
+                top[first] = top.get(first, False) or is_kept
+                if len(file.parts) > 2:
+                    name = ".".join(file.parts[:2])
+                    nested[name] = nested.get(name, False) or is_kept
+    shared = {name for name in nested if top[name.partition(".")[0]]}
+    return sorted([name for name in top if not top[name]] + [name for name in shared if not nested[name]])
 
 
 def _applies(requirement: Requirement, extras: Iterable[str]) -> bool:

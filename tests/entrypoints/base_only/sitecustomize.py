@@ -17,7 +17,7 @@ _kept = frozenset(_given["distributions"])
 
 class _Hider(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in _hidden:
+        if name.partition(".")[0] in _hidden or name in _hidden:
             raise ModuleNotFoundError(f"No module named {name!r} (not part of the base installation)", name=name)
 
 
