@@ -1,5 +1,4 @@
-"""Every way of multiplying experts gives the definition's result, whatever the shapes and the
-routing."""
+"""Every variant of the expert GEMMs equals the definition, for all shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which parser a chat template leads to: the parts of real templates that show how their models
-write."""
+"""Which parser `auto` selects for the chat templates of real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry: records, errors that help, lazy loading. No entry point takes part."""
+"""The registry: records, errors, lazy loading. Uses no entry point."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Unfinished(SchedulingPolicy):
     pass
 
 
-class Stranger:
+class Unrelated:
     pass
 
 
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
     made = types.ModuleType(MODULE)
-    made.Fifo, made.Unfinished, made.Stranger = Fifo, Unfinished, Stranger
+    made.Fifo, made.Unfinished, made.Unrelated = Fifo, Unfinished, Unrelated
     sys.modules[MODULE] = made
     yield made
     del sys.modules[MODULE]
@@ -173,7 +173,7 @@ def test_load_gives_the_class(module: types.ModuleType) -> None:
     [
         ("frame_no_such_module:X", "ModuleNotFoundError: No module named 'frame_no_such_module'"),
         (f"{MODULE}:Missing", "has no attribute 'Missing'"),
-        (f"{MODULE}:Stranger", "is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy"),
+        (f"{MODULE}:Unrelated", "is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy"),
         (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/1"),
     ],
 )

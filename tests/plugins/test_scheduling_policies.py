@@ -1,4 +1,4 @@
-"""What each scheduling policy prefers."""
+"""The order of each scheduling policy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The plugin's manifest: its record, capabilities and options.
 
-frame imports this module to list and to check plugins, so it imports no torch; the backend is
-imported when it is chosen.
+frame imports this module to list plugins, so it must not import torch. The backend is imported
+when it is selected.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class BlockwiseOptions(BaseModel):
-    """What users set under `plugins.options` as `attention_backend/blockwise`."""
+    """The options `attention_backend/blockwise` under `plugins.options`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    block_tokens: int = Field(256, ge=1, description="Cached tokens that are read at once; more is faster and needs more memory.")
+    block_tokens: int = Field(256, ge=1, description="Cached tokens per block; more are faster and need more memory.")
 
 
 CAPABILITIES = AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"), sliding_window=True)
@@ -36,6 +36,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         capabilities=CAPABILITIES,
         options=BlockwiseOptions,
         api="attention/1",  # the interface version that this package was written for
-        rank=-10,  # never chosen by `auto` where another backend serves
+        rank=-10,  # `auto` prefers every other backend that fits
         summary="Blockwise attention with a running softmax, in plain PyTorch.",
     )

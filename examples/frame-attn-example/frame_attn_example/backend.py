@@ -1,7 +1,7 @@
 """Attention over blocks of cached tokens with a running softmax (Milakov and Gimelshein, arXiv
 1805.02867).
 
-Written to be read: it loops over the rows of a batch, which a fast backend does not.
+Simple rather than fast: it loops over the rows of a batch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request in a step: where its query tokens stand in the batch, and where its tokens stand
-    in the cache."""
+    """One request in a step."""
 
-    tokens: slice
-    places: torch.Tensor  # int64 [length]; page * page_size + offset
+    tokens: slice  # of the batch's query tokens
+    places: torch.Tensor  # int64 [length]; cache positions of its tokens, page * page_size + offset
 
 
 class BlockwiseBackend(AttentionBackend):
-    """Reads `block_tokens` cached tokens at a time, so that no score matrix of the whole length
-    exists."""
+    """Reads `block_tokens` cached tokens at a time, so scores are never stored for the whole
+    length."""
 
     capabilities: ClassVar[AttentionCapabilities] = CAPABILITIES
 
@@ -41,7 +40,7 @@ class BlockwiseBackend(AttentionBackend):
         self.block_tokens = (options if isinstance(options, BlockwiseOptions) else BlockwiseOptions()).block_tokens
 
     def plan(self, batch: ForwardBatch) -> list[Row]:
-        """Once a step, on the host: translate page tables to places in the cache."""
+        """Translate page tables to cache positions, once per step on the host."""
         host, page_size = batch.host, batch.kv.page_size
         rows, start = [], 0
         for slot, queries, length in zip(host.slots.tolist(), host.query_lens.tolist(), host.seq_lens.tolist(), strict=True):
@@ -52,15 +51,14 @@ class BlockwiseBackend(AttentionBackend):
         return rows
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """This step's k and v are in the cache already (the capabilities leave `stores_kv` at
-        False), so only the cache is read."""
+        """Attend over the cache, which already has this step's k and v: `stores_kv` is False."""
         keys, values = (part.flatten(0, 1) for part in batch.kv.layer(spec.layer))
         return torch.cat([self._attend(spec, q[row.tokens], keys, values, row.places) for row in batch.plan])
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """The absorbed form: the latent is one head of keys, and its first part the values."""
+        """Absorbed MLA: the latent is one head of keys, and its first part the values."""
         cached = batch.kv.layer(layer.spec.layer)[0].flatten(0, 1)[:, None]
         q = torch.cat((layer.absorb(q_nope), q_rope), dim=-1)
         values = cached[..., : layer.kv_lora_rank]
@@ -70,8 +68,8 @@ class BlockwiseBackend(AttentionBackend):
     def _attend(
         self, spec: AttentionSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
-        """One row: q [queries, heads, d], keys and values [places, kv_heads, …] -> [queries, heads,
-        dv]."""
+        """Attend for one row: q [queries, heads, d], keys and values [places, kv_heads, …] ->
+        [queries, heads, dv]."""
         queries, heads, length = q.shape[0], q.shape[1], places.shape[0]
         group = heads // keys.shape[1]
         own = torch.arange(length - queries, length, device=q.device)[:, None]
@@ -88,7 +86,7 @@ class BlockwiseBackend(AttentionBackend):
             scores = q.float().transpose(0, 1) @ k.transpose(1, 2) * spec.scale
             scores = scores.masked_fill(~is_seen, -torch.inf)
             peak = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
-            safe = peak.clamp_min(torch.finfo(torch.float32).min)  # a block that a query does not see leaves it at -inf
+            safe = peak.clamp_min(torch.finfo(torch.float32).min)  # finite where a query sees nothing of a block
             weights, fade = torch.exp(scores - safe), torch.exp(largest - safe)
             total = total * fade + weights.sum(dim=-1, keepdim=True)
             out = out * fade + weights @ v

@@ -62,7 +62,7 @@ def test_kinds_and_requests(backend: Any) -> None:
     contract.test_a_structural_tag_constrains_what_follows_its_trigger(backend, TOKENIZER)
     contract.test_json_object_starts_with_a_brace(backend, TOKENIZER)
     contract.test_a_token_outside_is_refused_and_the_end_comes_last(backend, TOKENIZER)
-    contract.test_requests_of_one_grammar_do_not_see_each_other(backend, TOKENIZER)
+    contract.test_requests_of_one_grammar_are_independent(backend, TOKENIZER)
 
 
 @pytest.mark.parametrize(("kind", "source", "words"), [*contract.BAD, *contract.BAD_TAGS])

@@ -1,5 +1,5 @@
-"""Grammars are compiled once for all who want them, kept within a bound, and turned down for one
-request only."""
+"""Grammars are compiled once for all requests, cached within a limit, and refused with one
+sentence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish
     raise AssertionError(f"only {sorted(found)} became ready")
 
 
-def test_a_grammar_is_compiled_once_for_all() -> None:
+def test_a_grammar_is_compiled_once_for_all_requests() -> None:
     backend = Counting()
     backend.gate.clear()
     compiler = GrammarCompiler(lambda: backend)
@@ -87,7 +87,7 @@ def test_a_grammar_is_compiled_once_for_all() -> None:
     compiler.close()
 
 
-def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
+def test_invalid_grammars_are_cached_and_other_errors_are_retried() -> None:
     backend = Counting()
     compiler = GrammarCompiler(lambda: backend)
     for source in ("bad", "bad", "fault", "fault"):
@@ -101,7 +101,7 @@ def test_bad_grammars_are_known_too_and_faults_are_tried_again() -> None:
     compiler.close()
 
 
-def test_a_kind_that_the_backend_has_not_is_refused() -> None:
+def test_an_unsupported_kind_is_refused() -> None:
     backend = Counting()
     compiler = GrammarCompiler(lambda: backend, GrammarSettings(kinds=("regex", "choice")))
     compiler.hold_request(ask("r", structural_tag="{}"))
@@ -112,7 +112,7 @@ def test_a_kind_that_the_backend_has_not_is_refused() -> None:
     compiler.close()
 
 
-def test_who_waits_behind_grammars_that_take_too_long_is_told_to_come_back() -> None:
+def test_waiting_behind_slow_grammars_ends_with_queue_full() -> None:
     class Slow:
         cpu_seconds = 0.0
 
@@ -140,7 +140,7 @@ def test_who_waits_behind_grammars_that_take_too_long_is_told_to_come_back() -> 
     compiler.close()
 
 
-def test_requests_that_leave_take_their_grammar_along() -> None:
+def test_aborted_requests_cancel_their_compilation() -> None:
     backend = Counting()
     backend.gate.clear()
     compiler = GrammarCompiler(lambda: backend)

@@ -1,5 +1,5 @@
-"""Grammars at work in steps: their masks do not depend on threads, a slow one holds its own request
-alone, and each has a budget."""
+"""Grammar calls in steps: masks do not depend on threads, and a slow call holds its own request
+only."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def busy() -> None:
     hashlib.sha256(bytes(1 << 20)).digest()
 
 
-def test_several_threads_make_the_masks_that_one_makes() -> None:
+def test_masks_do_not_depend_on_the_number_of_threads() -> None:
     grammars = [Numbered(i, busy) for i in range(12)]
     table, requests, slots = rows_of([*grammars])
     for threads in (1, 3):
@@ -218,7 +218,7 @@ def test_held_requests_are_aborted_and_have_deadlines() -> None:
         until.set()
 
 
-def test_threads_that_are_left_are_replaced_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_threads_are_replaced_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of them busy for good, further grammars are told so, and requests without one are
     served."""
     monkeypatch.setattr("frame.core.grammars.grammar_masks.THREAD_TIMEOUT", 0.2)

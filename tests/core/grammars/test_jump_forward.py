@@ -1,4 +1,4 @@
-"""What a grammar forces is computed at once, and nothing that a client sees changes by it."""
+"""Forced tokens are computed in one step, without a visible change for the client."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_runs_take_one_step(overlap: bool, budget: int) -> None:
         assert (steps[0] - steps[2], steps[0] - steps[4]) == (6, 5)
 
 
-def test_large_steps_want_longer_runs() -> None:
+def test_large_steps_need_longer_runs() -> None:
     for others, jumped in ((0, 6), (11, 5), (27, 0)):
         made = rig(max_running=32, num_pages=600, token_budget=300, jump_rows=4)
         for i in range(others):
@@ -75,7 +75,7 @@ def test_large_steps_want_longer_runs() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "longest"), [(0, 6), (300, 6), (4, 3), (2, 1)])
-def test_steps_with_runs_have_no_more_tokens_than_they_may(tokens: int, longest: int) -> None:
+def test_steps_with_runs_respect_the_token_limit(tokens: int, longest: int) -> None:
     made = rig(jump_tokens=tokens)
     rid, lengths = ask(made, RUN), []
     while not made.scheduler.is_idle:
@@ -86,7 +86,7 @@ def test_steps_with_runs_have_no_more_tokens_than_they_may(tokens: int, longest:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_runs_stop_where_the_request_does(overlap: bool) -> None:
+def test_runs_end_with_the_request(overlap: bool) -> None:
     whole = rig()
     ask(whole, RUN)
     whole.run()
@@ -103,7 +103,7 @@ def test_runs_stop_where_the_request_does(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_asks_for_log_probabilities_has_every_token_drawn(overlap: bool) -> None:
+def test_requests_with_log_probabilities_sample_every_token(overlap: bool) -> None:
     made = rig(overlap=overlap)
     ask(made, RUN, logprobs=2)
     ask(made, RUN, prompt_logprobs=1)
@@ -113,8 +113,8 @@ def test_who_asks_for_log_probabilities_has_every_token_drawn(overlap: bool) -> 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fewest", [2, 5])
-def test_crowd(overlap: bool, fewest: int) -> None:
-    """Retraction, eviction and aborts all the time: every token is that of a run without jumps,
+def test_random_requests(overlap: bool, fewest: int) -> None:
+    """Preemption, eviction and aborts all the time: every token is that of a run without jumps,
     alone."""
     rng = random.Random(1)
     made = rig(overlap=overlap, jump_forward=fewest, num_pages=1 + 16, max_running=8, token_budget=10, max_context=64)
@@ -133,7 +133,7 @@ def test_crowd(overlap: bool, fewest: int) -> None:
     assert made.scheduler.load()["preempted"] > 0 and made.scheduler.load()["jumped_tokens"] > 20
 
 
-def test_looking_ahead_shows_the_grammar_as_it_is() -> None:
+def test_lookahead_does_not_change_the_grammar() -> None:
     rng = random.Random(0)
     for _ in range(30):
         widths = [rng.choice((1, 1, 2, 5)) for _ in range(rng.randint(1, 20))]
@@ -141,7 +141,7 @@ def test_looking_ahead_shows_the_grammar_as_it_is() -> None:
         masks = np.zeros((2, 2), np.int32)
         is_finished = False
         while not is_finished:
-            for _ in range(rng.randint(1, 2)):  # a retracted row's mask is made again
+            for _ in range(rng.randint(1, 2)):  # a preempted row's mask is made again
                 assert plain.fill(masks[0]) and ahead.fill(masks[1])
                 assert (masks[0] == masks[1]).all()
             if rng.random() < 0.3:
@@ -155,7 +155,7 @@ def test_looking_ahead_shows_the_grammar_as_it_is() -> None:
     assert LookaheadGrammar(Script([1, 2], VOCAB)).is_finished() is False
 
 
-def test_a_fault_ahead_comes_in_its_turn() -> None:
+def test_an_error_ahead_is_raised_after_the_forced_tokens() -> None:
     class Broken(Script):
         def fill(self, mask: np.ndarray) -> bool:
             if len(self.taken) == 3:
@@ -178,7 +178,7 @@ def test_a_fault_ahead_comes_in_its_turn() -> None:
         batch = made.scheduler.next_batch(0.0)
         assert batch is not None
         ends.append(made.scheduler.commit(batch, made.runner.launch(batch).wait()))
-    assert [len(each.token_ids[0]) for each in ends] == [3, 0]  # a run, and the token that nobody can allow
+    assert [len(each.token_ids[0]) for each in ends] == [3, 0]  # a run, and the token that no request can allow
     assert ends[-1].finishes[0].error == "invalid grammar: too much work"
 
 

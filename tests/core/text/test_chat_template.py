@@ -1,4 +1,4 @@
-"""Chat templates: messages to be continued, tools where the template knows none."""
+"""Chat templates: continued messages, and tools for templates without tool support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_message_is_continued_where_it_ends():
         ([{"role": "assistant", "content": "a"}], {"add_generation_prompt": True}, "exclude each other"),
     ],
 )
-def test_what_cannot_be_continued(messages, arguments, reason):
+def test_messages_that_cannot_be_continued(messages, arguments, reason):
     with pytest.raises(ChatTemplateError, match=reason):
         ChatTemplate(PLAIN).render(messages, arguments={"continue_final_message": True, **arguments})
 
@@ -37,7 +37,7 @@ def test_a_template_that_leaves_the_last_message_out():
         ChatTemplate("x").render([{"role": "assistant", "content": "a"}], arguments={"continue_final_message": True})
 
 
-def test_tools_are_told_in_text_where_the_template_knows_none():
+def test_tools_become_text_without_template_support():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -53,6 +53,6 @@ def test_tools_are_told_in_text_where_the_template_knows_none():
     assert ChatTemplate(PLAIN).render(ASK, [TOOL]).startswith("<system>You may call")
 
 
-def test_templates_that_know_tools_print_them_themselves():
+def test_templates_with_tool_support_get_the_tools():
     template = ChatTemplate("{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}{{ m.role }}{% endfor %}")
     assert template.render([*ASK, {"role": "tool", "content": "4"}], [TOOL]) == "addusertool"

@@ -1,5 +1,5 @@
-"""Incremental decoding: for every split of the token stream the joined text is that of the whole;
-stop strings; what is dropped when."""
+"""Incremental decoding: the joined text equals the whole text for every split; stop strings;
+crashes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Counting(Tokenizer):
 
 
 @pytest.mark.parametrize("piece", ["<0x80>", "</s>"], ids=["invalid byte", "skipped token"])
-def test_uncertain_text_costs_as_much_a_token_however_long_it_is(piece: str) -> None:
+def test_the_cost_of_a_token_does_not_grow_with_held_back_text(piece: str) -> None:
     tokenizer = Counting(byte_fallback().backend)
     token, a = tokenizer.find_token_id(piece), tokenizer.find_token_id("a")
     assert token is not None
@@ -164,7 +164,7 @@ def test_stop_strings_cut_at_the_first_match(text: str, stops: list[str], cuts: 
     assert (found, end) == (expected, reason)
 
 
-def test_long_stop_strings_cost_as_much_a_token_as_short_ones() -> None:
+def test_the_cost_of_a_token_does_not_grow_with_stop_strings() -> None:
     def seconds(length: int) -> float:
         stops = ("a" * length + "b", "b" + "a" * length, *(chr(99 + i) + "x" * length for i in range(14)))
         stream = TextStream(ByteDecoder([b"a"]), SamplingParams(stop=stops))
@@ -263,9 +263,9 @@ def test_tokens_before_their_start_are_kept() -> None:
         assert {name: getattr(text, name) for name in parts} == {name: {0: values[1]} for name, values in parts.items()}
 
 
-def test_tokens_may_overtake_their_watch() -> None:
+def test_tokens_may_arrive_before_their_start() -> None:
     detokenizer = Detokenizer(byte_level(), early_limit=1)
-    assert detokenizer.process_step(StepTokens(rids=["nobody's"], token_ids=[spell("z")])).rids == []  # has to make room
+    assert detokenizer.process_step(StepTokens(rids=["unknown"], token_ids=[spell("z")])).rids == []  # has to make room
     assert detokenizer.process_step(StepTokens(rids=["x"], token_ids=[spell("a")], num_cached_tokens={0: 3})).rids == []
     assert detokenizer.process_step(StepTokens(rids=["x"], token_ids=[spell("b")], finishes={0: LENGTH})).rids == []
     late = detokenizer.start_request(StartDetokenize(rid="x", params=SamplingParams()))
@@ -273,11 +273,11 @@ def test_tokens_may_overtake_their_watch() -> None:
     assert late[0].num_cached_tokens == {0: 3}
     assert late[1].finishes == {0: LENGTH}
     assert len(detokenizer) == 0
-    assert detokenizer.start_request(StartDetokenize(rid="nobody's", params=SamplingParams())) == []
+    assert detokenizer.start_request(StartDetokenize(rid="unknown", params=SamplingParams())) == []
 
 
 @pytest.mark.parametrize("cut", range(8))
-def test_a_request_goes_on_where_its_text_was(cut: int) -> None:
+def test_a_recovered_request_continues_its_text(cut: int) -> None:
     ids = [*spell("abä"), *spell("bcab")]  # a character of two tokens, and a stop string that is begun several times
     whole, half = watching("x", stop=["abc"]), watching("x", stop=["abc"])
     expected = whole.process_step(StepTokens(rids=["x"], token_ids=[ids], finishes={0: LENGTH})).texts[0]
@@ -334,7 +334,7 @@ def breaking(error: BaseException, inflight: np.ndarray | None = None) -> Detoke
 
 @pytest.mark.parametrize("error", [RuntimeError("no such piece"), Panic("index out of bounds")], ids=["exception", "panic"])
 @pytest.mark.parametrize("finish", [None, LENGTH], ids=["running", "ending"])
-def test_a_text_that_cannot_be_made_ends_its_request_alone(error: BaseException, finish: Finish | None) -> None:
+def test_a_failed_decode_ends_its_request_only(error: BaseException, finish: Finish | None) -> None:
     detokenizer = breaking(error)
     detokenizer.start_request(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7]))
     detokenizer.start_request(StartDetokenize(rid="good", params=SamplingParams()))
@@ -347,13 +347,13 @@ def test_a_text_that_cannot_be_made_ends_its_request_alone(error: BaseException,
     assert len(detokenizer) == 1
 
 
-def test_a_text_that_cannot_be_made_again_ends_its_request() -> None:
+def test_a_failed_decode_of_recovered_tokens_ends_its_request() -> None:
     detokenizer = breaking(RuntimeError("no such piece"))
     (text,) = detokenizer.start_request(StartDetokenize(rid="bad", params=SamplingParams(), prompt_tail=[7], token_ids=[65, 66, 67]))
     assert (text.rids, text.finishes, text.stopped) == (["bad"], {0: FAILED}, [0])
 
 
-def test_the_roster_says_whose_text_is_being_made() -> None:
+def test_the_inflight_file_names_the_request_being_decoded() -> None:
     inflight = np.zeros(1, np.uint64)
     seen: list[int] = []
 

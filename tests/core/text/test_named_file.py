@@ -1,4 +1,4 @@
-"""Files that settings name: read, or refused with a sentence."""
+"""Files that settings name are read, or refused with one sentence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Texts that cannot fit are refused before they are tokenized whole, texts that fit never are, and
-tokenizing lets other threads run."""
+"""Texts with too many tokens are refused before they are tokenized whole; others never are."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def word_piece() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def test_a_text_that_no_vocabulary_can_fit_is_refused_unread() -> None:
+def test_a_text_too_long_for_any_tokens_is_refused_unread() -> None:
     tokenizer, backend = tiny()
     with pytest.raises(TextTooLongError, match="more than 512 tokens"):
         tokenizer.encode("a" * 33_000_000, most=512)
@@ -107,7 +106,7 @@ UNBOUNDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_no_bound_is_claimed_where_there_is_none(name: str) -> None:
+def test_tokenizers_without_a_bound(name: str) -> None:
     assert find_longest_token(UNBOUNDED[name]) is None
 
 

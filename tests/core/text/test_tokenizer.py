@@ -120,19 +120,19 @@ def test_embedded_template_equals_transformers(tokenizer: Tokenizer) -> None:
         ("{{ messages[5].content.x }}", "refuses"),
     ],
 )
-def test_a_template_s_complaint_is_one_sentence(source: str, complaint: str) -> None:
+def test_a_template_error_is_one_sentence(source: str, complaint: str) -> None:
     with pytest.raises(ChatTemplateError, match=complaint):
         ChatTemplate(source).render(MESSAGES)
 
 
-def test_developers_are_systems_where_a_template_does_not_know_them() -> None:
+def test_developer_becomes_system_without_template_support() -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"
     assert ChatTemplate("{{ messages[0].role if messages[0].role == 'developer' }}").render(messages) == "developer"
     assert messages[0]["role"] == "developer"
 
 
-def test_a_conversation_too_deep_to_print_is_the_client_s_fault() -> None:
+def test_a_conversation_nested_too_deep_is_refused() -> None:
     nested: Any = []
     for _ in range(100_000):
         nested = [nested]

@@ -1,5 +1,4 @@
-"""Random JSON schemas and regular expressions of finite languages, each the same for the same
-seed."""
+"""Random JSON schemas and regular expressions of finite languages, deterministic by seed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The grammar backends behind the interface: what they allow is what the grammar says, and a bad
-grammar is one sentence."""
+"""Grammar backends: masks allow what the grammar allows, and an invalid grammar is refused with one
+sentence."""
 
 from __future__ import annotations
 
@@ -186,14 +186,14 @@ def test_a_bad_structural_tag_is_one_sentence(tagging, kind, source, words):
 NAMED = {"type": "array", "items": {"$ref": "#digit"}, "minItems": 1, "maxItems": 1, "$defs": {"a": {"$anchor": "digit", "const": 7}}}
 
 
-def test_a_reference_by_a_name_is_followed_or_refused(backend, tagging, tokenizer):
+def test_an_anchor_is_resolved_or_refused(backend, tagging, tokenizer):
     with pytest.raises(ValueError, match="the \\$ref '#digit', which this grammar backend does not resolve"):
         tagging.compile("json_schema", json.dumps(NAMED))
     if type(backend) is not type(tagging):
         assert json.loads(wander(start(backend, "json_schema", json.dumps(NAMED)), tokenizer, 3)) == [7]
 
 
-def test_requests_of_one_grammar_do_not_see_each_other(backend, tokenizer):
+def test_requests_of_one_grammar_are_independent(backend, tokenizer):
     compiled = backend.compile("regex", "(yes|no)!")
     one, two = compiled.start(), compiled.start()
     assert one.accept(tokenizer.encode("n", False)[0])
@@ -201,7 +201,7 @@ def test_requests_of_one_grammar_do_not_see_each_other(backend, tokenizer):
     assert compiled.num_bytes > 0
 
 
-def test_what_one_library_refuses_is_the_others(tokenizer):
+def test_combined_gives_rejected_schemas_to_the_other_library(tokenizer):
     backend = load("combined", tokenizer)
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "minProperties": 1})
     with pytest.raises(ValueError, match="does not compile"):

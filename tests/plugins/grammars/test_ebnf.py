@@ -91,7 +91,7 @@ def test_llguidance_and_xgrammar_allow_the_same_texts(count: int) -> None:
     assert compare_with_xgrammar(LLGuidanceBackend(Tokenizer.load(find_model(EMBEDDED)), 2048), count) == {"LLCompiled"}
 
 
-def test_runs_are_lexemes_where_nothing_is_lost() -> None:
+def test_runs_are_lexemes_where_that_is_equivalent() -> None:
     assert ebnf.find_lexemes(ebnf.read(EXPRESSIONS)) == {((48, 57),), ((97, 122),)}
     assert "/[\\x{30}-\\x{39}]+/" in ebnf.to_lark(ebnf.read(EXPRESSIONS))
     for source in (

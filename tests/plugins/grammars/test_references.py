@@ -1,5 +1,4 @@
-"""References of schemas: those to a place in the schema are let through, all others named, and what
-only looks like one is left alone."""
+"""`$ref` into the same schema is accepted; others are refused and named."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ PLACES: dict[str, Any] = {
     "reference", ["http://x/y.json", "other.json#/x", "file:///etc/x", "#/$defs/none", "#/title", "#/", "#name", "http://["]
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_not_in_the_schema_is_named_wherever_it_stands(place: str, reference: str, pointers_only: bool) -> None:
+def test_outside_references_are_named_at_every_place(place: str, reference: str, pointers_only: bool) -> None:
     with pytest.raises(ValueError) as raised:
         check({"title": "t", **PLACES[place]({"$ref": reference})}, pointers_only)
     sentence = str(raised.value)
@@ -50,19 +49,19 @@ def test_what_is_not_in_the_schema_is_named_wherever_it_stands(place: str, refer
 
 
 @pytest.mark.parametrize("reference", [3, None, {"type": "string"}, "x" * 5000])
-def test_a_reference_that_is_no_text_or_a_long_one(reference: Any) -> None:
+def test_references_of_other_types_and_long_ones(reference: Any) -> None:
     with pytest.raises(ValueError, match=r"the \$ref") as raised:
         check({"$ref": reference})
     assert len(str(raised.value)) < 300
 
 
 @pytest.mark.parametrize("keyword", ["$dynamicRef", "$recursiveRef"])
-def test_references_that_no_backend_follows(keyword: str) -> None:
+def test_unsupported_reference_keywords(keyword: str) -> None:
     with pytest.raises(ValueError, match=rf"json_schema has a \{keyword}, which is not supported"):
         check({"properties": {"a": {keyword: "#"}}})
 
 
-def test_places_of_the_schema() -> None:
+def test_pointers_into_the_schema() -> None:
     parts = {"a": TEXT, "b/c~d e": True, "list": {"anyOf": [TEXT, {"items": {"$ref": "#"}}]}, "again": {"$ref": "#/$defs/again"}}
     for reference in ("#", "#/$defs/a", "#/$defs/b~1c~0d%20e", "#/$defs/list/anyOf/1/items", "#/$defs/again"):
         for pointers_only in (False, True):
@@ -75,7 +74,7 @@ def test_places_of_the_schema() -> None:
 @pytest.mark.parametrize(
     "reference", ["#name", "https://x/y#name", "y", "https://x/y", "z.json", "https://x/z.json#/$defs/deep", "#/$defs/a", ""]
 )
-def test_names_and_addresses_that_the_schema_gives_its_parts(reference: str) -> None:
+def test_anchors_and_ids_are_resolved(reference: str) -> None:
     inner = {"$id": "z.json", "$defs": {"deep": TEXT}, "items": {"$ref": "#/$defs/deep"}}
     schema = {"$id": "https://x/y", "items": {"$ref": reference}, "$defs": {"a": {"$anchor": "name", **TEXT}, "b": inner}}
     check(schema)
@@ -84,11 +83,11 @@ def test_names_and_addresses_that_the_schema_gives_its_parts(reference: str) -> 
             check(schema, pointers_only=True)
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_invalid_address() -> None:
     check({"$id": "http://[", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": TEXT}})
 
 
-def test_what_only_looks_like_a_reference() -> None:
+def test_data_that_looks_like_a_reference() -> None:
     data = {"$ref": "http://x/y", "$dynamicRef": 1}
     for keyword, value in (("enum", [data]), ("const", data), ("default", data), ("examples", [data]), ("x-note", data)):
         check({"type": "object", "properties": {"a": {keyword: value}}}, pointers_only=True)
@@ -96,7 +95,7 @@ def test_what_only_looks_like_a_reference() -> None:
     check({"properties": names, "required": ["$ref"], "$defs": names, "items": {"$ref": "#/$defs/$ref"}}, pointers_only=True)
 
 
-def test_schemas_of_a_structural_tag_stand_alone() -> None:
+def test_schemas_of_a_structural_tag_are_separate_documents() -> None:
     def tag(schema: Any) -> dict[str, Any]:
         content = {"type": "json_schema", "json_schema": schema}
         return {"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "tag", "begin": "<f>", "content": content}]}}

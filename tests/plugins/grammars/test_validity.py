@@ -1,5 +1,5 @@
-"""Whatever the model draws at temperature 1, the answer is what the grammar asked for: random
-schemas and expressions, whole engine."""
+"""Sampled output at temperature 1 satisfies random schemas and expressions, with the whole
+engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def verdict(output: Output, source: dict[str, object] | str) -> str:
 
 @pytest.mark.parametrize(("schemas", "expressions"), [FEW, ALL])
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance", "combined"])
-def test_every_answer_is_valid(backend: str, schemas: int, expressions: int) -> None:
+def test_every_output_is_valid(backend: str, schemas: int, expressions: int) -> None:
     for library in ("xgrammar", "llguidance") if backend == "combined" else (backend,):
         pytest.importorskip(library)
     sources = [*map(random_grammars.schema, range(schemas)), *map(random_grammars.regex, range(expressions))]
@@ -57,7 +57,7 @@ PERSON = {
 }
 
 
-def test_overlap_retraction_and_company_change_no_constrained_answer() -> None:
+def test_overlap_preemption_and_batching_change_no_constrained_output() -> None:
     pytest.importorskip("llguidance")
     constrained = [SamplingParams(max_tokens=100, seed=i, json_schema=json.dumps(PERSON)) for i in range(6)]
     free = [SamplingParams(max_tokens=100, seed=i, ignore_eos=True) for i in range(3)]
@@ -89,7 +89,7 @@ FORCED = [
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_jumps_change_no_token(backend: str) -> None:
     """Greedy and drawn, with penalties, biases and stop strings, alone on the device and
-    retracted."""
+    preempted."""
     pytest.importorskip(backend)
     extras = [
         {},

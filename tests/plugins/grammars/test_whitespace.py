@@ -1,5 +1,4 @@
-"""JSON is compact by default, whatever makes its masks; a request may have whitespace, with a
-bound."""
+"""JSON is compact by default with every backend; a request may allow bounded whitespace."""
 
 from __future__ import annotations
 

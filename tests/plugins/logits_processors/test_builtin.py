@@ -1,5 +1,4 @@
-"""The built-in logits processors: the laws, and their numbers against transformers and against
-naive loops."""
+"""The in-tree logits processors: conformance, and results compared with transformers."""
 
 from __future__ import annotations
 
@@ -142,7 +141,7 @@ def test_logit_bias_adds():
     assert (changed[0, 0], changed[0, 95], changed[0, 1:95].unique().tolist()) == (2.5, -99.0, [1.0])
 
 
-def test_state_exists_only_while_somebody_wants_it():
+def test_state_exists_only_while_a_request_uses_it():
     processor = make("penalties", slots=64)
     state = processor._state
     assert state.capacity == 0

@@ -1,4 +1,4 @@
-"""Device state by slot: whatever allocation fails, the rows of all others stay right."""
+"""Device state by slot: a failed allocation keeps the rows of the other slots."""
 
 from __future__ import annotations
 

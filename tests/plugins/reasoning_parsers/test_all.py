@@ -1,5 +1,5 @@
-"""Every reasoning parser: cuts thinking out the same way for every split, heeds the prompt's end,
-allows it before constrained answers."""
+"""Every reasoning parser: same result for every split, respects the prompt's end, grammar
+matches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def parse(name, chunks, prompt_end=""):
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas)
 
 
-def test_every_parser_is_written_for():
+def test_every_parser_has_texts():
     assert sorted(THOUGHTS) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_thinking_is_cut_out(name):
+def test_reasoning_is_separated(name):
     before, after = THOUGHTS[name]
     text = f"{before}so 2 < 3 ö{after}{FINAL.get(name, '')}Four 🙂 <b>."
     assert parse(name, [text]) == parse(name, text) == ("so 2 < 3 ö", "Four 🙂 <b>.")
@@ -65,7 +65,7 @@ def test_the_end_of_the_prompt_counts(name):
     assert parse(name, ["b </think>"], "<think>\n\n</think>\n\n") == ("", "b </think>")
 
 
-def test_thinking_that_is_switched_off():
+def test_reasoning_that_is_switched_off():
     answer = {"type": "const_string", "value": "7"}
     for name in NAMES:
         parser = make(name)
@@ -89,7 +89,7 @@ def test_harmony_passes_calls_on():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_grammars_allow_thinking_before_the_answer(name):
+def test_grammars_allow_reasoning_before_the_output(name):
     xgrammar = pytest.importorskip("xgrammar")
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([bytes([i]) for i in range(256)]))
     before, after = THOUGHTS[name]

@@ -1,4 +1,4 @@
-"""Thinking is cut out the same way however the text is split."""
+"""Reasoning between tags is separated for every split of the text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_texts(text, expected):
     ("text", "expected"),
     [("hm\n</think>\nFour.", ("hm", "Four.")), ("<think>hm</think>Four.", ("hm", "Four.")), ("hm", ("hm", "")), ("<th", ("<th", ""))],
 )
-def test_answers_that_start_inside(text, expected):
+def test_outputs_that_start_inside(text, expected):
     assert parse([text], starts_open=True) == expected
     assert parse(text, starts_open=True) == expected
 
@@ -69,7 +69,7 @@ def test_every_split_gives_the_same(pieces, starts_open, random):
     assert parse(chunks, starts_open=starts_open) == whole
 
 
-def test_thinking_streams_as_it_comes():
+def test_reasoning_streams():
     parser = make()
     assert parser.feed("<think>abc").reasoning == "abc"
     assert parser.feed(" def").reasoning == " def"

@@ -1,5 +1,4 @@
-"""Every tool-call parser: reads what its models write, the same for every split; never raises; its
-grammar allows what it reads."""
+"""Every tool call parser: same result for every split, never raises, matches its grammar."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def read(name, text):
     return content, [(called, json.loads(arguments)) for called, arguments in calls]
 
 
-def test_every_parser_is_written_for():
+def test_every_parser_has_texts():
     assert sorted(WRITERS) == NAMES
 
 
@@ -97,12 +96,12 @@ def test_no_markup_of_a_cut_call_becomes_content(name, lead):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_answer_keeps_its_text(name):
+def test_a_truncated_output_keeps_its_text(name):
     for text in ("Hello, wor", '{"city": "Ro', "1 + [2]", "x\n\ny"):
         assert collect(make(name), [text], is_cut=True) == (text, [])
 
 
-def test_schemas_that_are_none():
+def test_invalid_schemas():
     """What clients send as a schema is not looked at before; a parser must not fail on it."""
     for schema in ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None):
         parser = REGISTRY.load(REGISTRY.get("tool_call_parser", "qwen3_coder"))()

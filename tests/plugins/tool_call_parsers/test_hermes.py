@@ -1,5 +1,4 @@
-"""Calls are found the same way however the text is split; arguments stream; what is no call stays
-text."""
+"""Hermes calls: same result for every split; arguments stream; other text stays content."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def test_every_split_gives_the_same(pieces, random):
     assert parse([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
 
 
-def test_arguments_stream_as_they_come():
+def test_arguments_stream():
     parser = make()
     assert parser.feed('<tool_call>{"name": "f", "arguments": ').calls == ()
     (start,) = parser.feed('{"a"').calls

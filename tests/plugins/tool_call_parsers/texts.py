@@ -1,5 +1,4 @@
-"""What models write, well formed and not, for every parser in the tree: material of the property
-tests; and how they read parsers."""
+"""Output of models, well-formed and not, for every in-tree parser. Used by the property tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `frame plugins new KIND NAME` writes: an installable package with one working plugin, its
-manifest and its tests.
+"""Writes the package of `frame plugins new KIND NAME`: one working plugin, its manifest and its
+tests.
 
-Templates are `string.Template` files in `templates/`; a kind has an implementation and a test
-there. Knows no registry.
+Each kind has an implementation and a test in `templates/`, as `string.Template` files. Must not
+know the registry.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from frame.plugins.kinds import KINDS, Kind
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
-# What stands for `capabilities=` in the manifest, and what it needs imported; kinds without an
-# entry serve every need.
+# `capabilities=` in the manifest with its import. Kinds without an entry have no requirements.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
@@ -41,7 +40,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 '''
-# The configuration that chooses a plugin of each kind.
+# The configuration that selects a plugin of each kind.
 _SELECT = {
     "attention_backend": "attention:\n  backend: $name",
     "eviction_policy": "cache:\n  eviction: $name",
@@ -93,8 +92,8 @@ def write_plugin(kind: str, name: str, parent: Path) -> Written:
 
 
 def _words(kind: Kind, name: str) -> dict[str, str]:
-    """Everything that templates may name. A plugin `my_x` comes as distribution frame-my-x with
-    package frame_my_x."""
+    """The variables of the templates. Plugin `my_x` gets distribution frame-my-x and package
+    frame_my_x."""
     slug = re.sub(r"[-_]+", "-", name).strip("-")
     distribution = slug if slug.startswith("frame-") else f"frame-{slug}"
     words = {
