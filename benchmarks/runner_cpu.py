@@ -63,13 +63,13 @@ def measure(arguments, rows, params):
     def run(tag, watch=None):
         for row in range(rows):
             ids = [numbers.randrange(vocab) for _ in range(64)]
-            assert scheduler.add(Generate(rid=f"{tag}{row}", token_ids=ids, params=params)) is None
+            assert scheduler.add_request(Generate(rid=f"{tag}{row}", token_ids=ids, params=params)) is None
         steps, start = [], time.perf_counter()
         while not scheduler.is_idle:
             if watch:
                 watch.seconds.clear()
             begin = time.perf_counter()
-            batch = scheduler.next_batch(begin)
+            batch = scheduler.schedule_batch(begin)
             scheduled = time.perf_counter()
             if batch is None:
                 continue

@@ -1,6 +1,6 @@
 """What the scheduler costs on the CPU, in microseconds a step: `python benchmarks/scheduler.py` prints one JSON object.
 
-A runner without a model answers at once, so that `next_batch` and `commit` are all that is timed. Steps are timed one by one;
+A runner without a model answers at once, so that `schedule_batch` and `commit` are all that is timed. Steps are timed one by one;
 medians and 99th percentiles, so that the rare step that flushes, evicts or admits is seen and does not hide the rest.
 """
 
@@ -65,7 +65,7 @@ def drive(scheduler: Scheduler, steps: int, overlap: bool) -> np.ndarray:
     runner, pending, times = Instant(), deque[tuple[ScheduledBatch, StepResult]](), []
     for _ in range(steps):
         start = time.perf_counter()
-        batch = scheduler.next_batch(0.0)
+        batch = scheduler.schedule_batch(0.0)
         spent = time.perf_counter() - start
         if batch is not None:
             pending.append((batch, runner.run(batch)))
@@ -95,7 +95,7 @@ def decoding(running: int, overlap: bool, page_size: int = 16, steps: int = 1500
     random = np.random.default_rng(1)
     for i in range(running):
         prompt = random.integers(10, VOCAB, 64).tolist()
-        refused = scheduler.add(Generate(rid=f"request-{i}", token_ids=prompt, params=SamplingParams(max_tokens=steps + 100)))
+        refused = scheduler.add_request(Generate(rid=f"request-{i}", token_ids=prompt, params=SamplingParams(max_tokens=steps + 100)))
         if refused:
             raise RuntimeError(refused.error)
     drive(scheduler, 20, overlap)
@@ -110,7 +110,7 @@ def queued(order: str, running: int, waiting: int, steps: int = 600) -> dict[str
 
     def add(i: int) -> None:
         prompt = shared[i % 16] + random.integers(10, VOCAB, 32).tolist()
-        refused = scheduler.add(
+        refused = scheduler.add_request(
             Generate(rid=str(i), token_ids=prompt, priority=i % 7, params=SamplingParams(max_tokens=int(random.integers(32, 97))))
         )
         if refused:
@@ -121,7 +121,7 @@ def queued(order: str, running: int, waiting: int, steps: int = 600) -> dict[str
     times, count = [], running + waiting
     for _ in range(steps // 10):
         times.append(drive(scheduler, 10, True))
-        while scheduler.load()["waiting"] < waiting:
+        while scheduler.get_load()["waiting"] < waiting:
             add(count)
             count += 1
     return figures(np.concatenate(times)[100:])

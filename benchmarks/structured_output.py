@@ -96,7 +96,7 @@ def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, 
     table = RequestTable(BATCH, 1)
     requests = [request_of(i, compiled) for i in range(BATCH)]
     for request in requests:
-        table.enter(request)
+        table.add_request(request)
     slots = np.array([request.slot for request in requests])
     numbers = np.random.default_rng(0)
     filling, taking = [], []

@@ -185,8 +185,8 @@ def stopwatches(spent: dict[str, float]) -> Iterator[None]:
     from frame.core.scheduling.scheduler import Scheduler
 
     parts = [
-        (Scheduler, "next_batch"), (TorchModelRunner, "launch"), (Scheduler, "mask"), (MaskedStep, "sample"), (CudaStep, "wait"),
-        (DoneStep, "wait"), (Scheduler, "commit"),
+        (Scheduler, "schedule_batch"), (TorchModelRunner, "launch"), (Scheduler, "fill_deferred_mask"), (MaskedStep, "sample"),
+        (CudaStep, "wait"), (DoneStep, "wait"), (Scheduler, "commit"),
     ]  # fmt: skip
     before: list[tuple[Any, str, Callable[..., Any]]] = [(owner, name, getattr(owner, name)) for owner, name in parts]
 

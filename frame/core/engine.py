@@ -1,7 +1,8 @@
-"""THE loop: drain the inbox, schedule, launch, commit. One loop for every use; what differs is the objects given to it.
+"""The engine's loop: receive messages, schedule, launch, commit (vLLM: `EngineCore.run_busy_loop`).
 
-Overlap is a pipeline of depth 1 kept in a variable: the step in flight is committed after the next one was launched, or at once.
-Knows no plugin, no socket, no tensor and no text.
+There is one loop for all uses; uses differ by the objects given to it. With overlap, the step in
+flight is committed after the next one was launched, otherwise at once. It must not know plugins,
+sockets, tensors or text.
 """
 
 from __future__ import annotations
@@ -29,34 +30,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALLED_WAIT = 0.005  # seconds; requests wait, but none can run (paused, grammar compiling, retry of an admission)
-SETTLED_AFTER = 0.2  # seconds of idleness before the self-check, so that it never delays a request that follows closely
+STALLED_WAIT = 0.005  # seconds between attempts while requests wait but none can run (paused, grammar compiling)
+SETTLED_AFTER = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
 MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
 MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`heartbeat`: seconds between heartbeats (None: none are sent). `info` is merged into the answer to `server_info`. `device_memory`
-    gives the bytes that this process holds of it."""
+    """Options of the loop."""
 
-    overlap: bool = False
-    check_integrity: Literal["off", "repair", "fatal"] = "fatal"
-    heartbeat: float | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    device_memory: Callable[[], int] = int
+    overlap: bool = False  # launch a step before the last one is committed
+    check_integrity: Literal["off", "repair", "fatal"] = "fatal"  # what a failed self-check does
+    heartbeat: float | None = None  # seconds between heartbeats; None: none are sent
+    info: dict[str, Any] = field(default_factory=dict)  # added to the answer to `server_info`
+    device_memory: Callable[[], int] = int  # -> bytes of device memory that this process holds
 
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Plain callables, or None; their results are ignored. They are called with the keywords of the hooks of the same names."""
+    """Callables that are called with the keywords of the hooks of the same names; their results are
+    ignored."""
 
     on_step: Callable[..., object] | None = None
     on_stop: Callable[..., object] | None = None
 
 
 class FailedStep:
-    """A step whose launch raised; it fails when its turn to be committed comes, so that steps are settled in order."""
+    """A step whose launch raised. It fails when it is committed, so that steps are committed in
+    order."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -66,13 +68,15 @@ class FailedStep:
 
 
 class InFlight(NamedTuple):
+    """A launched step. `started` in seconds of `time.perf_counter`."""
+
     batch: ScheduledBatch
     pending: PendingStep
     started: float
 
 
 class Engine:
-    """Owns scheduler, runner and transport; `run` returns after a shutdown, and raises when it cannot go on."""
+    """Owns the scheduler, the runner and the transport. One thread runs `run`."""
 
     def __init__(
         self,
@@ -91,14 +95,15 @@ class Engine:
         self.grammars = grammars
         self._stopping = False
         self._paused = False
-        self._settled = False  # nothing has run since the last self-check
-        self._audit: Iterator[None] | None = None  # the self-check that has been begun
+        self._settled = False  # no step has run since the last self-check
+        self._audit: Iterator[None] | None = None  # the self-check in progress
         self._failures = 0
         self._last_heartbeat = 0.0
         self._step = 0
 
     def run(self) -> None:
-        """Serve until a shutdown. An error that ends the engine is sent as `Fatal` and raised."""
+        """Serve until the command `shutdown`. An error that ends the engine is sent as `Fatal` and
+        raised."""
         try:
             self._loop()
         except BaseException as error:
@@ -116,7 +121,7 @@ class Engine:
         in_flight: InFlight | None = None
         progress = False
         while not self._stopping or in_flight is not None:
-            self._receive(0.0 if progress or in_flight else self._patience())
+            self._receive(0.0 if progress or in_flight else self._receive_timeout())
             is_switching = self.runner.can_switch_backend
             launched = None if is_switching else self._launch()
             progress = is_switching or launched is not None or in_flight is not None
@@ -132,8 +137,8 @@ class Engine:
             in_flight = launched
             self._send(self.scheduler.drain_outputs())
 
-    def _patience(self) -> float | None:
-        """Seconds to wait for a message when no step is in flight and none could be launched."""
+    def _receive_timeout(self) -> float | None:
+        """Seconds to wait for a message while no step is in flight and none could be launched."""
         if not self.scheduler.is_idle or (self.grammars is not None and len(self.grammars)):
             return STALLED_WAIT
         if not self._settled and self.options.check_integrity != "off":
@@ -150,7 +155,7 @@ class Engine:
             try:
                 self._handle(message)
             except Exception as error:
-                log.exception("a %s could not be handled, and is dropped", type(message).__name__)
+                log.exception("dropped a %s that could not be handled", type(message).__name__)
                 if isinstance(message, Generate):
                     self._refuse(message, Finish("error", error=f"the request could not be started: {_sentence(error)}"))
         if self.grammars is not None:
@@ -177,8 +182,8 @@ class Engine:
             log.warning("the engine does not take %s", type(message).__name__)
 
     def _add(self, message: Generate, grammar: Grammar | Finish | None = None, arrival: float | None = None) -> None:
-        self._audit = None  # the books change; the self-check begins anew when this is done
-        refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add(message, grammar, arrival)
+        self._audit = None  # the scheduler's state changes: the self-check starts again later
+        refusal = grammar if isinstance(grammar, Finish) else self.scheduler.add_request(message, grammar, arrival)
         if refusal is not None:
             self._refuse(message, refusal)
 
@@ -194,7 +199,7 @@ class Engine:
         if now - self._last_heartbeat >= MIN_HEARTBEAT:
             self._last_heartbeat = now
             held = self.options.device_memory()
-            self.transport.send(Heartbeat(process="engine", step=self._step, device_memory=held, **self.scheduler.load()))
+            self.transport.send(Heartbeat(process="engine", step=self._step, device_memory=held, **self.scheduler.get_load()))
 
     def _control(self, control: Control) -> ControlReply:
         data: dict[str, Any] = {}
@@ -205,7 +210,7 @@ class Engine:
             elif control.action == "outline_cache":
                 data = self.scheduler.outline_cache(int(control.arguments.get("limit", 200)))
             elif control.action == "server_info":
-                data = {**self.options.info, **self.scheduler.load(), "step": self._step, "paused": self._paused}
+                data = {**self.options.info, **self.scheduler.get_load(), "step": self._step, "paused": self._paused}
             elif control.action in ("pause", "resume"):
                 self._paused = control.action == "pause"
             elif control.action == "check_integrity":
@@ -217,21 +222,22 @@ class Engine:
             elif control.action == "shutdown":
                 self._stopping = True
                 self.scheduler.abort_all()
-            elif control.action != "ping":  # which is answered, and nothing else
+            elif control.action != "ping":  # a ping is only answered
                 return ControlReply(id=control.id, ok=False, error=f"there is no command {control.action!r}")
         except ProfileError as error:
             return ControlReply(id=control.id, ok=False, error=str(error), code="conflict")
-        except Exception as error:  # noqa: BLE001 - a control that fails is answered, it does not end the engine
+        except Exception as error:  # noqa: BLE001 - a failed command is answered and does not end the engine
             return ControlReply(id=control.id, ok=False, error=_sentence(error))
         return ControlReply(id=control.id, ok=True, data=data)
 
     def _settle(self) -> None:
-        """A part of the self-check, which is run once each time that all work is done; what arrives comes before the next part."""
+        """Run one part of the self-check, which runs once each time the engine becomes idle.
+        Messages are handled between its parts."""
         if self.options.check_integrity == "off":
             self._settled = True
             return
         try:
-            self._audit = self._audit or self.scheduler.audit()
+            self._audit = self._audit or self.scheduler.audit_integrity()
             next(self._audit)
         except StopIteration:
             self._settled, self._audit = True, None
@@ -239,7 +245,7 @@ class Engine:
             self._settled, self._audit = True, None
             if self.options.check_integrity == "fatal":
                 raise
-            for sentence in [_sentence(error), *self.scheduler.repair()]:
+            for sentence in [_sentence(error), *self.scheduler.repair_integrity()]:
                 log.error("self-check: %s", sentence)
 
     # steps ---------------------------------------------------------------------------------------------------------
@@ -247,7 +253,7 @@ class Engine:
     def _launch(self) -> InFlight | None:
         if self._paused or self._stopping:
             return None
-        batch = self.scheduler.next_batch(time.monotonic())
+        batch = self.scheduler.schedule_batch(time.monotonic())
         if batch is None:
             return None
         self._settled = False
@@ -255,16 +261,16 @@ class Engine:
         started = time.perf_counter()
         try:
             return InFlight(batch, self.runner.launch(batch), started)
-        except Exception as error:  # noqa: BLE001 - settled in its turn
+        except Exception as error:  # noqa: BLE001 - raised when the step is committed
             return InFlight(batch, FailedStep(error), started)
 
     def _sample(self, step: InFlight) -> InFlight:
-        """Draw a step's tokens, now that those of the step before are known and its grammars have taken them in. The device has been
-        at work on the logits meanwhile."""
+        """Sample a step's tokens with its deferred grammar mask: the step before is committed, so
+        its grammars have accepted their tokens. The device computes the logits meanwhile."""
         if isinstance(step.pending, UnsampledStep):
             try:
-                step.pending.sample(self.scheduler.mask(step.batch))
-            except Exception as error:  # noqa: BLE001 - settled in its turn
+                step.pending.sample(self.scheduler.fill_deferred_mask(step.batch))
+            except Exception as error:  # noqa: BLE001 - raised when the step is committed
                 return step._replace(pending=FailedStep(error))
         return step
 
@@ -277,7 +283,7 @@ class Engine:
         self._failures = 0
         self._send(self.scheduler.commit(step.batch, result))
         if self.observers.on_step is not None:
-            load = self.scheduler.load()
+            load = self.scheduler.get_load()
             self.observers.on_step(
                 step=step.batch.step,
                 num_running=load["running"],
@@ -287,13 +293,13 @@ class Engine:
             )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End the requests of a step that raised, and go on. A device that is gone is no fault of theirs: they are left as they are, to go
-        on in another engine where there will be one."""
+        """End the requests of a step that raised, and continue. Raises DeviceLost if the device is
+        lost: its requests are not ended, so that they can be recovered in another engine."""
         if isinstance(error, DeviceLost):
             raise DeviceLost(f"the device is lost in step {batch.step}: {_sentence(error)}") from error
-        ended = self.scheduler.fail(batch, f"the model failed on this request's batch: {_sentence(error)}")
+        ended = self.scheduler.fail_step(batch, f"the model failed on this request's batch: {_sentence(error)}")
         log.error("step %d failed: %s; its requests: %s", batch.step, _sentence(error), ", ".join(ended.rids) or "none", exc_info=error)
-        self._failures += bool(ended.rids)  # a step that was built on a failed one fails for nobody
+        self._failures += bool(ended.rids)  # a step whose requests ended with the step before counts no failure
         self._send(ended)
         if self._failures >= MAX_FAILURES:
             raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {_sentence(error)}") from error

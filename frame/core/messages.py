@@ -1,6 +1,8 @@
-"""The closed union of values that cross between processes: msgspec structs, MessagePack on the wire, never pickle.
+"""The messages between processes: a closed union of msgspec structs, sent as MessagePack, never
+pickled.
 
-Knows no socket (that is `frame.core.ipc.transport`) and no HTTP. Requests are named by `rid` everywhere.
+Used by the engine, its client and the text processes. It must not know sockets (see
+`frame.core.ipc.transport`) or HTTP. A request is named by its `rid` in all messages.
 """
 
 from __future__ import annotations
@@ -13,33 +15,36 @@ from frame.core.interfaces.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-# What went wrong, for layers that choose a status and a parameter name: sentences are for people, and never parsed.
-# queue_full: send the request again later. deadline_exceeded: the request's time is over. invalid_request, invalid_grammar:
-# the client's parameter `Finish.param` is at fault. non_finite_logits: the model yielded NaN or infinity. None: an internal error.
+# Why a request failed. Front ends choose the status and the parameter name by it; they never parse
+# the sentence.
+#   queue_full          the request may be sent again later
+#   deadline_exceeded   the request took longer than its deadline
+#   invalid_request     the field `Finish.param` is invalid
+#   invalid_grammar     the grammar is invalid or exceeds its budget; `Finish.param` is its kind
+#   non_finite_logits   the model yielded NaN or infinity
+# None: an internal error.
 ErrorCode = Literal["queue_full", "deadline_exceeded", "invalid_request", "invalid_grammar", "non_finite_logits"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
-    """Base of everything on the wire."""
+    """Base of all messages. `trace` fields hold a W3C traceparent; "": the request is not
+    traced."""
 
 
-# towards the engine ------------------------------------------------------------------------------------------------
+# to the engine -----------------------------------------------------------------------------------------------------
 
 
 class Generate(Message, frozen=True):
-    """One sequence to generate (`n` is spread out by the client). `token_ids` is prompt plus `output_len` tokens generated before
-    (a re-admitted request); `namespace` separates prefix caches; `deadline` is in seconds from arrival; `second_text_start` is where a
-    pair's
-    second text begins (0: there is one text). `trace`, here and below, is a W3C traceparent, or "" where nobody traces."""
+    """Start one sequence; the client splits `n` into several."""
 
     rid: str
-    token_ids: list[int]
+    token_ids: list[int]  # the prompt, and the output so far of a recovered request
     params: SamplingParams
-    output_len: int = 0
-    priority: int = 0
-    namespace: str = ""
-    deadline: float | None = None
-    second_text_start: int = 0
+    output_len: int = 0  # how many of `token_ids` are output
+    priority: int = 0  # higher first
+    namespace: str = ""  # of the prefix cache: requests share prefixes within one namespace only
+    deadline: float | None = None  # seconds from arrival; None: the engine's request timeout
+    second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
     trace: str = ""
 
 
@@ -57,7 +62,8 @@ class AbortAll(Message, frozen=True):
 
 
 class Control(Message, frozen=True):
-    """A command to the engine, answered by one `ControlReply` of the same id, after it took effect on every rank."""
+    """A command to the engine, answered by one `ControlReply` with the same id once it has taken
+    effect on every rank."""
 
     id: str
     action: Literal[
@@ -81,118 +87,113 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of consecutive tokens; `top` has one list of (id, logprob) a token."""
+    """Log-probabilities of consecutive tokens, in parallel lists."""
 
     token_ids: list[int]
-    logprobs: list[float | None]  # the first prompt token has none
-    top: list[list[tuple[int, float]]]
-    ranks: list[int | None] = []  # of prompt tokens: 1 + how many tokens are likelier
+    logprobs: list[float | None]  # None: of the first prompt token
+    top: list[list[tuple[int, float]]]  # for each token, (id, log-probability) of the likeliest ones
+    ranks: list[int | None] = []  # of prompt tokens: 1 + the number of likelier tokens
 
 
 class StepTokens(Message, frozen=True):
-    """All tokens of one step, in parallel lists: request i got `token_ids[i]` (a list: speculation yields several).
-    The dicts hold entries for some of the indices only. `pooled` has the float32 bytes of a vector for each request of an engine that
-    embeds or classifies: its one result, which comes with its finish. `num_cached_tokens` (prompt tokens found in the prefix cache) and
-    `queue_times` (seconds from the engine's receiving the request to its admission) come with a request's first tokens."""
+    """The tokens of one step, for all its requests. `rids` and `token_ids` are parallel lists; the
+    dicts have entries for some of their indices."""
 
     rids: list[str]
-    token_ids: list[list[int]]
+    token_ids: list[list[int]]  # new tokens of each request: several for a forced run, none at an abort
     finishes: dict[int, Finish] = {}
-    num_cached_tokens: dict[int, int] = {}
-    queue_times: dict[int, float] = {}
+    num_cached_tokens: dict[int, int] = {}  # prompt tokens found in the prefix cache; sent once
+    queue_times: dict[int, float] = {}  # seconds from arrival to admission; sent once
     logprobs: dict[int, TokenLogprobs] = {}
-    prompt_logprobs: dict[int, TokenLogprobs] = {}
-    pooled: dict[int, bytes] = {}
+    prompt_logprobs: dict[int, TokenLogprobs] = {}  # sent once
+    pooled: dict[int, bytes] = {}  # float32 vector of an embedding or classification request
 
 
 class ControlReply(Message, frozen=True):
-    """The answer to a `Control`. `code` is "conflict" where the engine's state or configuration forbids the command."""
+    """The answer to a `Control`."""
 
     id: str
     ok: bool
-    error: str | None = None
-    code: Literal["conflict"] | None = None
+    error: str | None = None  # one sentence
+    code: Literal["conflict"] | None = None  # "conflict": the engine's state or settings forbid the command
     data: dict[str, Any] = {}
 
 
 class Ready(Message, frozen=True):
-    """A process finished its start. `data` of the engine: capacity (`max_total_tokens`, `page_size`, `max_context`), phases in seconds."""
+    """A process has started."""
 
     process: str
     pid: int
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = {}  # of the engine: max_total_tokens, page_size, max_context, phases in seconds
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent by the engine at a step's start and while idle, where it also carries the load for metrics; and by text processes."""
+    """A sign of life. The engine sends it at a step's start and while idle, with its load; text
+    processes send it without. Counters count from the start of the process."""
 
     process: str
-    step: int = 0
-    running: int = 0
-    waiting: int = 0
+    step: int = 0  # number of the last step
+    running: int = 0  # requests
+    waiting: int = 0  # requests
     used_pages: int = 0
     total_pages: int = 0
     evictable_pages: int = 0
-    preempted: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    device_memory: int = 0  # bytes that the engine's process holds of it
-    jumped_tokens: int = 0
+    preempted: int = 0  # counter: preemptions
+    cached_tokens: int = 0  # counter: prompt tokens found in the prefix cache
+    prompt_tokens: int = 0  # counter
+    generated_tokens: int = 0  # counter
+    device_memory: int = 0  # bytes that the engine's process holds
+    jumped_tokens: int = 0  # counter: tokens forced by a grammar that no step sampled
 
 
 class Fatal(Message, frozen=True):
-    """A process cannot go on; `error` is the sentence for the operator, `trace` for the log."""
+    """A process ends because of an error."""
 
     process: str
-    error: str
-    trace: str = ""
+    error: str  # one sentence for the operator
+    trace: str = ""  # the traceback, for the log
 
 
-# to and from tokenizer and detokenizer workers ---------------------------------------------------------------------
+# to and from tokenizer and detokenizer processes -------------------------------------------------------------------
 
 
 class Tokenize(Message, frozen=True):
-    """Text (or chat, or many `inputs` of one or two texts, each cut to `truncate_to` tokens) to encode; answered by `Tokenized`. Long
-    texts of more than `max_tokens` tokens are refused."""
+    """Encode one text, one chat or several `inputs`; answered by `Tokenized`."""
 
     id: str
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = None  # a chat, with `tools` and `template_arguments`
     tools: list[dict[str, Any]] | None = None
     template_arguments: dict[str, Any] = {}
     add_special_tokens: bool = True
-    inputs: list[list[str]] | None = None
-    truncate_to: int | None = None
-    max_tokens: int | None = None
+    inputs: list[list[str]] | None = None  # of one text, or a pair of texts, each
+    truncate_to: int | None = None  # tokens to which each input is cut
+    max_tokens: int | None = None  # a longer text is refused, before all of it is tokenized
     trace: str = ""
 
 
 class Tokenized(Message, frozen=True):
-    """The answer to a `Tokenize`. `encoded` answers `inputs`: for each its ids, and the index at which the second text begins.
-    `is_too_long`: a text has more tokens than `max_tokens`."""
+    """The answer to a `Tokenize`."""
 
     id: str
-    token_ids: list[int] = []
-    encoded: list[tuple[list[int], int]] = []
-    error: str | None = None
-    is_too_long: bool = False
+    token_ids: list[int] = []  # of the text or chat
+    encoded: list[tuple[list[int], int]] = []  # of each input: ids, and the start of the second text
+    error: str | None = None  # one sentence for the client
+    is_too_long: bool = False  # a text has more than `max_tokens` tokens
 
 
 class StartDetokenize(Message, frozen=True):
-    """Tells the detokenizer of a request before its first tokens: how its text is made and where it stops. `token_ids` are those whose
-    text is out already (a re-admitted request)."""
+    """Announces a request to the detokenizer before its first tokens."""
 
     rid: str
-    params: SamplingParams
+    params: SamplingParams  # stop strings, and how text is made of special tokens
     prompt_tail: list[int] = []  # the last prompt tokens, for correct spacing
-    token_ids: list[int] = []
+    token_ids: list[int] = []  # output of a recovered request whose text was sent before
     trace: str = ""
 
 
 class StepText(Message, frozen=True):
-    """What the detokenizer makes of a `StepTokens`: the same lists, with text deltas. `stopped` names requests that hit a stop string
-    (the client aborts them in the engine)."""
+    """The text of a `StepTokens`: the same fields, with the text of each request's new tokens."""
 
     rids: list[str]
     texts: list[str]
@@ -202,7 +203,7 @@ class StepText(Message, frozen=True):
     queue_times: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
-    stopped: list[int] = []
+    stopped: list[int] = []  # indices that hit a stop string: the client aborts them in the engine
 
 
 AnyMessage = (
@@ -226,10 +227,10 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode(message: Message) -> bytes:
-    """The message as MessagePack."""
+    """Encode a message as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
-    """The message that `data` holds. Raises msgspec.ValidationError, which names the path of what is wrong."""
+    """Decode a message. Raises msgspec.ValidationError, which names the path of the fault."""
     return _decoder.decode(data)

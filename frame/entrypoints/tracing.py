@@ -106,13 +106,13 @@ class Tracing:
         if not request.trace:
             return
         now = time.perf_counter()
-        admitted, first = (self._lag + moment if moment else now for moment in (request.admitted, request.first_token))
+        admitted, first = (self._lag + moment if moment else now for moment in (request.admitted_at, request.first_token_at))
         names: dict[str, Any] = {"frame.rid": request.rid}
         self.add("queue", request.trace, request.arrival + self._lag, admitted, **names)
-        if request.admitted:
-            counts = {"frame.prompt_tokens": request.prompt_len, "frame.cached_tokens": max(0, request.cached_tokens)}
+        if request.admitted_at:
+            counts = {"frame.prompt_tokens": request.prompt_len, "frame.cached_tokens": max(0, request.num_cached_tokens)}
             self.add("prefill", request.trace, admitted, first, **names, **counts)
-        if request.first_token:
+        if request.first_token_at:
             outcome = {"frame.output_tokens": request.output_len, "frame.finish_reason": finish.reason}
             self.add("decode", request.trace, first, now, **names, **outcome, **{"frame.preemptions": request.num_preemptions})
 

@@ -39,7 +39,7 @@ class LocalLoop:
         for prompt, wanted in zip(prompts, each, strict=True):
             self._number += 1
             rids.append(f"r{self._number}")
-            refusal = self.scheduler.add(Generate(rid=rids[-1], token_ids=list(prompt), params=wanted))
+            refusal = self.scheduler.add_request(Generate(rid=rids[-1], token_ids=list(prompt), params=wanted))
             if refusal is not None:
                 raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
@@ -63,7 +63,7 @@ class LocalLoop:
             self._number += 1
             rids.append(f"r{self._number}")
             second_text_start = second_text_starts[index] if second_text_starts else 0
-            refusal = self.scheduler.add(
+            refusal = self.scheduler.add_request(
                 Generate(rid=rids[-1], token_ids=list(prompt), params=SamplingParams(), second_text_start=second_text_start)
             )
             if refusal is not None:
@@ -82,7 +82,7 @@ class LocalLoop:
         in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         depth = 1 if self.scheduler.config.overlap else 0
         for _ in range(MAX_STEPS):
-            batch = self.scheduler.next_batch(time.monotonic())
+            batch = self.scheduler.schedule_batch(time.monotonic())
             if batch is not None:
                 self._count(batch)
                 in_flight.append((batch, self.runner.launch(batch)))

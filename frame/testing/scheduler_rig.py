@@ -19,7 +19,7 @@ from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
-from frame.core.scheduling.planner import MATCH_WINDOW
+from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.testing.fake_runner import FakeRunner, continuation
 
@@ -85,7 +85,7 @@ class SchedulerRig:
         beginning. -> rid."""
         rid = f"request-{len(self.requests)}"
         message = Generate(rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline)
-        refused = self.scheduler.add(message, grammar() if grammar is not None else None)
+        refused = self.scheduler.add_request(message, grammar() if grammar is not None else None)
         if refused is not None:
             raise AssertionError(f"{rid} was refused: {refused.error}")
         self.requests[rid] = Expected(message, self._whole(tokens, params, grammar() if grammar is not None else None))
@@ -97,9 +97,9 @@ class SchedulerRig:
 
     def step(self) -> bool:
         """One turn of an engine's loop; False when there was nothing to launch, to commit or to end."""
-        preempted = self.scheduler.load()["preempted"]
-        batch = self.scheduler.next_batch(self.now)
-        self._check_admission(batch, self.scheduler.load()["preempted"] > preempted)
+        preempted = self.scheduler.get_load()["preempted"]
+        batch = self.scheduler.schedule_batch(self.now)
+        self._check_admission(batch, self.scheduler.get_load()["preempted"] > preempted)
         if batch is not None:
             self.max_rows = max(self.max_rows, len(batch.slots))
             self._check_budget(batch)
@@ -125,7 +125,7 @@ class SchedulerRig:
         """Draw the tokens of the step that was launched last."""
         for batch, pending in self._in_flight:
             if batch.has_deferred_grammar_mask and isinstance(pending, UnsampledStep):
-                pending.sample(self.scheduler.mask(batch))
+                pending.sample(self.scheduler.fill_deferred_mask(batch))
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until idle, then check everything."""
@@ -135,7 +135,7 @@ class SchedulerRig:
             if not self.step():
                 raise AssertionError("requests wait, but nothing is scheduled and nothing is in flight")
         else:
-            raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.load()}")
+            raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.get_load()}")
         self.check()
 
     def check(self) -> None:
@@ -185,11 +185,11 @@ class SchedulerRig:
         """The scheduler is work-conserving: with budget, slots and pages left, whoever waits is admitted within a few steps."""
         scheduler, kept = self.scheduler, {}
         prompt_tokens = 0 if batch is None else int(batch.num_scheduled[batch.num_decodes :].sum())
-        waiting = scheduler._queue.head(MATCH_WINDOW)
+        waiting = scheduler._queue.head(POLICY_MATCH_WINDOW)
         if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_preempted:
             planner = scheduler._planner
-            most = max(map(planner._pages_for, waiting))
-            if planner._reserved_pages() + most < scheduler._running.kv_manager.num_available:
+            most = max(map(planner._count_pages_for, waiting))
+            if planner._count_reserved_pages() + most < scheduler._running.kv_manager.num_available:
                 kept = {request.rid: self._kept_waiting.get(request.rid, 0) + 1 for request in waiting}
         self._kept_waiting = kept
         for rid, steps in kept.items():

@@ -267,7 +267,7 @@ def test_the_readme_fits_on_a_screen_or_two() -> None:
 def test_checks_find() -> None:
     wrong = ["core/no_such.py", "Scheduler.no_such", "frame.core.no_such"]
     assert unknown_names(" ".join(f"`{word}`" for word in wrong)) == wrong
-    assert unknown_names("`core/scheduling/scheduler.py` `Scheduler.next_batch` `frame.core.engine` `frame.SamplingParams`") == []
+    assert unknown_names("`core/scheduling/scheduler.py` `Scheduler.schedule_batch` `frame.core.engine` `frame.SamplingParams`") == []
     links = "[a](docs/no_such.md) [b](docs/index.md#no-such) [c](#start)"
     assert wrong_links(ROOT / "README.md", links) == ["docs/no_such.md", "docs/index.md#no-such"]
     settings_named = "`cache.page_sizes` `--no-such-flag 3` `cache.page_size: 4` `--page-size 4`"

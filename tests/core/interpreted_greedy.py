@@ -1,8 +1,10 @@
-"""Float32 greedy tokens of the `triton` backend equal those of transformers; run by `test_greedy_equality.py` under TRITON_INTERPRET=1.
+"""Float32 greedy tokens of the `triton` backend equal those of transformers; run by
+`test_greedy_equality.py` under TRITON_INTERPRET=1.
 
-The interpreter takes milliseconds for each program of a kernel's grid, so these are 4 prompts of 6 tokens where the other backend
-has 16 of 64 (as these have with FRAME_GREEDY=whole, in minutes for each architecture). It changes modules while a kernel runs, which
-two threads cannot share, so two ranks are processes. The kernels, compiled, are compared on a GPU by tests/gpu.
+The interpreter takes milliseconds for each program of a kernel's grid, so these are 4 prompts of 6
+tokens where the other backend has 16 of 64 (as these have with FRAME_GREEDY=whole, in minutes for
+each architecture). It changes modules while a kernel runs, which two threads cannot share, so two
+ranks are processes. The kernels, compiled, are compared on a GPU by tests/gpu.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ def case(request, tmp_path_factory):
 
 
 def loop_of(case, tokens=16 * 1024, **settings):
-    """In the long form one architecture has its experts multiplied by kernels too: that is a second for each token of a prompt."""
+    """In the long form one architecture has its experts multiplied by kernels too: that is a second
+    for each token of a prompt."""
     runner = "triton" if IS_WHOLE and case.reference.config.model_type == "qwen3_moe" else "torch_native"
     return make_loop(case.folder, tokens, "triton", moe_runner=runner, **settings)
 
 
 def test_every_architecture(case):
-    """Chunks, mixed batches and retraction at once; then a radix hit, with its logits."""
+    """Chunks, mixed batches and preemption at once; then a radix hit, with its logits."""
     loop = loop_of(case, tokens=TIGHT, chunk=16)
-    loop.scheduler._planner._ahead = 1  # the pages that are kept free for outputs would do for ones as short as these
+    loop.scheduler._planner._growth_reserve = 1  # the pages that are kept free for outputs would do for ones as short as these
     run(loop, case, GREEDY)
     assert loop.stats["mixed"] > 1
-    assert loop.scheduler.load()["preempted"] > 0
+    assert loop.scheduler.get_load()["preempted"] > 0
     longest = max(case.prompts, key=len)
     loop.generate([longest], greedy(1))  # other prompts may have taken its pages
     before = loop.stats["cached"]

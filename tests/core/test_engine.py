@@ -1,4 +1,5 @@
-"""The loop with a fake runner: tokens, overlap, controls, failing steps, idleness."""
+"""The engine's loop with a fake runner: tokens, overlap, commands, failed steps, idle
+self-checks."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Step:
 
 
 class Unsampled(UnsampledStep):
-    """Notes the mask that comes."""
+    """Records the mask."""
 
     def __init__(self, result: StepResult, masks: list[np.ndarray]) -> None:
         self._result = result
@@ -57,7 +58,8 @@ class Unsampled(UnsampledStep):
 
 
 class Counting(ModelRunner):
-    """Token = 1 + the row's position; `fails` maps a step to what it raises; `in_wait`: whether waiting raises, not launching."""
+    """Token = 1 + the row's position. `fails`: the errors that steps raise; `in_wait`: they raise
+    in `wait`, not in `launch`."""
 
     def __init__(self, fails: dict[int, Exception] | None = None, in_wait: bool = False) -> None:
         self.fails = fails or {}
@@ -83,7 +85,7 @@ class Counting(ModelRunner):
 
 
 class Running:
-    """An engine in a thread, and what it sent."""
+    """An engine in a thread, and the messages that it sent."""
 
     def __init__(self, runner: ModelRunner, overlap: bool = False, grammars: GrammarCompiler | None = None, **more: Any) -> None:
         config = SchedulerConfig(
@@ -112,7 +114,7 @@ class Running:
             self.seen += found
 
     def finish(self, *rids: str) -> dict[str, tuple[list[int], Any]]:
-        """Until these requests ended: their tokens and finishes."""
+        """Wait until these requests have ended. -> their tokens and finishes."""
         self.until(lambda seen: set(rids) <= {m.rids[i] for m in seen if isinstance(m, StepTokens) for i in m.finishes})
         result: dict[str, tuple[list[int], Any]] = {rid: ([], None) for rid in rids}
         for message in self.seen:
@@ -167,7 +169,7 @@ def test_overlap_changes_no_token(start: Callable[..., Running]) -> None:
     assert running.ask("server_info").data["used_pages"] == 0
 
 
-def test_controls_are_answered_once(start: Callable[..., Running]) -> None:
+def test_each_control_is_answered_once(start: Callable[..., Running]) -> None:
     running = start(info={"model": "m"})
     running.near.send(generate("x", 9))
     running.finish("x")
@@ -203,7 +205,7 @@ def test_refusals_and_aborts_are_answered(start: Callable[..., Running]) -> None
 
 
 @pytest.mark.parametrize("in_wait", [False, True], ids=["launch", "wait"])
-def test_a_failing_step_ends_its_requests_only(start: Callable[..., Running], in_wait: bool) -> None:
+def test_a_failed_step_ends_only_its_requests(start: Callable[..., Running], in_wait: bool) -> None:
     runner = Counting({1: RuntimeError("no such kernel\nsecond line")}, in_wait)
     running = start(runner)
     running.near.send_all([generate("a"), generate("b")])
@@ -227,7 +229,7 @@ def test_a_lost_device_ends_the_engine(overlap: bool) -> None:
     assert runner.closed
 
 
-def test_repeated_failures_count_as_a_lost_device(overlap: bool) -> None:
+def test_repeated_failures_end_the_engine(overlap: bool) -> None:
     runner = Counting(dict.fromkeys(range(100), RuntimeError("always")))
     running = Running(runner, overlap)
     for i in range(3):
@@ -238,7 +240,7 @@ def test_repeated_failures_count_as_a_lost_device(overlap: bool) -> None:
     assert isinstance(running.error, DeviceLost)
 
 
-def test_shutdown_ends_what_runs(overlap: bool) -> None:
+def test_shutdown_aborts_running_requests(overlap: bool) -> None:
     running = Running(Counting(), overlap)
     running.ask("pause")
     running.near.send(generate("a"))
@@ -246,7 +248,7 @@ def test_shutdown_ends_what_runs(overlap: bool) -> None:
     assert running.finish("a")["a"][1].reason == "abort"
 
 
-def test_idle_engine_beats_and_waits(start: Callable[..., Running]) -> None:
+def test_an_idle_engine_sends_heartbeats(start: Callable[..., Running]) -> None:
     running = start(heartbeat=0.05)
     running.until(lambda seen: sum(isinstance(m, Heartbeat) for m in seen) >= 3)
     assert running.runner.launched == []  # type: ignore[attr-defined]
@@ -257,7 +259,7 @@ def test_idle_engine_beats_and_waits(start: Callable[..., Running]) -> None:
 def test_idle_self_check(overlap: bool) -> None:
     running = Running(Counting(), overlap, check_integrity="fatal")
     running.ask("pause")
-    running.scheduler.audit = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
+    running.scheduler.audit_integrity = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
     running.until(lambda seen: any(isinstance(m, Fatal) and "page 3 is lost" in m.error for m in seen))
     running.thread.join(10)
     assert isinstance(running.error, RuntimeError)
@@ -266,8 +268,8 @@ def test_idle_self_check(overlap: bool) -> None:
 def test_idle_self_check_repairs(start: Callable[..., Running]) -> None:
     running = start(check_integrity="repair")
     repaired = threading.Event()
-    running.scheduler.repair = lambda: repaired.set() or []  # type: ignore[method-assign,func-returns-value]
-    running.scheduler.audit = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
+    running.scheduler.repair_integrity = lambda: repaired.set() or []  # type: ignore[method-assign,func-returns-value]
+    running.scheduler.audit_integrity = lambda: (_ for _ in ()).throw(RuntimeError("page 3 is lost"))  # type: ignore[method-assign]
     running.near.send(generate("a"))
     running.finish("a")
     assert repaired.wait(10)
@@ -275,7 +277,7 @@ def test_idle_self_check_repairs(start: Callable[..., Running]) -> None:
     assert len(running.finish("b")["b"][0]) == 6
 
 
-def test_what_arrives_during_the_self_check_comes_before_its_next_part(start: Callable[..., Running]) -> None:
+def test_messages_are_handled_between_parts_of_the_self_check(start: Callable[..., Running]) -> None:
     running = start(check_integrity="fatal")
     seen: list[Any] = []  # the parts of each round, with the steps that had been launched before
     whole = threading.Event()
@@ -290,7 +292,7 @@ def test_what_arrives_during_the_self_check_comes_before_its_next_part(start: Ca
             yield
         whole.set()
 
-    running.scheduler.audit = audit  # type: ignore[method-assign]
+    running.scheduler.audit_integrity = audit  # type: ignore[method-assign]
     running.near.send(generate("early"))
     assert len(running.finish("early", "late")["late"][0]) == 6
     assert whole.wait(10)
@@ -299,7 +301,7 @@ def test_what_arrives_during_the_self_check_comes_before_its_next_part(start: Ca
     assert after > before
 
 
-def test_observers_hear_of_steps(start: Callable[..., Running]) -> None:
+def test_observers_are_called_for_steps(start: Callable[..., Running]) -> None:
     steps: list[dict[str, Any]] = []
     stopped = threading.Event()
     running = start(observers=Observers(on_step=lambda **model_config: steps.append(model_config), on_stop=stopped.set))

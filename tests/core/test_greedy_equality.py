@@ -1,8 +1,10 @@
-"""Float32 greedy tokens equal those of transformers, however the batches came about: chunks, cache hits, retraction, pages, overlap.
+"""Float32 greedy tokens equal those of transformers, however the batches came about: chunks, cache
+hits, preemption, pages, overlap.
 
-transformers says which tokens are right (one pass over prompt and output: each output token is the likeliest after what stands
-before it); everything runs in this process, scheduler and runner without a server. Two ranks are two threads. Only the Triton
-kernels' interpreter needs a process of its own, which runs `interpreted_greedy.py`.
+transformers says which tokens are right (one pass over prompt and output: each output token is the
+likeliest after what stands before it); everything runs in this process, scheduler and runner
+without a server. Two ranks are two threads. Only the Triton kernels' interpreter needs a process of
+its own, which runs `interpreted_greedy.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def test_plain_and_from_the_prefix_cache(case):
     assert loop.stats["cached"] >= sum((len(prompt) - 1) // 16 * 16 for prompt in case.prompts)
 
 
-def test_prompts_that_are_wholly_cached(case):
+def test_fully_cached_prompts(case):
     whole = dataclasses.replace(case, prompts=[prompt[: len(prompt) // 16 * 16] for prompt in case.prompts if len(prompt) >= 16][:5])
     loop = make_loop(case.folder)
     for _ in range(2):
@@ -71,10 +73,10 @@ def test_chunked_and_mixed(case, chunk):
     assert loop.stats["mixed"] > 5
 
 
-def test_after_forced_retraction(case):
+def test_after_forced_preemption(case):
     loop = make_loop(case.folder, tokens=TIGHT, chunk=64)
     run(loop, case)
-    assert loop.scheduler.load()["preempted"] > 0
+    assert loop.scheduler.get_load()["preempted"] > 0
 
 
 @pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (64, True)])
@@ -94,7 +96,7 @@ def test_everything_together(case, number, settings):
     loop = make_loop(case.folder, page_size=page_size, chunk=chunk, overlap=overlap, tokens=tokens, prefix=prefix)
     run(loop, case)
     if tokens == TIGHT:
-        assert loop.scheduler.load()["preempted"] > 0
+        assert loop.scheduler.get_load()["preempted"] > 0
 
 
 def test_logits_are_within_a_ten_thousandth(case):
@@ -102,7 +104,7 @@ def test_logits_are_within_a_ten_thousandth(case):
 
 
 class Wire:
-    """What carries batches from rank 0 to rank 1 here: a queue of encoded bytes."""
+    """Carries batches from rank 0 to rank 1: a queue of encoded bytes."""
 
     def __init__(self):
         self.batches = queue.Queue()
@@ -119,7 +121,7 @@ class Wire:
 
 
 def on_two_ranks(case, act_with, **settings):
-    """What `act_with` makes of rank 0's loop, while rank 1 follows."""
+    """Run `act_with` on rank 0's loop, while rank 1 follows. -> its result."""
     prepared = prepared_for(case.folder, tp=2, **settings)
     wire = Wire()
 
@@ -148,10 +150,10 @@ def test_two_ranks_mixed_and_from_the_prefix_cache(case):
 
 
 @pytest.mark.parametrize("case", NATIVE, indirect=True)
-def test_two_ranks_after_retraction_without_overlap(case):
+def test_two_ranks_after_preemption_without_overlap(case):
     def once(loop):
         run(loop, case)
-        assert loop.scheduler.load()["preempted"] > 0
+        assert loop.scheduler.get_load()["preempted"] > 0
 
     on_two_ranks(case, once, page_size=1, chunk=16, overlap=False, tokens=TIGHT)
 

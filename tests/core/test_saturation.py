@@ -1,5 +1,5 @@
-"""Many requests at once: what decides when each has its first token. A sixteenth of 400 requests of 1,024 tokens with 192 of output, of
-which 8 prompts fit into a step."""
+"""Time to first token with many requests at once. A sixteenth of 400 requests with 1,024 prompt and
+192 output tokens each, of which 8 prompts fit into a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES_OF_ONE = (PROMPT + OUTPUT) // PAGE
 
 
 def steps_to_first_tokens(max_running: int, pages: int, overlap: bool) -> list[int]:
-    """By order of arrival, the step that brings each request's first token."""
+    """By order of arrival, the number of the step that yields each request's first token."""
     found = rig(
         max_running=max_running,
         num_pages=1 + pages,
@@ -40,15 +40,15 @@ def steps_to_first_tokens(max_running: int, pages: int, overlap: bool) -> list[i
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_slots_for_all_the_prefill_alone_decides(overlap: bool) -> None:
+def test_with_slots_for_all_requests_only_prefill_counts(overlap: bool) -> None:
     steps = steps_to_first_tokens(128, REQUESTS * PAGES_OF_ONE, overlap)
     assert steps == sorted(steps)
     assert max(steps) <= PREFILL_STEPS + overlap
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_fewer_slots_the_others_wait_for_whole_outputs(overlap: bool) -> None:
-    """256 of 400: what the default was. The last first token comes several times as late, whatever the device computes."""
+def test_with_fewer_slots_requests_wait_for_whole_outputs(overlap: bool) -> None:
+    """With 256 slots for 400 requests, the last first token comes several times as late."""
     steps = steps_to_first_tokens(64, REQUESTS * PAGES_OF_ONE, overlap)
     assert steps == sorted(steps)
     assert max(steps[:64]) <= 64 * PROMPT // BUDGET + overlap
@@ -56,7 +56,7 @@ def test_with_fewer_slots_the_others_wait_for_whole_outputs(overlap: bool) -> No
     assert max(steps) > 3 * PREFILL_STEPS
 
 
-def test_with_fewer_pages_they_wait_for_pages_in_order_of_arrival() -> None:
+def test_with_fewer_pages_requests_wait_in_order_of_arrival() -> None:
     steps = steps_to_first_tokens(128, REQUESTS * PAGES_OF_ONE // 2, False)
     assert steps[:40] == sorted(steps[:40])
     assert max(steps) < 3 * (PREFILL_STEPS + OUTPUT)

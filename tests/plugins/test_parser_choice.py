@@ -41,4 +41,4 @@ def test_templates(model: str) -> None:
 def test_a_tie_names_both() -> None:
     chosen = Choices()
     choose_parser(chosen, RECORDS, "tool_call_parser", TEMPLATES["two forms"][0])
-    assert chosen.reasons["text.tool_call_parser"] == "none: the chat template shows the marks of hermes and mistral; name one"
+    assert chosen.reasons["text.tool_call_parser"] == "none: the chat template has the markers of hermes and mistral; name one"

@@ -1,15 +1,20 @@
-"""`Hardware`: what the machine offers, as plain data for `frame.core.config.resolve`. An entrypoint finds it out."""
+"""`Hardware`: the machine's cores, memory and GPUs as plain data, the input of
+`frame.core.config.resolve`.
+
+`frame.entrypoints.configuration.hardware_probe` measures it; this module must not look at the
+machine.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BF16_FEATURES = ("amx_bf16", "avx512_bf16", "sve_bf16")  # a CPU with one of them multiplies bfloat16 without a detour
+BF16_FEATURES = ("amx_bf16", "avx512_bf16", "sve_bf16")  # a CPU with one of these multiplies bfloat16 natively
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One visible GPU. Memory in bytes."""
+    """One visible GPU."""
 
     kind: str  # "cuda"
     name: str
@@ -19,16 +24,14 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine. `cpu_cores` are the physical cores that this process may use, `memory_bytes` the memory that it may,
-    `cpu_features` flags as Linux spells them; `note` says why a GPU that is there is not listed. `busy_cores` of the cores are
-    kept by the server's other processes."""
+    """A machine, as this process may use it."""
 
-    cpu_cores: int
+    cpu_cores: int  # physical cores
     memory_bytes: int
-    cpu_features: frozenset[str] = frozenset()
+    cpu_features: frozenset[str] = frozenset()  # flags as Linux spells them
     accelerators: tuple[Accelerator, ...] = ()
-    note: str = ""
-    busy_cores: int = 0
+    note: str = ""  # why an existing GPU is not listed
+    busy_cores: int = 0  # cores that the server's other processes use
 
     @property
     def bf16_feature(self) -> str | None:

@@ -1,7 +1,9 @@
-"""Turns what the user set, the machine, the checkpoint's facts and the plugins' records into a `Resolved` with a reason for every value.
+"""Resolves the user's configuration, the machine, the model configuration and the plugin records
+into a `Resolved` with reasons.
 
-Pure: reads no file, imports no plugin, names none. What the user set is never rewritten: it is served as it is or refused.
-Resolving the `pinned` form of a result gives the same result.
+Used at start. Pure: it must not read files, and must not import or name a plugin. Values that the
+user set are never rewritten: they are used as they are or refused. Resolving the `pinned` form of a
+result gives the same result.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ PREFERRED_PAGE_SIZE = 16
 
 
 def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
-    """Choose everything that `config` leaves open. Raises ResolveError with every rejected candidate and the nearest change."""
+    """Choose every value that `config` leaves open. Raises ResolveError with the rejected
+    candidates and the smallest change that helps."""
     device, why = choose_device(config, hardware)
     (dtype, dtype_why), *others = dtypes_to_try(config, hardware, model_config, device)
 
@@ -59,7 +62,7 @@ def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, 
 
 
 def pinned(resolved: Resolved) -> FrameConfig:
-    """The user's configuration with every open value filled in as it was resolved."""
+    """The user's configuration with every open value set as resolved."""
     user = resolved.user
     single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if kind in KEYS and choices}
     values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
@@ -95,7 +98,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
 
 @dataclass
 class _Solver:
-    """One attempt with a fixed device and dtype; fills `chosen` and `reasons` value by value."""
+    """One attempt with a fixed device and dtype. Fills `chosen` and `reasons` value by value."""
 
     config: FrameConfig
     hardware: Hardware
@@ -109,7 +112,7 @@ class _Solver:
     def solve(self, reasons: Mapping[str, str]) -> Resolved:
         config = self.config
         if not self.hardware.accelerators:
-            self.chosen.hopeless = frozenset({"execution.device: cuda"})
+            self.chosen.impossible = frozenset({"execution.device: cuda"})
         self.reasons.update({key: why for key, why in reasons.items() if why})
         task = self._task()
         pooling = self._model(task)
@@ -139,7 +142,7 @@ class _Solver:
             model_path=path,
             served_name=served_name,
             tokenizer_path=tokenizer,
-            model=replace(self.model_config, chat_template=""),  # long, and of no more use
+            model=replace(self.model_config, chat_template=""),  # long, and not used any more
             device=self.device,
             dtype=self.dtype,
             kv_dtype=kv_dtype,
@@ -155,7 +158,7 @@ class _Solver:
         )
 
     def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
-        """What the user gave, else what was chosen, with the reason noted."""
+        """The user's value, or else `chosen`, whose reason is recorded."""
         if given is not None:
             return given
         self.reasons[key] = why
@@ -172,7 +175,8 @@ class _Solver:
         return task
 
     def _model(self, task: Task) -> Pooling | None:
-        """Choose the model plugin, and with it what the checkpoint's facts mean; for a task without tokens, how vectors are made."""
+        """Choose the model plugin and adapt the model configuration to it. -> how vectors are
+        pooled; None for the task generate."""
         requirements = ModelRequirements(self.model_config.architecture, self.config.parallel.tp, task)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
@@ -194,8 +198,9 @@ class _Solver:
         return pooling
 
     def _whole_prompts(self, chunk: int, max_context: int) -> int:
-        """The most tokens of a step, when prompts are computed in one piece; and why nothing is kept of them."""
-        self.reasons["cache.prefix"] = "not used: vectors are made of whole prompts, each computed in one step"
+        """Most tokens of a step if each prompt is computed in one step; records that the prefix
+        cache is not used."""
+        self.reasons["cache.prefix"] = "not used: vectors are pooled from whole prompts, each computed in one step"
         if self.config.scheduler.chunked_prefill_size is None and chunk < max_context:
             self.reasons["scheduler.chunked_prefill_size"] = "holds the longest prompt, which is computed in one step"
             return max_context
@@ -287,7 +292,7 @@ class _Solver:
 
     def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
         key, candidates = KEYS[kind], self.records.get(kind, ())
-        found = select(key, candidates, requirements, named, order, self.chosen.hopeless)
+        found = select(key, candidates, requirements, named, order, self.chosen.impossible)
         if found is None:
             rejected = self.chosen.reject(key, kind, self.records, requirements)
             raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
@@ -318,14 +323,14 @@ class _Solver:
         return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
 
     def _jump_forward(self, has_graphs: bool) -> int:
-        """Shortest run of forced tokens that is worth a chunk of its own."""
+        """The shortest run of forced tokens that is computed in one step."""
         size, why = 2, "a row of several tokens costs a step little more than one of one"
         if has_graphs:
             size, why = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
         return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
 
     def _budgets(self, kv_dtype: str) -> dict[str, Any]:
-        """Sizes that follow from the machine's cores and memory."""
+        """The sizes that follow from the machine's cores and memory, by name."""
         found = budgets(self.config, self.hardware, self.device, self.model_config, kv_dtype)
         return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
 
@@ -338,8 +343,8 @@ def _name_of(path: str) -> str:
 
 
 def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
-    """The task, and why when the user left it open. Raises ResolveError for one that the checkpoint has no head for, and for settings
-    that mean nothing to it."""
+    """The task, and the reason if the user left it open. Raises ResolveError for a task that the
+    checkpoint has no head for, and for settings that the task does not use."""
     task, why = _task(config, model_config)
     takes_labels = task == "classify" and not is_classifier(model_config.architecture)
     for key, value, taken, without in (
@@ -347,7 +352,7 @@ def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, s
         ("label_tokens", ",".join(config.model.label_tokens), takes_labels, "[]"),
     ):
         if value and not taken:
-            sentence = f"model.{key} is {value}, which means nothing to {model_config.architecture} when its task is {task}."
+            sentence = f"model.{key} is {value}, which {model_config.architecture} does not use for the task {task}."
             raise ResolveError(sentence, change=f"model.{key}: {without}")
     return task, why
 
@@ -369,7 +374,7 @@ def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
 
 
 def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -> tuple[Pooling, str]:
-    """How a sequence becomes a vector, for an embedding or classifying task; and why."""
+    """How a sequence's vector is pooled for the task embed or classify, and the reason."""
     if task == "embed":
         sentence = model_config.sentence
         stored = None if sentence is None else sentence.mode
@@ -391,7 +396,8 @@ def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -
 
 
 def check_step(config: FrameConfig, chunk: int, max_context: int) -> None:
-    """Raise ResolveError unless a prompt of `max_context` tokens, which is computed in one piece, fits in a step of `chunk`."""
+    """Raise ResolveError unless a step of `chunk` tokens holds a prompt of `max_context` tokens,
+    which is computed in one step."""
     if chunk < max_context:
         raise ResolveError(
             f"scheduler.chunked_prefill_size is {chunk}, but this model computes a prompt of up to {max_context} tokens in one step.",
@@ -404,4 +410,4 @@ def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode
 
 
 def _usual(model_config: ModelConfig) -> str:
-    return "what an encoder's checkpoint means when it does not say" if model_config.encoder else "the last token has seen the whole text"
+    return "the default of encoders" if model_config.encoder else "the last token attends to the whole text"

@@ -1,6 +1,8 @@
-"""The part of `resolve` that chooses attention backends: one for all rows, or one for prompts and one for decodes.
+"""The part of `resolve` that chooses attention backends: one for all rows, or one for prefill and
+one for decode.
 
-Pure; names no plugin. What `auto` goes by are ranks, and speeds that were measured where the records bring some.
+Without a name it decides by measured speeds, where the plugins' records have them, and by rank.
+Pure; it must not import or name a plugin.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from frame.core.interfaces.plugin import PluginRecord, Reason
 KIND = "attention_backend"
 KEY = KEYS[KIND]
 UNITS: Mapping[str, str] = {"extend": "TFLOP/s", "decode": "TB/s"}
-PHASES: Mapping[str, Phase] = {"prefill": "extend", "decode": "decode"}  # as users call them
+PHASES: Mapping[str, Phase] = {"prefill": "extend", "decode": "decode"}  # by the names that users give them
 
 
 def choose_attention(
     chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: str | None, requirements: AttentionRequirements, subject: str
 ) -> None:
-    """Notes one selection, or two: that of prompts, then that of decodes. Raises ResolveError, which begins with `subject`."""
+    """Record one selection, or two: for prefill, then for decode. Raises ResolveError, whose text
+    begins with `subject`."""
     candidates = records.get(KIND, ())
     named = phase_backends(wanted)
     prefill, decode = (named.get(user) for user in PHASES)
@@ -70,7 +73,7 @@ def _one(
     subject: str,
     why: str | None = None,
 ) -> None:
-    found = select(KEY, candidates, requirements, name, None, chosen.hopeless)
+    found = select(KEY, candidates, requirements, name, None, chosen.impossible)
     if found is None:
         rejected = chosen.reject(KEY, KIND, {KIND: candidates}, requirements)
         raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
@@ -80,24 +83,26 @@ def _one(
 def _fitting(
     chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, requirements: AttentionRequirements, phase: Phase
 ) -> list[_Candidate]:
-    """Who serves a phase, the best first; the named one alone, which must serve it."""
+    """The candidates for a phase, best first; only the named one, if there is one, which must
+    fit."""
     if name is not None:
-        found = select(KEY, candidates, requirements, name, None, chosen.hopeless)
+        found = select(KEY, candidates, requirements, name, None, chosen.impossible)
         return [_Candidate(found.record, "set by the user")] if found is not None else []
-    fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, requirements, chosen.hopeless)]
+    fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, requirements, chosen.impossible)]
     card, speeds = _comparable(fits, requirements, phase)
-    if fits and fits[0].name not in speeds:  # nothing to compare, or the best-ranked was never measured
+    if fits and fits[0].name not in speeds:  # without a measurement of the best-ranked one, ranks decide
         reason = f"the best-ranked of {len(fits)} that fit" if len(fits) > 1 else "the only one that fits"
         return [_Candidate(record, reason) for record in fits]
     order = sorted((record for record in fits if record.name in speeds), key=lambda record: -speeds[record.name])
     listed = ", ".join(f"{record.name} {speeds[record.name]:g}" for record in order)
-    where = f"such a card ({card})" if card == requirements.device_name else f"{card}, a card of the same compute capability"
+    where = f"this card ({card})" if card == requirements.device_name else f"{card}, a card of the same compute capability"
     reason = f"the fastest as measured on {where}, in {UNITS[phase]}: {listed}"
-    return [_Candidate(record, reason) for record in order] + [_Candidate(r, "never measured here") for r in fits if r.name not in speeds]
+    return [_Candidate(record, reason) for record in order] + [_Candidate(r, "not measured here") for r in fits if r.name not in speeds]
 
 
 def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirements, phase: Phase) -> tuple[str | None, dict[str, float]]:
-    """A card on which at least two backends were measured, this machine's own if possible, and their speeds there by name."""
+    """A card on which at least two backends were measured, preferably this machine's, and their
+    speeds by name."""
     measured = {r.name: r.capabilities.speeds(requirements, phase) for r in records if isinstance(r.capabilities, AttentionCapabilities)}
     cards = dict.fromkeys(card for speeds in measured.values() for card in speeds)
     for card in sorted(cards, key=lambda card: card != requirements.device_name):
@@ -108,16 +113,17 @@ def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirem
 
 
 def _pair(extends: Sequence[_Candidate], decodes: Sequence[_Candidate]) -> tuple[_Candidate, _Candidate] | None:
-    """The first of those for prompts with the first of those for decodes that can share a cache with it."""
+    """The first backend for prefill with the first one for decode that can use the same KV
+    cache."""
     for extend in extends:
         for decode in decodes:
-            if not _discord(extend.record, decode.record):
+            if not _find_conflict(extend.record, decode.record):
                 return extend, decode
     return None
 
 
-def _discord(extend: PluginRecord, decode: PluginRecord) -> str:
-    """Why two backends cannot share a cache; empty when they can."""
+def _find_conflict(extend: PluginRecord, decode: PluginRecord) -> str:
+    """Why two backends cannot use the same KV cache; empty if they can."""
     first, second = extend.capabilities, decode.capabilities
     if extend.name == decode.name or not (isinstance(first, AttentionCapabilities) and isinstance(second, AttentionCapabilities)):
         return ""
@@ -126,12 +132,12 @@ def _discord(extend: PluginRecord, decode: PluginRecord) -> str:
     if first.stores_kv != second.stores_kv:
         return "one of them writes K and V itself and the other does not"
     if shared_page_sizes((extend, decode)) == ():
-        return "no page size suits both"
+        return "they support no common page size"
     return ""
 
 
 def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None:
-    """The page sizes that all of them take; None for any."""
+    """The page sizes that all of these backends support; None: any."""
     shared: tuple[int, ...] | None = None
     for record in records:
         sizes = getattr(record.capabilities, "page_sizes", None)
@@ -142,7 +148,7 @@ def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None
 
 def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[_Candidate]]) -> None:
     pairs = [(extend.record, other.record) for extend in parts[0] for other in parts[1]]
-    rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_discord(extend, other)}"),)) for extend, other in pairs]
+    rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_find_conflict(extend, other)}"),)) for extend, other in pairs]
     named = " and ".join(f"{user}: {name}" for user, name in (("prefill", prefill), ("decode", decode)) if name is not None)
     raise ResolveError(f"No pair of attention backends with {named} serves this model, machine and configuration.", rejected)
 

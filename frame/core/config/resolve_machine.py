@@ -1,4 +1,5 @@
-"""The parts of `resolve` that follow from the machine: device, computing types, budgets, and what tensor parallelism can cut. Pure."""
+"""The parts of `resolve` that follow from the machine: device, dtypes, tensor parallelism, sizes
+and CUDA graphs. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +12,21 @@ from frame.core.config.selection import ResolveError
 from frame.core.interfaces.model import ModelConfig, Task
 
 GIB = 1024**3
-RUNNING_ON_CPU = 64
-LEAST_RUNNING, MOST_RUNNING = 256, 512  # default of scheduler.max_running_requests on a GPU, by its memory
-TOKENS_A_REQUEST = 1024  # prompt and output of a typical request, of which the memory holds so many
-MOST_DECODES = 1024  # rows of the largest graph of decodes, unless the user names another
-MOST_PROMPT_TOKENS = 2048  # of the largest step with prompts; more cost graphs, and gain little on any model
-# In the time that the host needs to launch a layer's kernels (0.2 ms, measured), a GPU computes as many products of a weight and a token
+RUNNING_ON_CPU = 64  # default of scheduler.max_running_requests on a CPU
+LEAST_RUNNING, MOST_RUNNING = 256, 512  # bounds of the default of scheduler.max_running_requests on a GPU
+TOKENS_A_REQUEST = 1024  # prompt and output of a typical request
+MOST_DECODES = 1024  # default bound on the rows of the largest captured decode
+MOST_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured step with prompts; more gain little on any model
+# Products of a weight and a token that a GPU computes while the host launches one layer's kernels
+# (0.2 ms, measured).
 _PRODUCTS_PER_LAUNCHED_LAYER = 60e9
-_NARROWEST = 64  # tokens; a step of fewer is bound by reading weights, and by launches if those take longer
+_NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
 def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
-    """The device, and why when the user left it open. Raises ResolveError when the wanted one is not there."""
+    """The device, and the reason if the user left it open. Raises ResolveError if the configured
+    one does not exist."""
     wanted = config.execution.device
     kinds = list(dict.fromkeys(accelerator.kind for accelerator in hardware.accelerators))
     note = f" ({hardware.note})" if hardware.note else ""
@@ -37,7 +40,7 @@ def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, device: str) -> list[tuple[str, str]]:
-    """Computing types to try, best first, each with its reason."""
+    """Computing dtypes to try, best first, each with its reason."""
     if config.model.dtype is not None:
         return [(config.model.dtype, "")]
     if device == "cpu":
@@ -62,7 +65,8 @@ def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelCo
 
 
 def indivisible(model_config: ModelConfig, tp: int) -> list[str]:
-    """What of the model cannot be cut into `tp` equal parts. KV heads may also be repeated, when `tp` is a multiple of them."""
+    """The parts of the model that `tp` ranks cannot share equally. KV heads may be repeated if `tp`
+    is a multiple of their number."""
     found = [f"{model_config.num_heads} attention heads"] if model_config.num_heads % tp else []
     if model_config.kind == "mha" and model_config.num_kv_heads % tp and tp % model_config.num_kv_heads:
         found.append(f"{model_config.num_kv_heads} KV heads")
@@ -79,8 +83,8 @@ def indivisible(model_config: ModelConfig, tp: int) -> list[str]:
 
 
 def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory: int, kv_dtype: str) -> int:
-    """Tokens that the KV cache of each rank will hold, roughly: what `memory` leaves beside the weights. What fits is known once they are
-    loaded (`frame.core.kv_cache.capacity`)."""
+    """Estimate the tokens in each rank's KV cache from `memory` (bytes) and the weights' size. The
+    real number is computed after loading (`frame.core.kv_cache.capacity`)."""
     if config.cache.max_total_tokens is not None:
         return config.cache.max_total_tokens
     tp, bytes_a_value = config.parallel.tp, _BYTES[kv_dtype]
@@ -98,7 +102,7 @@ def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory
 
 
 def _estimate_weights(model_config: ModelConfig) -> int:
-    """Bytes of the model's weights, roughly: attention, feed-forward or experts, embedding and head."""
+    """Estimate the bytes of the weights: attention, MLP or experts, embedding and head."""
     config, hidden = model_config.config, model_config.hidden_size
     attention = hidden * model_config.head_dim * (2 * model_config.num_heads + 2 * model_config.num_kv_heads)
     inner = int(config.get("intermediate_size") or 4 * hidden)
@@ -109,7 +113,8 @@ def _estimate_weights(model_config: ModelConfig) -> int:
 
 
 def _choose_running(tokens: int) -> tuple[int, str]:
-    """Most running requests on a GPU whose KV cache holds so many tokens, and why."""
+    """The default of max_running_requests on a GPU whose KV cache holds `tokens` tokens, and the
+    reason."""
     fitting = tokens // TOKENS_A_REQUEST // 64 * 64
     running = min(max(fitting, LEAST_RUNNING), MOST_RUNNING)
     why = f"the KV cache holds about {tokens} tokens, {TOKENS_A_REQUEST} for each; from {LEAST_RUNNING} to {MOST_RUNNING}"
@@ -119,7 +124,8 @@ def _choose_running(tokens: int) -> tuple[int, str]:
 def budgets(
     config: FrameConfig, hardware: Hardware, device: str, model_config: ModelConfig, kv_dtype: str
 ) -> list[tuple[str, Any, Any, str]]:
-    """(setting, what the user gave, what to take otherwise, why) of every size that follows from the machine's cores and memory."""
+    """(setting, user's value, default, reason) of each size that follows from the machine's cores
+    and memory."""
     scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, device == "cpu"
     memory = min((a.memory_bytes for a in hardware.of(device)), default=hardware.memory_bytes)
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
@@ -132,7 +138,8 @@ def budgets(
         overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"
     else:
         overlap, memory_share = "the host schedules while the device computes", "leaves a tenth for workspaces"
-    # threads that meet at barriers and share their cores with another process wait for each other most of the time
+    # Threads that meet at barriers wait for each other most of the time if another process uses
+    # their cores.
     kept = f", {hardware.busy_cores} of them for HTTP and text" if hardware.busy_cores else ""
     cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s){kept}" if on_cpu else "left to torch: the model runs on the device"
     return [
@@ -147,18 +154,18 @@ def budgets(
 def graph_sizes(
     chosen: Choices, config: FrameConfig, model_config: ModelConfig, device: str, task: Task, running: int
 ) -> list[tuple[str, int | None, int, str]]:
-    """(setting, what the user gave, what to take otherwise, why) of the largest captured steps; 0 for none. Raises ResolveError when
-    the user wants what cannot be."""
+    """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
+    none. Raises ResolveError if the user sets a size where nothing can be captured."""
     execution, kinds = config.execution, ("model", "quantization_method", "moe_runner", "moe_dispatcher")
     obstacles = {
         "cuda_graph_max_bs": graph_obstacle(chosen, device, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": graph_obstacle(chosen, device, task, kinds)
-        or ("torch_compile is set, which makes graphs of its own" if execution.torch_compile else ""),
+        or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else ""),
     }
     most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
     reasons = {
         "cuda_graph_max_bs": "all batches: a replay costs the host less than launching each kernel",
-        "prompt_graph_max_tokens": "about as many tokens as the device computes in the time that the host needs to launch a layer",
+        "prompt_graph_max_tokens": "about as many tokens as the device computes while the host launches a layer",
     }
     found = []
     for name, obstacle in obstacles.items():
@@ -170,11 +177,12 @@ def graph_sizes(
 
 
 def graph_obstacle(chosen: Choices, device: str, task: Task, kinds: tuple[str, ...]) -> str:
-    """Why steps cannot be captured in CUDA graphs whose work is that of plugins of `kinds`; empty when they can."""
+    """Why steps that run plugins of `kinds` cannot be captured as CUDA graphs; empty if they
+    can."""
     if device != "cuda":
         return f"CUDA graphs need a CUDA device, and the model runs on {device}"
     if task != "generate":
-        return f"the task is {task}, which decodes nothing"
+        return f"the task is {task}, which does not decode"
     for kind in kinds:
         for found in chosen.selected.get(kind, ()):
             if getattr(found.record.capabilities, "graphs", False) in (False, "none"):
@@ -183,13 +191,15 @@ def graph_obstacle(chosen: Choices, device: str, task: Task, kinds: tuple[str, .
 
 
 def launch_bound_tokens(model_config: ModelConfig) -> int:
-    """Up to how many tokens launching a layer takes longer than computing it, roughly; a multiple of 64."""
+    """Estimate the tokens up to which launching a layer takes longer than computing it; a multiple
+    of 64."""
     tokens = int(_PRODUCTS_PER_LAUNCHED_LAYER / _layer_weights(model_config)) // _NARROWEST * _NARROWEST
     return max(_NARROWEST, min(MOST_PROMPT_TOKENS, tokens))
 
 
 def _layer_weights(model_config: ModelConfig) -> int:
-    """Weights that one token is multiplied with in a layer, roughly: of the attention's projections and of its experts or the one MLP."""
+    """Estimate the weights of a layer that one token is multiplied with: attention projections, and
+    its experts or the MLP."""
     config, hidden = model_config.config, model_config.hidden_size
     if model_config.kind == "mla" and model_config.latent is not None:
         ranks = sum(model_config.latent) + int(config.get("q_lora_rank") or 0)

@@ -1,6 +1,8 @@
-"""The parts of `resolve` that choose several plugins at once, and the record of all choices. Pure; names no plugin.
+"""The parts of `resolve` that choose MoE plugins, logits processors and parsers, and `Choices`, the
+record of all choices.
 
-`KEYS` says which setting names the plugin of a kind.
+`KEYS` maps a plugin kind to the setting that names its plugin. Pure; it must not import or name a
+plugin.
 """
 
 from __future__ import annotations
@@ -36,42 +38,45 @@ KEYS: Mapping[str, str] = MappingProxyType(
 )
 PROCESSORS_KEY = "sampling.processors"
 
-OWN_DISTRIBUTION = "frame-serve"  # whose logits processors are always there
+OWN_DISTRIBUTION = "frame-serve"  # its logits processors are always active
 
 
 @dataclass
 class Choices:
-    """What was selected so far, by kind; why, by setting; and who was turned down, by setting and name.
-    `hopeless` are changes not to propose on this machine."""
+    """The choices made so far."""
 
-    hopeless: frozenset[str] = frozenset()
-    selected: dict[str, list[Selection]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    rejected: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    impossible: frozenset[str] = frozenset()  # changes that this machine cannot make, which are not proposed
+    selected: dict[str, list[Selection]] = field(default_factory=dict)  # by kind
+    reasons: dict[str, str] = field(default_factory=dict)  # by setting
+    rejected: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by setting, then by plugin
 
     def note(self, kind: str, key: str, found: Selection, *, is_open: bool) -> None:
+        """Record a selection. `is_open`: the user left the setting open, so its reason is recorded
+        too."""
         self.selected.setdefault(kind, []).append(found)
         if is_open:
             self.reasons[key] = f"{found.record.name} is {found.reason}"
-        self._turn_down(key, found.rejected)
+        self._record_rejected(key, found.rejected)
 
     def reject(self, key: str, kind: str, records: Mapping[str, Sequence[PluginRecord]], requirements: Any) -> list[Rejected]:
-        """Note and return everyone of a kind who does not serve `requirements`, with the reasons."""
-        judged = [(record, objections(record, requirements, self.hopeless)) for record in sorted(records.get(kind, ()), key=by_rank)]
+        """Record and return the plugins of a kind that do not meet `requirements`, with the
+        reasons."""
+        judged = [(record, objections(record, requirements, self.impossible)) for record in sorted(records.get(kind, ()), key=by_rank)]
         rejected = [Rejected(record, reasons) for record, reasons in judged if reasons]
-        self._turn_down(key, rejected)
+        self._record_rejected(key, rejected)
         return rejected
 
-    def _turn_down(self, key: str, rejected: Sequence[Rejected]) -> None:
+    def _record_rejected(self, key: str, rejected: Sequence[Rejected]) -> None:
         for candidate in rejected:
             self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
 
 
 def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: MoESection, requirements: MoERequirements) -> None:
-    """The best pair of a dispatcher and a runner that takes the activation format which the dispatcher yields."""
+    """Choose the best pair of a dispatcher and a runner that takes the dispatcher's activation
+    format. Raises ResolveError if none fits."""
     dispatchers, runners = records.get("moe_dispatcher", ()), records.get("moe_runner", ())
     if wanted.dispatcher is not None:
-        select(KEYS["moe_dispatcher"], dispatchers, requirements, wanted.dispatcher)  # refuses a bad name with its own text
+        select(KEYS["moe_dispatcher"], dispatchers, requirements, wanted.dispatcher)  # raises for an unknown or unfit name
         dispatchers = [record for record in dispatchers if record.name == wanted.dispatcher]
     pairs: list[tuple[tuple[int, int], Selection, Selection]] = []
     rejected: list[Rejected] = chosen.reject(KEYS["moe_dispatcher"], "moe_dispatcher", records, requirements)
@@ -80,11 +85,11 @@ def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], w
             continue
         for form in _formats(dispatcher):
             asked = replace(requirements, format=form)
-            turned_down = chosen.reject(KEYS["moe_runner"], "moe_runner", records, asked)
-            rejected += [Rejected(candidate.record, candidate.reasons) for candidate in turned_down]
+            unfit = chosen.reject(KEYS["moe_runner"], "moe_runner", records, asked)
+            rejected += [Rejected(candidate.record, candidate.reasons) for candidate in unfit]
             found = _runner(runners, asked, wanted.runner)
             if found is not None:
-                left = Selection(dispatcher, f"the best-ranked that yields what {found.record.name} takes")
+                left = Selection(dispatcher, f"the best-ranked with an activation format that {found.record.name} takes")
                 pairs.append(((found.record.rank, dispatcher.rank), found, left))
     if not pairs:
         known = {record.name for record in runners}
@@ -101,7 +106,8 @@ def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], w
 
 
 def _runner(runners: Sequence[PluginRecord], requirements: MoERequirements, named: str | None) -> Selection | None:
-    """None also when the named one does not take this format: another dispatcher may suit it."""
+    """The runner for this format; None also if the named one does not take it, since another
+    dispatcher may fit."""
     if named is not None:
         runners = [record for record in runners if record.name == named and not objections(record, requirements)]
     return select(KEYS["moe_runner"], runners, requirements, None)
@@ -113,7 +119,8 @@ def _formats(dispatcher: PluginRecord) -> tuple[Any, ...]:
 
 
 def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:
-    """All built-in logits processors that can be used, then the named ones, which must be."""
+    """Choose all usable built-in logits processors, then the named ones. Raises ResolveError if a
+    named one is unknown or unfit."""
     kind = "logits_processor"
     candidates = sorted(records.get(kind, ()), key=by_rank)
     chosen.selected.setdefault(kind, [])
@@ -131,7 +138,8 @@ def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginReco
 
 
 def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:
-    """The one parser whose marks the chat template shows; where it shows none, the best of the general ones, if there is one."""
+    """Choose the parser whose markers the chat template contains; if there is none, the best-ranked
+    general parser; if there are several, none."""
     key = KEYS[kind]
     usable: list[PluginRecord] = []
     general: list[PluginRecord] = []
@@ -141,17 +149,18 @@ def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]
             usable += [record] if can.suits(template) else []
             general += [record] if can.is_general else []
     if len(usable) == 1:
-        chosen.note(kind, key, Selection(usable[0], "the one whose marks the chat template shows"), is_open=True)
+        chosen.note(kind, key, Selection(usable[0], "the only one whose markers are in the chat template"), is_open=True)
     elif usable:
-        chosen.reasons[key] = f"none: the chat template shows the marks of {' and '.join(record.name for record in usable)}; name one"
+        chosen.reasons[key] = f"none: the chat template has the markers of {' and '.join(record.name for record in usable)}; name one"
     elif general:
-        chosen.note(kind, key, Selection(general[0], "general, and the chat template shows no form of its own"), is_open=True)
+        chosen.note(kind, key, Selection(general[0], "general, and the chat template has no known markers"), is_open=True)
     else:
-        chosen.reasons[key] = "none: the chat template shows no marks of any"
+        chosen.reasons[key] = "none: the chat template has no known markers"
 
 
 def plugin_choice(record: PluginRecord, config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> PluginChoice:
-    """The choice as it crosses to other processes, with the plugin's own settings validated and complete."""
+    """The choice as sent to other processes, with the plugin's own settings validated and complete.
+    Raises PluginError."""
     check_option_names(config, records)
     options = plugin_options(record, config.plugins.options.get(f"{record.kind}/{record.name}", {}))
     return PluginChoice(
@@ -165,7 +174,8 @@ def plugin_choice(record: PluginRecord, config: FrameConfig, records: Mapping[st
 
 
 def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
-    """`values` in the plugin's options model; None when it has none. Raises PluginError that names the key and what it may be."""
+    """Validate `values` against the plugin's options model; None if it has none. Raises PluginError
+    that names the key."""
     where = f"plugins.options.{record.kind}/{record.name}"
     if record.options is None:
         if values:
@@ -186,7 +196,7 @@ def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel
 
 
 def check_option_names(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> None:
-    """Refuse settings for a plugin that is not there."""
+    """Raise PluginError for settings of a plugin that is not installed."""
     known = [f"{kind}/{record.name}" for kind, found in records.items() for record in found]
     for name in config.plugins.options:
         if name not in known:

@@ -1,6 +1,8 @@
-"""`Resolved`: the configuration with nothing left open, what was chosen, and why. Plain data that crosses to child processes as JSON.
+"""`Resolved`: the complete configuration, with the selected plugins and the reasons. Plain data,
+sent to child processes as JSON.
 
-Made by `frame.core.config.resolve`; every process checks the plugins that it finds against `plugins` before it loads one.
+Made by `frame.core.config.resolve`. Each process compares the plugins that it finds with
+`Resolved.plugins` before it loads one.
 """
 
 from __future__ import annotations
@@ -14,56 +16,56 @@ from frame.core.interfaces.model import ModelConfig, Pooling, Task
 
 
 class PluginChoice(BaseModel):
-    """A selected plugin: enough to find it again in another process and to notice that it is another one."""
+    """A selected plugin: enough to find it in another process, and to detect that another version
+    is installed there."""
 
     model_config = ConfigDict(frozen=True)
 
     kind: str
     name: str
-    target: str
+    target: str  # module:attribute
     distribution: str
     version: str
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # the plugin's own settings, complete
 
 
 class Resolved(BaseModel):
-    """Every value that a process needs to start. `reasons` maps a key (`cache.page_size`) to one sentence for each value that
-    the user left open. `plugins` maps a kind to the choices of that kind (one,
-    but for logits processors, and attention backends where prompts and decodes have one each, in this order). `rejected` maps
-    a key to the plugins that were turned down, each with its reasons."""
+    """Every value that a process needs to start."""
 
     model_config = ConfigDict(frozen=True)
 
     user: FrameConfig
     model_path: str
-    served_name: str
+    served_name: str  # the model's name in the API
     tokenizer_path: str | None  # None: skip_tokenizer_init
     model: ModelConfig
     device: str
-    dtype: str
+    dtype: str  # computing type
     kv_dtype: str
-    max_context: int
-    page_size: int
+    max_context: int  # tokens
+    page_size: int  # tokens
     max_running_requests: int
-    chunked_prefill_size: int
+    chunked_prefill_size: int  # most prompt tokens of a step
     overlap: bool
-    cuda_graph_max_bs: int = 0  # 0: no graphs
-    prompt_graph_max_tokens: int = 0  # 0: no graphs
-    jump_forward: int = 0  # 0: never
+    cuda_graph_max_bs: int = 0  # rows of the largest captured decode; 0: no graphs
+    prompt_graph_max_tokens: int = 0  # tokens of the largest captured step with prompts; 0: no graphs
+    jump_forward: int = 0  # fewest forced tokens computed in one step; 0: never
     mem_fraction: float
-    max_total_tokens: int | None  # None: from the free memory, once the weights are loaded
-    threads: int | None
+    max_total_tokens: int | None  # None: computed from the free memory once the weights are loaded
+    threads: int | None  # of one rank, on the CPU
     task: Task = "generate"
     pooling: Pooling | None = None  # None: the task is generate
+    # By kind. One choice each, except logits processors, and attention backends: [prefill, decode]
+    # if they differ.
     plugins: dict[str, list[PluginChoice]]
-    reasons: dict[str, str]
-    rejected: dict[str, dict[str, list[str]]] = {}
+    reasons: dict[str, str]  # by setting (`cache.page_size`): one sentence for each value that the user left open
+    rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
 
     @property
     def computes_whole_prompts(self) -> bool:
-        """No prompt is cut into chunks or begun from a cached prefix."""
+        """Whether each prompt is computed in one step, without chunks or a cached prefix."""
         return self.pooling is not None and self.pooling.needs_whole_prompts(self.model.encoder)
 
     def choice(self, kind: str) -> PluginChoice:
-        """The one selected plugin of a kind. Raises KeyError when the kind was not needed."""
+        """The first selected plugin of a kind. Raises KeyError if the kind is not used."""
         return self.plugins[kind][0]

@@ -1,7 +1,9 @@
-"""`FrameConfig`: everything that a user may set, in frozen sections. Knows no plugin: plugins' own settings stand under `plugins.options`.
+"""`FrameConfig`: all settings, in frozen sections. It must not know plugins: their own settings are
+under `plugins.options`.
 
-`None` (spelt `auto` in YAML and flags too) leaves a value to `frame.core.config.resolve`, which says why it chose what it chose.
-`flag` names a field's command-line flag and its keyword in `Engine(...)`; without one it is `section_field`.
+`None` (also written `auto` in YAML and flags) leaves a value to `frame.core.config.resolve`, which
+records the reason of its choice. `flag` names a field's command-line flag and its keyword in
+`Engine(...)`; without one it is `section_field`.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ TypeName = BeforeValidator(_full_type_name)  # `bf16` means bfloat16 wherever a 
 
 
 def phase_backends(text: str | None) -> dict[str, str]:
-    """`attention.backend` by phase ("prefill", "decode"): a single name stands for both, what is open is left out.
-    Raises ValueError for what is neither a name nor such a pair."""
+    """Parse `attention.backend` into names by phase ("prefill", "decode"). A single name applies to
+    both; open phases are left out. Raises ValueError for any other text."""
     if text is None or "=" not in text:
         return {} if text is None else dict.fromkeys(PHASES, text)
     found: dict[str, str] = {}
@@ -56,7 +58,7 @@ def phase_backends(text: str | None) -> dict[str, str]:
 
 
 def _phases_as_text(value: Any) -> Any:
-    """A mapping of phases as the one text that files, flags and variables share."""
+    """A mapping of phases as text, the form that flags and variables use too."""
     if isinstance(value, Mapping):
         value = ",".join(f"{phase}={name}" for phase, name in value.items() if name is not None) or None
     if not isinstance(value, str):
@@ -72,12 +74,14 @@ Phases = BeforeValidator(_phases_as_text)  # one attention backend, or one a pha
 
 
 def setting(default: Any, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
-    """A config field: default, one-sentence description, bounds, and its flag (`tp` -> `--tp`)."""
+    """A configuration field with its default, one-sentence description, bounds and flag (`tp` ->
+    `--tp`)."""
     return Field(default, description=description, json_schema_extra={"flag": flag} if flag else None, **bounds)
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen; unknown keys are errors, and numbers that JSON, which goes to child processes, cannot hold."""
+    """Base of all sections: frozen. Unknown keys are errors, and so are NaN and infinity, which
+    JSON cannot hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=False, protected_namespaces=())
 
@@ -158,7 +162,7 @@ class SchedulerSection(Section):
     )
     overlap: Annotated[bool | None, Auto] = setting(None, "Schedule the next step while the last one runs.", flag="overlap")
     request_timeout: float = setting(600.0, "Seconds after which a request is ended.", flag="request-timeout", gt=0)
-    preemption: bool = setting(True, "Let a policy push running requests back for a waiting one (priority does).", flag="preemption")
+    preemption: bool = setting(True, "Let a policy preempt running requests for a waiting one (priority does).", flag="preemption")
     short_prompt_share: float = setting(
         0.5, "Share of chunked_prefill_size kept for short prompts while a long one is computed.", flag="short-prompt-share", ge=0.0, le=0.9
     )
@@ -351,7 +355,8 @@ class LogSection(Section):
 
 
 class FrameConfig(Section):
-    """The whole configuration: YAML file, environment (`FRAME_SECTION__FIELD`) and flags all become one of these."""
+    """The whole configuration: YAML file, environment (`FRAME_SECTION__FIELD`) and flags all become
+    one of these."""
 
     model: ModelSection = Field(default_factory=ModelSection, description="What is served.")
     parallel: ParallelSection = Field(default_factory=ParallelSection, description="Spreading over devices.")

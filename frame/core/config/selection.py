@@ -1,6 +1,7 @@
-"""Choosing one plugin among records by their capabilities, with a reason for the choice and for every rejection.
+"""Selects a plugin among records by their capabilities, with a reason for the choice and for each
+rejection.
 
-Pure: knows records and needs only, never imports a plugin, and never names one.
+Used by `resolve` and its parts. Pure: it must not import or name a plugin.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from frame.core.interfaces.plugin import PluginRecord, Reason
 
 @dataclass(frozen=True, slots=True)
 class PlainRequirements:
-    """What is asked of a family that has no needs of its own."""
+    """The requirements of plugin kinds that have no requirements class of their own."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A candidate and everything that speaks against it."""
+    """A rejected candidate with all its reasons."""
 
     record: PluginRecord
     reasons: tuple[Reason, ...]
@@ -34,7 +35,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The chosen record, why, and who was turned down."""
+    """The selected record, the reason, and the rejected ones."""
 
     record: PluginRecord
     reason: str
@@ -42,7 +43,8 @@ class Selection:
 
 
 class ResolveError(ConfigurationError):
-    """No combination serves what was asked. `rejected` holds every candidate with every reason, `change` the nearest remedy."""
+    """No candidate fits the configuration. `rejected`: all candidates with their reasons; `change`:
+    the smallest change that helps."""
 
     def __init__(self, message: str, rejected: Sequence[Rejected] = (), change: str | None = None) -> None:
         self.rejected = tuple(rejected)
@@ -54,7 +56,8 @@ class ResolveError(ConfigurationError):
 
 
 class UnknownPluginError(ResolveError):
-    """A plugin was named that nobody registered; `kind` and `name` let the registry say more."""
+    """A setting names a plugin that is not registered. The registry uses `kind` and `name` to add
+    what it knows of broken plugins."""
 
     def __init__(self, key: str, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind = kind
@@ -64,16 +67,20 @@ class UnknownPluginError(ResolveError):
         super().__init__(f"{key} names an unknown {kind} {name!r}{did_you_mean(name, names) or '.'}{listed}")
 
 
-def objections(record: PluginRecord, requirements: Any, hopeless: Collection[str] = ()) -> tuple[Reason, ...]:
-    """Everything that speaks against `record`: what the registry found, and what its capabilities say of `requirements`.
-    `hopeless` are changes that this machine cannot make (`execution.device: cuda` without a GPU); they are not proposed."""
+def objections(record: PluginRecord, requirements: Any, impossible: Collection[str] = ()) -> tuple[Reason, ...]:
+    """The reasons against `record`: problems that the registry found, or requirements that its
+    capabilities do not meet.
+
+    `impossible`: changes that this machine cannot make (`execution.device: cuda` without a GPU),
+    which are not proposed.
+    """
     if record.problems:
         return record.problems
     try:
         found = record.capabilities.unsupported(requirements)
-    except Exception as error:  # noqa: BLE001 - a stranger's record must not end the start of another plugin
+    except Exception as error:  # noqa: BLE001 - a third party's record must not prevent the use of other plugins
         return (Reason(f"its capability record fails with {type(error).__name__}: {error}"),)
-    return tuple(Reason(reason.sentence) if reason.change in hopeless else reason for reason in found)
+    return tuple(Reason(reason.sentence) if reason.change in impossible else reason for reason in found)
 
 
 def select(
@@ -82,13 +89,15 @@ def select(
     requirements: Any,
     named: str | None,
     order: Callable[[PluginRecord], Any] | None = None,
-    hopeless: Collection[str] = (),
+    impossible: Collection[str] = (),
 ) -> Selection | None:
-    """The record that serves `requirements`: the `named` one, or the best by `order` (rank). None when nothing is named and nothing fits.
+    """Select the `named` record or, without a name, the first by `order` (rank) that meets
+    `requirements`; None if none does.
 
-    `key` is the setting that names it. Raises ResolveError when the named one is unknown or does not fit.
+    `key`: the setting that names it. Raises ResolveError if the named one is unknown or does not
+    fit.
     """
-    judged = [(record, objections(record, requirements, hopeless)) for record in sorted(candidates, key=order or by_rank)]
+    judged = [(record, objections(record, requirements, impossible)) for record in sorted(candidates, key=order or by_rank)]
     fits = [record for record, reasons in judged if not reasons]
     rejected = tuple(Rejected(record, reasons) for record, reasons in judged if reasons)
     if named is None:
@@ -107,12 +116,14 @@ def select(
 
 
 def by_rank(record: PluginRecord) -> tuple[int, str]:
-    """Best rank first, then by name, so that a choice never depends on the order of installation."""
+    """Sort key: highest rank first, then by name, so that the order of installation does not
+    matter."""
     return (-record.rank, record.name)
 
 
 def nearest_change(rejected: Iterable[Rejected]) -> str | None:
-    """The fewest settings that make one candidate fit: `cache.page_size: 64` (then NAME fits), or None when no setting helps."""
+    """The smallest set of changes that makes one candidate fit, as "cache.page_size: 64 (then NAME
+    fits)"; None if no setting helps."""
     best: tuple[int, str] | None = None
     for candidate in rejected:
         changes = list(dict.fromkeys(reason.change for reason in candidate.reasons if reason.change))

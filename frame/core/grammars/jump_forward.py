@@ -153,7 +153,7 @@ class JumpForward:
             run = request.grammar.take_forced(fewest, min(most, room), request.stop_ids)
             if run:
                 room -= len(run)
-                self._running.extend(request, run)
+                self._running.extend_request(request, run)
                 self.num_tokens += len(run) - 1
 
 

@@ -1,7 +1,8 @@
-"""How messages move between processes and threads: in-process queues, or ZMQ over ipc:// sockets in a private directory.
+"""Transports of messages between processes and threads: in-process queues, or ZMQ over ipc://
+sockets in a private directory.
 
-Also the codec that carries a `ScheduledBatch` to the other ranks (MessagePack with an ndarray hook). Knows no scheduler, no HTTP and
-no meaning of a message; nothing is ever pickled.
+Also encodes a `ScheduledBatch` for the other tensor-parallel ranks (MessagePack with an ndarray
+hook). Nothing is pickled. It must not know the scheduler, HTTP or the meaning of a message.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from frame.core.messages import AnyMessage, Message, decode, encode
 
 log = logging.getLogger(__name__)
 
-NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes raises
-LONGEST_SOCKET = "frame-12345678/tokenizer-63-out"  # the longest path below the folder of temporary files
-FLUSH_MS = 2000  # how long a closing socket may still deliver what was sent
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding arbitrary bytes may raise
+LONGEST_SOCKET = "frame-12345678/tokenizer-63-out"  # the longest socket path below the folder of temporary files
+FLUSH_MS = 2000  # how long a closing socket may still deliver sent messages
 
 
 class Transport(Protocol):
-    """One end of a two-way message stream. `send` never blocks for long; `receive` is called by one thread only."""
+    """One end of a two-way message stream. `send` does not block for long; `receive` is called by
+    one thread only."""
 
     def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
-        """Everything that has arrived, in order. Waits up to `timeout` seconds for the first message (None: for ever)."""
+        """Return all messages that have arrived, in order. Waits up to `timeout` seconds for the
+        first one (None: without limit)."""
         ...
 
     def send(self, message: Message) -> None:
@@ -47,19 +50,21 @@ class Transport(Protocol):
         ...
 
     def send_all(self, messages: Sequence[Message]) -> None:
-        """Queue several; the other end may see them all at once."""
+        """Queue several messages; the other end may receive them together."""
         ...
 
     def close(self) -> None:
-        """Release sockets; what was sent is still delivered."""
+        """Release the sockets; messages already sent are still delivered."""
         ...
 
 
 class InProcessTransport:
-    """One end of a pair of queues between two threads. Messages travel by reference: both ends treat them as frozen.
+    """One end of a pair of queues between two threads. Messages are passed by reference: neither
+    end may change them.
 
-    With a `sink` the peer's messages are handed to it at once, in the peer's thread, instead of being queued.
-    To send no message wakes the other end ahead of one that comes in a moment: who has slept for long takes a while to wake.
+    With a `sink`, the peer's messages are passed to it at once, in the peer's thread, instead of
+    being queued. Sending an empty list of messages wakes the other end in advance: a thread that
+    has slept for long takes a while to wake.
     """
 
     def __init__(self, sink: Callable[[AnyMessage], None] | None = None) -> None:
@@ -71,7 +76,8 @@ class InProcessTransport:
 
     @classmethod
     def pair(cls, sink: Callable[[AnyMessage], None] | None = None) -> tuple[InProcessTransport, InProcessTransport]:
-        """(this end, the other end); `sink` takes what the other end sends to this one."""
+        """Make (this end, the other end); `sink` is called with what the other end sends to this
+        one."""
         first, second = cls(sink), cls()
         first._peer, second._peer = second, first
         return first, second
@@ -79,7 +85,7 @@ class InProcessTransport:
     def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
         inbox = self._inbox
         while timeout != 0.0 and not inbox and not self._is_closed and self._arrived.wait(timeout):
-            self._arrived.clear()  # before the inbox is looked at: a message that comes now sets it again
+            self._arrived.clear()  # before the inbox is read: a message that arrives now sets it again
         messages = []
         while inbox:
             messages.append(inbox.popleft())
@@ -93,7 +99,7 @@ class InProcessTransport:
             self._peer.accept(messages)  # type: ignore[arg-type]
 
     def accept(self, messages: Sequence[AnyMessage]) -> None:
-        """Take what the peer sends; in the peer's thread."""
+        """Deliver the peer's messages; called in the peer's thread."""
         if self._sink is not None:
             for message in messages:
                 self._sink(message)
@@ -107,12 +113,13 @@ class InProcessTransport:
 
 
 class ZmqTransport:
-    """A PULL socket, bound to the inbox, and one PUSH socket an address that is sent to.
+    """A PULL socket bound to the inbox, and a PUSH socket for each address that is sent to.
 
-    With `sources`, addresses of other ends' outboxes, the PULL socket connects to these instead: libzmq ends a process that has no
-    descriptor for a connection it accepts, and only tries again where it connects. With `is_outbox` the socket of `default` is bound.
-    `routes` maps message types to addresses, `default` takes the rest (None: such messages are dropped). Messages to an address
-    where nobody listens yet wait in memory until somebody does.
+    `routes` maps message types to addresses; other messages go to `default` (None: they are
+    dropped). Messages to an address without a listener wait in memory. With `sources`, addresses of
+    other ends' outboxes, the PULL socket connects to these instead of binding: libzmq aborts a
+    process that has no file descriptor left for a connection that it accepts, but retries where it
+    connects. With `is_outbox` the socket of `default` is bound.
     """
 
     def __init__(
@@ -132,37 +139,39 @@ class ZmqTransport:
         self._pushes = pushes
         self._default = pushes[default] if default else None
         self._routes = {kind: pushes[address] for kind, address in (routes or {}).items()}
-        self._patience = -1
+        self._timeout_ms = -1
         self._lock = threading.Lock()  # sockets are not thread-safe; senders may be several threads
 
     @property
     def fd(self) -> int:
-        """Becomes readable when messages arrive; edge-triggered, and `receive` takes all there is."""
+        """A descriptor that becomes readable when messages arrive; edge-triggered: `receive` must
+        be called until it is empty."""
         return int(self._pull.getsockopt(zmq.FD))
 
     def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
         pull = self._pull
         messages: list[AnyMessage] = []
         if timeout != 0.0:  # a blocking receive costs less than a poller
-            patience = -1 if timeout is None else max(1, int(timeout * 1000))
-            if patience != self._patience:
-                pull.setsockopt(zmq.RCVTIMEO, patience)
-                self._patience = patience
+            timeout_ms = -1 if timeout is None else max(1, int(timeout * 1000))
+            if timeout_ms != self._timeout_ms:
+                pull.setsockopt(zmq.RCVTIMEO, timeout_ms)
+                self._timeout_ms = timeout_ms
             try:
-                self._take(pull.recv(), messages)
+                self._append_decoded(pull.recv(), messages)
             except zmq.Again:
                 return []
-        while int(pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # asking costs less than an exception at the end
-            self._take(pull.recv(zmq.NOBLOCK), messages)
+        while int(pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # polling costs less than an exception at the end
+            self._append_decoded(pull.recv(zmq.NOBLOCK), messages)
         return messages
 
     @staticmethod
-    def _take(data: bytes, messages: list[AnyMessage]) -> None:
-        """Decode what arrived. What is no message of ours is dropped: one wrong sender must not end a process that serves others."""
+    def _append_decoded(data: bytes, messages: list[AnyMessage]) -> None:
+        """Decode one message. Bytes that are no message are dropped: a faulty sender must not end a
+        process that serves others."""
         try:
             messages.append(decode(data))
-        except NOT_OURS as error:
-            log.warning("%d bytes that arrived are no message, and are dropped: %s", len(data), error)
+        except DECODE_ERRORS as error:
+            log.warning("dropped %d received bytes that are no message: %s", len(data), error)
 
     def send(self, message: Message) -> None:
         with self._lock:
@@ -174,9 +183,9 @@ class ZmqTransport:
         for message in messages:
             self.send(message)
 
-    def renew(self, address: str) -> None:
-        """Somebody else will listen at `address`: drop what was not delivered there, and connect anew. Raises zmq.ZMQError, and changes
-        nothing then."""
+    def reconnect(self, address: str) -> None:
+        """Connect to a new listener at `address`, and drop messages that were not delivered to the
+        old one. Raises zmq.ZMQError, without any change."""
         with self._lock:
             old = self._pushes.get(address)
             if old is None:
@@ -194,7 +203,7 @@ class ZmqTransport:
 
 
 class ZmqSender:
-    """A PUSH socket alone, to one address."""
+    """A PUSH socket to one address."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -204,8 +213,9 @@ class ZmqSender:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def renew(self) -> None:
-        """Somebody else will listen: drop what was not delivered, and connect anew. Raises zmq.ZMQError, and changes nothing then."""
+    def reconnect(self) -> None:
+        """Connect to a new listener, and drop messages that were not delivered to the old one.
+        Raises zmq.ZMQError, without any change."""
         new = _push(self._context, self._address)
         self._socket.close(linger=0)
         self._socket = new
@@ -245,12 +255,12 @@ def _encode_array(value: Any) -> Any:
         return (value.dtype.str, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
     if isinstance(value, np.integer | np.floating | np.bool_):
         return value.item()
-    raise TypeError(f"{type(value).__name__} cannot cross to another rank")
+    raise TypeError(f"{type(value).__name__} cannot be sent to another rank")
 
 
 def _decode_array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
-        raise TypeError(f"{kind.__name__} cannot come from another rank")
+        raise TypeError(f"{kind.__name__} cannot be received from another rank")
     dtype, shape, data = value
     parsed = np.dtype(dtype)
     if parsed.hasobject:
@@ -268,29 +278,31 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
 
 
 def decode_batch(data: bytes) -> ScheduledBatch:
-    """The batch that `data` holds, with arrays of its own. Raises msgspec.ValidationError."""
+    """Decode a batch; its arrays own their memory. Raises msgspec.ValidationError."""
     return _batch_decoder.decode(data)
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """An order to the followers: start recording, or (None) stop."""
+    """Order to the followers: start a profile, or (None) stop it."""
 
     request: ProfileRequest | None
 
 
 class Traced(msgspec.Struct, frozen=True, tag=True):
-    """Word to the followers that a request has ended whose spans go below `trace`, a W3C traceparent."""
+    """Notice to the followers: a traced request ended; its spans belong below `trace`, a W3C
+    traceparent."""
 
     rid: str
     trace: str
 
 
 class SwitchBackend(msgspec.Struct, frozen=True, tag=True):
-    """An order to the followers: `ModelRunner.switch_backend`."""
+    """Order to the followers: call `ModelRunner.switch_backend`."""
 
 
 class OrderReply(msgspec.Struct, frozen=True):
-    """A follower's answer to order `number`: `error` is a sentence, empty when the order was carried out."""
+    """A follower's answer to order `number`. `error`: one sentence; empty if the order was carried
+    out."""
 
     rank: int
     number: int
@@ -299,15 +311,15 @@ class OrderReply(msgspec.Struct, frozen=True):
 
 Order = Profile | Traced | SwitchBackend
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
-REPLY_TIMEOUT = 30.0  # seconds that a follower may take for an order that is answered
+REPLY_TIMEOUT = 30.0  # seconds that a follower may take to answer an order
 _order_encoder = msgspec.msgpack.Encoder()
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _reply_decoder = msgspec.msgpack.Decoder(OrderReply)
 
 
 class BatchSender:
-    """Rank 0's side: the same bytes to every follower (ranks 1 and on), in order. A single empty frame means stop. Followers answer at
-    the address `replies`."""
+    """Rank 0's side: sends the same bytes to every follower (ranks 1 and up), in order. A single
+    empty frame means stop. Followers answer at the address `replies`."""
 
     def __init__(self, addresses: list[str], replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -319,20 +331,21 @@ class BatchSender:
         self._send_all(encode_batch(batch), BATCH)
 
     def send_order(self, order: Order) -> None:
-        """What else the followers are to know, between the batches."""
+        """Send an order to the followers, in order with the batches."""
         self._number += 1
         self._send_all(_order_encoder.encode(order), ORDER, str(self._number).encode())
 
     def ask(self, order: Order, timeout: float = REPLY_TIMEOUT) -> list[str]:
-        """Send an order and wait until every follower has carried it out. -> what failed, a sentence a rank."""
+        """Send an order and wait for every follower's answer, up to `timeout` seconds. -> one
+        sentence for each rank that failed."""
         self.send_order(order)
         silent, problems, until = set(range(1, len(self._sockets) + 1)), [], time.monotonic() + timeout
         while silent and self._replies.poll(max(0, int(1000 * (until - time.monotonic())))):
             data = self._replies.recv()
             try:
                 reply = _reply_decoder.decode(data)
-            except NOT_OURS as error:
-                log.warning("%d bytes that arrived are no reply, and are dropped: %s", len(data), error)
+            except DECODE_ERRORS as error:
+                log.warning("dropped %d received bytes that are no reply: %s", len(data), error)
                 continue
             if reply.number == self._number and reply.rank in silent:
                 silent.remove(reply.rank)
@@ -353,7 +366,7 @@ class BatchSender:
 
 
 class BatchReceiver:
-    """The side of follower `rank`."""
+    """The side of the follower `rank`."""
 
     def __init__(self, address: str, rank: int, replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -363,10 +376,11 @@ class BatchReceiver:
         self._number = 0  # of the last order
 
     def receive(self) -> ScheduledBatch | Order | None:
-        """Block for the next batch or order; None when rank 0 stops.
+        """Wait for the next batch or order; None when rank 0 stops.
 
-        Bytes that do not look like rank 0's are dropped. A batch or an order of rank 0 that cannot be decoded raises RuntimeError: rank 0
-        would wait in a collective operation for this rank, so the process must end.
+        Messages without rank 0's framing are dropped. Raises RuntimeError for a batch or order that
+        cannot be decoded: rank 0 waits in a collective operation for this rank, so the process must
+        end.
         """
         while True:
             data, *rest = self._socket.recv_multipart()
@@ -378,12 +392,12 @@ class BatchReceiver:
                 if len(rest) == 2 and rest[0] == ORDER:
                     self._number = int(rest[1])
                     return _order_decoder.decode(data)
-            except (*NOT_OURS, ValueError, TypeError) as error:
-                raise RuntimeError(f"what rank 0 sent cannot be decoded, and this rank cannot go on without it: {error}") from error
-            log.warning("%d bytes that arrived are no batch, and are dropped", len(data))
+            except (*DECODE_ERRORS, ValueError, TypeError) as error:
+                raise RuntimeError(f"rank 0 sent a batch or order that cannot be decoded, so this rank cannot continue: {error}") from error
+            log.warning("dropped %d received bytes that are no batch", len(data))
 
     def reply(self, error: str = "") -> None:
-        """Tell rank 0 that the last order was carried out, or why not."""
+        """Answer the last order: carried out, or the error."""
         self._replies.send(msgspec.msgpack.encode(OrderReply(self._rank, self._number, error)))
 
     def close(self) -> None:
@@ -396,8 +410,9 @@ class BatchReceiver:
 
 
 class SocketDirectory:
-    """A 0700 directory that holds one deployment's ipc:// sockets; removed at the end. Whoever makes it holds a lock on it, for which
-    systemd-tmpfiles leaves it alone. Raises OSError."""
+    """A directory with mode 0700 for one deployment's ipc:// sockets, removed at the end. The
+    process that creates it holds a lock on it, because of which systemd-tmpfiles does not clean it.
+    Raises OSError."""
 
     def __init__(self, path: str | None = None) -> None:
         self.path = _make_directory() if path is None else Path(path)
@@ -406,7 +421,8 @@ class SocketDirectory:
         self._check()
 
     def restore(self) -> None:
-        """Make the directory again, with the same name, if a cleaner removed it. Raises OSError, also when it is somebody else's now."""
+        """Create the directory again under the same name if a cleaner removed it. Raises OSError,
+        also if another user owns it now."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(mode=0o700, parents=True)
             self._release()
@@ -437,9 +453,10 @@ class SocketDirectory:
 
 
 def _make_directory() -> Path:
-    """A new directory where temporary files go, or, if that name is too long for sockets, in $XDG_RUNTIME_DIR or /tmp."""
+    """Create a directory in the folder of temporary files or, if that path is too long for sockets,
+    in $XDG_RUNTIME_DIR or /tmp."""
     bases = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]  # noqa: S108 - made with mkdtemp
     for base in filter(None, bases):
         if len(os.fsencode(f"{base}/{LONGEST_SOCKET}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
             return Path(tempfile.mkdtemp(prefix="frame-", dir=base))
-    raise OSError(f"{bases[0]} is too long a name for a folder of sockets, and there is no /tmp")
+    raise OSError(f"{bases[0]} is too long a path for sockets, and there is no /tmp: set TMPDIR to a shorter one")

@@ -1,6 +1,8 @@
-"""How many tokens the KV cache holds: arithmetic over the device's memory, and the sentence when it does not fit.
+"""Computes how many pages of KV cache fit in the device's memory, or the error that prints the
+arithmetic.
 
-Pure but for `measure`, which asks the machine. Knows neither pools nor schedulers.
+Used when an engine is built. Pure, except for `measure`. It must not know pools or
+schedulers.
 """
 
 from __future__ import annotations
@@ -21,47 +23,50 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 RESERVED_PAGES = 1
-CPU_SHARE = 0.25  # of the machine's memory that the cache takes at most, unless the user says how many tokens
+CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user sets cache.max_total_tokens
 CPU_LEAST_TOKENS = 65_536
-LEAST_TOKENS = 256  # below this a start is refused: nothing useful would run
-GREATEST_FRACTION = 0.95
-_CUDA_WORKSPACES = 768 * 1024**2  # libraries' workspaces and the allocator's fragments
+LEAST_TOKENS = 256  # a start with a smaller cache is refused
+GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
+_CUDA_WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
 
 
 class CapacityError(ConfigurationError):
-    """The KV cache does not fit; the message prints the arithmetic and one setting that would help."""
+    """The KV cache does not fit. The message shows the arithmetic and proposes one setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's memory in bytes: `total`, what this process may still take (`free`), the loaded weights, and what a step needs."""
+    """A device's memory, in bytes."""
 
     total: int
-    free: int
-    weights: int
-    activations: int
+    free: int  # what this process may still allocate
+    weights: int  # the loaded weights
+    activations: int  # what a step needs
 
-    def left(self, fraction: float) -> int:
-        """Bytes for the cache, when weights, activations and cache together take `fraction` of the total."""
+    def count_available(self, fraction: float) -> int:
+        """Bytes for the cache if weights, activations and cache together take `fraction` of the
+        total."""
         return min(int(self.total * fraction) - self.weights - self.activations, self.free - self.activations)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a runner offers. `num_pages` counts the reserved page 0, as `PagedAllocator` does; `phases` are seconds of the start."""
+    """The KV cache of a runner."""
 
-    num_pages: int
-    page_size: int
-    bytes_per_token: int
-    phases: dict[str, float] = field(default_factory=dict)
+    num_pages: int  # the reserved page 0 included
+    page_size: int  # tokens
+    bytes_per_token: int  # over all layers
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of the phases of the start
 
     @property
     def max_total_tokens(self) -> int:
+        """Tokens that the cache holds."""
         return (self.num_pages - RESERVED_PAGES) * self.page_size
 
 
 def measure(device: torch.device, weights: int, activations: int, ranks: int = 1) -> Memory:
-    """The memory of `device` now, after loading. On the CPU the machine's memory is shared by `ranks` processes."""
+    """The memory of `device` after loading; `weights` and `activations` in bytes. On the CPU,
+    `ranks` processes share the machine's."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Memory(total, free, total - free, activations)
@@ -70,10 +75,10 @@ def measure(device: torch.device, weights: int, activations: int, ranks: int = 1
 
 
 def activation_bytes(model_config: ModelConfig, limits: Limits, dtype: torch.dtype) -> int:
-    """A cautious estimate of what one step needs beside weights and cache."""
+    """Bytes that one step needs besides weights and cache: a conservative estimate."""
     config = model_config.config
     wide = max(int(config.get("intermediate_size") or 0), model_config.hidden_size, model_config.num_heads * model_config.head_dim)
-    pairs = int(config.get("num_experts_per_tok") or 0) if model_config.num_experts else 0  # each of a token's experts has rows of its own
+    pairs = int(config.get("num_experts_per_tok") or 0) if model_config.num_experts else 0  # one row for each of a token's experts
     routed = pairs * (model_config.hidden_size + int(config.get("moe_intermediate_size") or wide))
     tokens = limits.max_tokens_per_step * (8 * model_config.hidden_size + 4 * wide + routed) * dtype.itemsize
     logits = limits.max_running_requests * model_config.vocab_size * 4 * 4
@@ -81,18 +86,18 @@ def activation_bytes(model_config: ModelConfig, limits: Limits, dtype: torch.dty
 
 
 def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None, is_cpu: bool) -> int:
-    """How many pages the pool gets, the reserved one included. Raises CapacityError with the arithmetic when too few fit."""
+    """Pages of the pool, the reserved one included. Raises CapacityError when too few fit."""
     each = geometry.bytes_per_token
-    if not each:  # an encoder's: pages are counted, and there is nothing behind them
+    if not each:  # an encoder stores no keys: pages only bound the number of requests
         return limits.max_running_requests * -(-limits.max_context // geometry.page_size) + RESERVED_PAGES
     reserve = memory.activations + (0 if is_cpu else _CUDA_WORKSPACES)
     memory = Memory(memory.total, memory.free, memory.weights, reserve)
     if max_total_tokens is not None:
-        fitting = memory.left(1.0) // each
+        fitting = memory.count_available(1.0) // each
         if max_total_tokens > fitting:
             raise CapacityError(_sentence(memory, 1.0, each, max_total_tokens, f"cache.max_total_tokens: {max(16, fitting)}"))
         return max(1, max_total_tokens // geometry.page_size) + RESERVED_PAGES
-    tokens = memory.left(fraction) // each
+    tokens = memory.count_available(fraction) // each
     if is_cpu:
         wanted = max(limits.max_running_requests * limits.max_context, CPU_LEAST_TOKENS)
         tokens = min(tokens, wanted, int(memory.total * CPU_SHARE) // each)
@@ -103,7 +108,7 @@ def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: f
 
 
 def _sentence(memory: Memory, fraction: float, each: int, wanted: int, change: str) -> str:
-    left = memory.left(fraction)
+    left = memory.count_available(fraction)
     return (
         f"the KV cache does not fit: {fraction:g} of {memory.total / GIB:.2f} GiB - {memory.weights / GIB:.2f} GiB weights"
         f" - {memory.activations / GIB:.2f} GiB activations = {left / GIB:.2f} GiB for the cache"

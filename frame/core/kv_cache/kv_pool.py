@@ -1,8 +1,9 @@
-"""The device's request-independent memory: token-to-KV pools and the slots' table.
+"""`KVPool`: keys and values (or latents) by page; `DeviceTable`: each slot's page table and last
+token, on the device.
 
-`KVPool` holds keys and values (or latents) by page, `DeviceTable` says which pages and which last token a request slot has.
-Knows no request, no scheduler and no allocator; how many pages fit is `frame.core.kv_cache.capacity`'s business.
-Page 0 belongs to nobody: padded rows write there. The last slot (`padding_slot`) has page 0 everywhere.
+Used by the model runner (SGLang: token-to-KV pool and request-to-token pool). Must not know
+requests, the scheduler or the allocator. Page 0 is reserved: padded rows write to it. The last slot
+(`padding_slot`) has page 0 everywhere.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-GIVEN_TOKENS = 256
+GIVEN_TOKENS = 256  # most tokens of a step that come from the host
 _FP8_MAX = 448.0
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """What one cached token looks like on this rank: one trailing shape a tensor (k and v, or the latent alone)."""
+    """Layout of one cached token on this rank."""
 
     layout: str  # "paged_nhd" or "paged_latent"
     num_layers: int
-    page_size: int
+    page_size: int  # tokens
     dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # trailing shape of each tensor: of k and v [heads, size], or of the latent [size]
 
     @property
     def bytes_per_token(self) -> int:
@@ -47,8 +48,9 @@ class KVGeometry:
 
 
 def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
-    """The cache of one rank. KV heads are split over the ranks, and repeated where there are fewer heads than ranks;
-    a latent is whole on every rank. An encoder has no layers here: it keeps nothing."""
+    """The layout on one of `tp_size` ranks. KV heads are split over the ranks, or repeated where
+    there are fewer heads than ranks; a latent is whole on every rank. An encoder has no layers
+    here: it stores no keys."""
     shapes: tuple[tuple[int, ...], ...]
     if model_config.kind == "mla" and model_config.latent is not None:
         layout, shapes = "paged_latent", ((sum(model_config.latent),),)
@@ -59,9 +61,9 @@ def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtyp
 
 
 class KVPool:
-    """The token-to-KV pool (`KVCache`) of `num_pages` pages, page 0 (which takes the writes of padded rows) included.
+    """The KV pool (`KVCache`) of `num_pages` pages, the reserved page 0 included.
 
-    Memory starts as zeros, so that a masked read of a page that nobody wrote is finite.
+    Memory is zeroed, so that a masked read of a page without data yields finite numbers.
     """
 
     def __init__(self, geometry: KVGeometry, num_pages: int, device: torch.device) -> None:
@@ -73,7 +75,7 @@ class KVPool:
             for _ in range(geometry.num_layers)
         ]
         self._is_fp8 = geometry.dtype == torch.float8_e4m3fn
-        # rows by token; fp8 as bytes, because index_copy_ knows no fp8
+        # One row for each token; fp8 as bytes, because index_copy_ does not support fp8.
         self._rows = [tuple(self._by_token(tensor) for tensor in layer) for layer in self._layers]
 
     @property
@@ -81,7 +83,8 @@ class KVPool:
         return sum(tensor.numel() * tensor.element_size() for layer in self._layers for tensor in layer)
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Write this step's tokens; see `KVCache.store`. Other dtypes are cast to the cache's (fp8: scaled, saturating)."""
+        """Write this step's tokens; see `KVCache.store`. Tensors are cast to the cache's dtype
+        (fp8: scaled and saturated)."""
         rows_of_layer = self._rows[spec.layer]
         for rows, tensor, scale in zip(rows_of_layer, tensors, (spec.k_scale, spec.v_scale)[: len(rows_of_layer)], strict=True):
             if self._is_fp8:
@@ -101,17 +104,20 @@ class KVPool:
 
 
 class DeviceTable:
-    """By request slot: the pages, int32 [slots + 1, max_pages], and the last sampled token, int64 [slots + 1 + GIVEN_TOKENS].
+    """The page table, int32 [slots + 1, max_pages], and the last sampled tokens, int64 [slots + 1 +
+    GIVEN_TOKENS], by request slot.
 
-    Pages have a host mirror for plans. On the CPU mirror and tensor are one memory. Behind the slots' last tokens, from `first_given`
-    on, a step keeps tokens that the host gave it.
+    The page table has a host mirror, from which attention plans are made; on the CPU both are the
+    same memory. `last_token` from index `first_given` on holds tokens of a step that come from the
+    host.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.page_size = limits.page_size
         self.num_slots = limits.max_running_requests
         self.padding_slot = self.num_slots
-        # one page more than a request may fill: a request that has just ended at its limit may run one more step
+        # One page more than a request may fill: a request that ended at its limit may run in one
+        # more step.
         self.max_pages = -(-limits.max_context // limits.page_size) + 1
         self.host_pages = np.zeros((self.num_slots + 1, self.max_pages), np.int32)
         self.pages = torch.from_numpy(self.host_pages)
@@ -122,23 +128,26 @@ class DeviceTable:
         self.last_token = torch.zeros(self.first_given + GIVEN_TOKENS, dtype=torch.int64, device=device)
 
     def write_host(self, writes: np.ndarray) -> None:
-        """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the mirror."""
+        """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the
+        mirror."""
         self.host_pages[writes[:, 0], writes[:, 1]] = writes[:, 2]
 
     def flat_writes(self, writes: np.ndarray) -> dict[str, np.ndarray]:
-        """The same writes for `write_device`, by its parameters: places int64 [n] in the table laid out flat, and pages int32 [n]."""
+        """The arguments of `write_device` for these writes: indices into the flattened table, int64
+        [n], and pages, int32 [n]."""
         places = writes[:, 0].astype(np.int64) * self.max_pages + writes[:, 1]
         return {"new_places": places, "new_pages": np.ascontiguousarray(writes[:, 2], np.int32)}
 
     def write_device(self, new_places: torch.Tensor, new_pages: torch.Tensor) -> None:
-        """Apply writes on the device, in stream order. For a table that is not shared with the host."""
+        """Apply writes on the device, in stream order; only for a table that is not shared with the
+        host."""
         self.pages.view(-1).index_copy_(0, new_places, new_pages)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # calloc through numpy: pages that no token reaches never become resident
+    # numpy allocates with calloc: pages that are never written do not become resident.
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

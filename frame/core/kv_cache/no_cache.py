@@ -1,4 +1,4 @@
-"""`NoCache`: the prefix cache that keeps nothing (`cache.prefix: none`)."""
+"""`NoCache`: a prefix cache that stores nothing (`cache.prefix: none`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NONE = np.empty(0, np.int32)
 
 
 class NoCache(PrefixCache):
-    """Finds nothing and keeps nothing: every page that is inserted is a duplicate, which the caller frees."""
+    """Matches nothing; every inserted page is reported as a duplicate, which the caller frees."""
 
     reuses: ClassVar[bool] = False
 

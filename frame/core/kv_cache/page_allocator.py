@@ -1,6 +1,7 @@
-"""`PagedAllocator`: hands out page indices of the KV pool. Knows neither tokens nor requests.
+"""`PagedAllocator`: allocates page indices of the KV pool (vLLM: `BlockPool`). It must not know
+tokens or requests.
 
-Page 0 is reserved: it is never handed out, so that padding rows of a captured graph have somewhere harmless to write.
+Page 0 is reserved and never allocated: padding rows of a captured CUDA graph write to it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ RESERVED_PAGE = 0
 
 
 class PagedAllocator(PageAllocator):
-    """A stack of free pages in one array; pages freed last are handed out first (their memory is warm).
+    """A stack of free pages in one array: pages freed last are allocated first, since their memory
+    may be in a cache.
 
-    `num_pages` counts every page of the pool, the reserved one too: pages 1 … num_pages - 1 are handed out.
+    `num_pages` counts every page of the pool, the reserved one included: pages 1 … num_pages - 1
+    are allocated.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -29,7 +32,7 @@ class PagedAllocator(PageAllocator):
 
     @property
     def capacity(self) -> int:
-        """Pages that can be handed out: all but the reserved one."""
+        """Pages of the pool, without the reserved one."""
         return len(self._stack)
 
     @property
@@ -66,21 +69,22 @@ class PagedAllocator(PageAllocator):
         mine = np.concatenate([np.empty(0, np.int32), *(np.asarray(part, np.int32) for part in held)])
         outside = mine[(mine < 0) | (mine >= len(places))]
         if outside.size:
-            raise RuntimeError(f"pages {_some(outside)} are held, which there are not")
+            raise RuntimeError(f"pages {_some(outside)} are held, but do not exist")
         holders = np.bincount(mine, minlength=len(places))
         twice = np.flatnonzero(holders > 1)
         if twice.size:
             raise RuntimeError(f"pages {_some(twice)} are held twice")
         lost = out[holders[out] == 0]
         if lost.size:
-            raise RuntimeError(f"{lost.size} pages leaked: {_some(lost)} are out and nobody holds them")
+            raise RuntimeError(f"{lost.size} pages leaked: {_some(lost)} are allocated, but no request and no cache holds them")
         holders[out] = 0
         stray = np.flatnonzero(holders)
         if stray.size:
             raise RuntimeError(f"pages {_some(stray)} are held but free")
 
     def _check_out(self, pages: np.ndarray) -> None:
-        """Raise unless every page is out, once. Checked before anything changes, so that a bad `free` harms nothing."""
+        """Raise ValueError unless every page is allocated and listed once. Called before any
+        change, so that a wrong `free` has no effect."""
         outside = (pages <= RESERVED_PAGE) | (pages >= len(self._is_out))
         if outside.any():
             raise ValueError(f"page {int(pages[outside][0])} cannot be freed: pages are 1 to {self.capacity}")

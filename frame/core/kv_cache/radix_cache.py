@@ -1,7 +1,9 @@
-"""`RadixCache`: the prefix cache as a radix tree over whole pages, one tree a namespace. Knows neither requests nor devices.
+"""`RadixCache`: the prefix cache as a radix tree over whole pages, one tree for each namespace
+(SGLang: `RadixCache`).
 
-A node holds a run of tokens and their pages; children are found by their first page. Nodes are split where sequences part.
-A split keeps the lower node's identity, so a handle that names the end of a sequence stays right whatever happens above it.
+A node holds a run of tokens and their pages; children are found by the tokens of their first page.
+A node is split where two sequences diverge. The split keeps the lower node's identity, so a handle
+that names the end of a sequence stays valid. The cache must not know requests or devices.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Mat
 
 _NO_PAGES = np.empty(0, np.int32)
 _FIRST_IDS = 16  # tokens of a run that an outline shows
-_LOOKED_AT = 4096  # nodes, at most, among which an outline looks for the latest: requests wait for it
-_AUDITED = 256  # nodes of which an audit looks at a time: about a millisecond
+_LOOKED_AT = 4096  # most nodes that an outline examines, because requests wait for it
+_AUDITED = 256  # nodes that one part of an audit checks: about a millisecond
 
 
 class Node:
-    """A run of whole pages. `end` counts pages from the root to this node's end; `refs` counts the locks at or below it.
+    """A run of whole pages. A node without a parent is a root, or was removed from the tree.
 
-    `version` tells heap entries that are out of date; a node without a parent has left the tree.
+    `end`: pages from the root to this node's end. `refs`: locks at or below this node. `version`:
+    incremented when the node's entry in the eviction heap becomes invalid.
     """
 
     __slots__ = (
@@ -59,14 +62,16 @@ class Handle:
 
 
 class RadixCache(PrefixCache):
-    """Page-granular radix tree with locks, and heaps over unlocked leaves in the order of an eviction policy, one an owner.
+    """A radix tree over pages with locks, and a heap of unlocked leaves for each owner, in the
+    order of the eviction policy.
 
-    Pages are evicted of the owner with most evictable ones: what one tenant computes pushes out its own prefixes first, and another's only
-    where that other has more.
+    Pages of the owner with most evictable ones are evicted first, so a tenant evicts its own
+    prefixes before those of a tenant that has fewer.
 
-    Costs: `match` and `insert` O(tokens), compared a run at a time; `lock` and `unlock` O(nodes on the path);
-    `evict` O(log leaves) amortised a node: heap entries are dropped when they are found to be out of date, and the heap is
-    rebuilt when it holds more than twice the leaves. The last evicted leaf is trimmed from its end, not dropped whole.
+    Costs: `match` and `insert` O(tokens), compared by runs; `lock` and `unlock` O(nodes on the
+    path); `evict` O(log leaves) amortised for each node: invalid heap entries are dropped when they
+    are met, and the heaps are rebuilt when they hold more than twice the nodes. The last evicted
+    leaf is trimmed from its end rather than removed.
     """
 
     def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
@@ -81,7 +86,7 @@ class RadixCache(PrefixCache):
         self._num_evictable = 0
         self._num_locked = 0
 
-    # the laws ---------------------------------------------------------------------------------------------------------
+    # PrefixCache ------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: np.ndarray, namespace: str = "") -> Match:
         path, last = self._walk(self._key(tokens), namespace)
@@ -93,7 +98,7 @@ class RadixCache(PrefixCache):
     def lock(self, handle: Handle | None) -> None:
         if handle is None:
             return
-        handle.node = self._settle(handle)
+        handle.node = self._node_at(handle)
         self._clock += 1
         node: Node | None = handle.node
         while node is not None and node.parent is not None:
@@ -103,7 +108,7 @@ class RadixCache(PrefixCache):
             node.refs += 1
             node.hits += 1
             node.last_access = self._clock
-            node.version += 1  # its entry in the heap, if any, is out of date
+            node.version += 1  # its heap entry, if any, is invalid now
             node = node.parent
 
     def unlock(self, handle: Handle | None) -> None:
@@ -117,7 +122,7 @@ class RadixCache(PrefixCache):
             if node.refs == 0:
                 self._num_locked -= len(node.pages)
                 self._count_evictable(node.owner, len(node.pages))
-                self._offer(node)
+                self._push_if_evictable(node)
             node = node.parent
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted:
@@ -137,12 +142,12 @@ class RadixCache(PrefixCache):
         for node in path:
             node.last_access = self._clock
             node.priority = max(node.priority, priority)
-        self._offer(path[-1])
+        self._push_if_evictable(path[-1])
         return Inserted(cached * self._page_size, Handle(path[-1], num_pages))
 
     def evict(self, num_pages: int) -> np.ndarray:
         freed: list[np.ndarray] = []
-        while num_pages > 0 and (found := self._first_to_go()) is not None:
+        while num_pages > 0 and (found := self._next_victim()) is not None:
             node, most = found
             if len(node.pages) > min(num_pages, most):
                 freed.append(self._trim(node, min(num_pages, most)))
@@ -154,9 +159,10 @@ class RadixCache(PrefixCache):
         self._compact()
         return np.concatenate(freed) if freed else _NO_PAGES
 
-    def _first_to_go(self) -> tuple[Node, int] | None:
-        """The leaf that the policy would evict of the owner with most evictable pages, and how many of its pages may go before it is
-        another owner's turn: until that one has more, and some beyond, since a leaf that is cut is copied."""
+    def _next_victim(self) -> tuple[Node, int] | None:
+        """The next leaf to evict, of the owner with most evictable pages, and how many of its pages
+        may be evicted before another owner has more. That number has a margin, because trimming a
+        leaf copies it."""
         if not self._num_evictable:
             return None
         ranked = self._evictable_of.most_common(2)
@@ -256,22 +262,23 @@ class RadixCache(PrefixCache):
         _require(node.end == parent.end + len(node.pages), "a node ends elsewhere than its pages say")
         _require(len(node.pages) > 0 and len(node.key) == len(node.pages) * self._page_size, "a node's tokens do not fill its pages")
         _require(parent.parent is None or parent.refs >= node.refs, "a node is locked more often than its parent")
-        _require(not _is_evictable(node) or id(node) in offered, "an unlocked leaf is not offered for eviction")
+        _require(not _is_evictable(node) or id(node) in offered, "an unlocked leaf is in no eviction heap")
 
-    # keys: the only place that knows what two sequences are compared by -------------------------------------------------
+    # keys: how two sequences are compared -------------------------------------------------------------------------------
 
     def _key(self, tokens: np.ndarray) -> np.ndarray:
-        """What stands for `tokens` in the tree, cut to whole pages."""
+        """The tree's key of `tokens`: int32, cut to whole pages."""
         whole = len(tokens) // self._page_size * self._page_size
         return np.asarray(tokens[:whole], np.int32)
 
     def _first(self, key: np.ndarray, page: int = 0) -> bytes:
-        """The name under which a parent keeps a child: the child's first page."""
+        """The tokens of one page as bytes: the key under which a parent stores a child is that of
+        the child's first page."""
         start = page * self._page_size
         return key[start : start + self._page_size].tobytes()
 
     def _common(self, left: np.ndarray, right: np.ndarray) -> int:
-        """Whole pages that two keys have in common from their start."""
+        """Length of the common prefix of two keys, in whole pages."""
         length = min(len(left), len(right))
         differs = left[:length] != right[:length]
         where = int(differs.argmax()) if length else 0
@@ -281,7 +288,7 @@ class RadixCache(PrefixCache):
     # the tree -----------------------------------------------------------------------------------------------------------
 
     def _walk(self, key: np.ndarray, namespace: str) -> tuple[list[Node], int]:
-        """The nodes along `key`, and how many pages of the last one agree with it (at least 1)."""
+        """The nodes along `key`, and how many pages of the last one match it (at least 1)."""
         path: list[Node] = []
         node = self._roots.get(namespace)
         last = at = 0
@@ -297,8 +304,9 @@ class RadixCache(PrefixCache):
                 break
         return path, last
 
-    def _settle(self, handle: Handle) -> Node:
-        """The node that ends exactly at the handle: nodes may have been split since the match, or must be now."""
+    def _node_at(self, handle: Handle) -> Node:
+        """The node that ends exactly at the handle; splits a node if necessary. Nodes may have been
+        split since the match."""
         node = handle.node
         while node.parent is not None and node.parent.end >= handle.end:
             node = node.parent
@@ -308,7 +316,8 @@ class RadixCache(PrefixCache):
         return self._split(node, keep) if keep < len(node.pages) else node
 
     def _split(self, lower: Node, keep: int) -> Node:
-        """Cut `lower` after `keep` pages; returns the new upper node. Copies, so that neither part keeps the other's memory."""
+        """Split `lower` after `keep` pages; returns the new upper node. Both parts are copies, so
+        neither keeps the other's memory."""
         parent, cut = _parent(lower), keep * self._page_size
         upper = Node(parent, lower.key[:cut].copy(), lower.pages[:keep].copy(), lower.namespace)
         upper.refs, upper.hits, upper.priority = lower.refs, lower.hits, lower.priority
@@ -338,12 +347,12 @@ class RadixCache(PrefixCache):
         self._num_nodes -= 1
         self._count_evictable(node.owner, -len(node.pages))
         if parent.parent is not None:
-            self._offer(parent)
+            self._push_if_evictable(parent)
         elif not parent.children:
             self._roots.pop(parent.namespace, None)
 
     def _trim(self, node: Node, num_pages: int) -> np.ndarray:
-        """Take pages from the end of a leaf; its place in the heap stays."""
+        """Evict pages from the end of a leaf, which keeps its heap entry. -> the pages."""
         keep = len(node.pages) - num_pages
         freed = node.pages[keep:]
         node.pages, node.key = node.pages[:keep].copy(), node.key[: keep * self._page_size].copy()
@@ -360,8 +369,8 @@ class RadixCache(PrefixCache):
 
     # the heap -----------------------------------------------------------------------------------------------------------
 
-    def _offer(self, node: Node) -> None:
-        """Put a node up for eviction, if it is an unlocked leaf, under its present key."""
+    def _push_if_evictable(self, node: Node) -> None:
+        """Add a node to the eviction heap under its current key, if it is an unlocked leaf."""
         if not _is_evictable(node):
             return
         node.version += 1
@@ -376,7 +385,7 @@ class RadixCache(PrefixCache):
         return sum(map(len, self._heaps.values()))
 
     def _compact(self) -> None:
-        """Bound the memory of entries that are out of date."""
+        """Rebuild the heaps when invalid entries take too much memory."""
         if self._num_entries() > 2 * self._num_nodes + 64:
             self._rebuild_heaps()
 
@@ -394,14 +403,15 @@ def _parent(node: Node) -> Node:
 
 
 def _ends(nodes: dict[Any, Node], most: int) -> list[Node]:
-    """All nodes, or of more than `most` the newest and the oldest: those have lived so long because they are used."""
+    """All nodes, or, of more than `most`, the oldest and the newest ones: old nodes are still there
+    because they are used."""
     if len(nodes) <= most:
         return list(nodes.values())
     return [*islice(nodes.values(), most // 2), *islice(reversed(nodes.values()), most - most // 2)]
 
 
 def _latest(nodes: Iterable[Node], limit: int, parent: int) -> list[tuple[int, int, Node, int]]:
-    """A heap of the `limit` nodes that were used last, each with its parent's index."""
+    """A heap of the `limit` most recently used nodes, each with its parent's index."""
     return heapq.nsmallest(limit, ((-node.last_access, id(node), node, parent) for node in nodes))
 
 

@@ -1,6 +1,9 @@
-"""Builds a model and fills it: on the meta device, materialised, loaded, finished; with the seconds of each phase.
+"""Builds a model and loads its weights, and reports the seconds of each phase (vLLM:
+`DefaultModelLoader`).
 
-Knows no layer and no file format: the model says which parameter takes what, `checkpoint_files` and `random_weights` bring tensors.
+Used by the model runners. A model is built on the meta device, its parameters are allocated, filled
+and finished. It must not know layers or file formats: the model maps checkpoint tensors to
+parameters; `safetensors_reader` and `dummy_weights` yield the tensors.
 """
 
 from __future__ import annotations
@@ -21,20 +24,21 @@ from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import LazyTensor, Model, ModelConfig
 from frame.core.loading.dummy_weights import random_weights
-from frame.core.loading.safetensors_reader import Ahead, read_weights
+from frame.core.loading.safetensors_reader import ReadAhead, read_weights
 
-_NAMED = 4  # names listed in an error; the rest is counted
+_NAMED = 4  # missing tensors that an error names; the others are counted
 
 
 @dataclass
 class LoadReport:
-    """Seconds spent in each phase (build, materialise, load, finish), and the bytes that parameters and buffers take."""
+    """How a model was loaded."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase: build, allocate_parameters, load, finish
+    bytes: int = 0  # of parameters and buffers
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def measure_phase(self, name: str) -> Iterator[None]:
+        """Measure the seconds of a with block."""
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
@@ -42,52 +46,55 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where numbers come from: `load_format` auto, safetensors (both of `folder`) or dummy (drawn from `seed`)."""
+    """Where weights come from."""
 
     folder: Path
-    load_format: str = "auto"
-    seed: int = 0
+    load_format: str = "auto"  # "auto" or "safetensors": from the folder; "dummy": random
+    seed: int = 0  # of dummy weights
 
 
 def load_model(
     make: Callable[[ModelConfig, BuildContext], Model], model_config: ModelConfig, context: BuildContext, source: WeightSource
 ) -> tuple[Model, LoadReport]:
-    """A model on `context.device`, ready to run. Raises CheckpointError with one sentence for whatever does not fit."""
+    """Build and load a model on `context.device`, ready to run. Raises CheckpointError, one
+    sentence, if the checkpoint does not fit."""
     report = LoadReport()
-    with report.phase("build"), torch.device("meta"):
+    with report.measure_phase("build"), torch.device("meta"):
         model = make(model_config, context)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
     layers = attention_layers(model)
-    if context.attention is not None and layers:  # kernels may be compiled while the weights are read
+    if context.attention is not None and layers:  # starts compiling kernels while the weights are read
         context.attention.prepare(layers)
-    with report.phase("allocate_parameters"):
+    with report.measure_phase("allocate_parameters"):
         allocate_parameters(model, context.device)
-    with report.phase("load"):
-        fill(model, source, progress=context.tp.rank == 0)
+    with report.measure_phase("load"):
+        load_weights(model, source, progress=context.tp.rank == 0)
         if context.device.type == "cuda":
-            torch.cuda.empty_cache()  # what tensors passed through counts as free when the cache is sized
-    with report.phase("finish"):
-        finish(model)
+            torch.cuda.empty_cache()  # so that temporary memory counts as free when the KV cache is sized
+    with report.measure_phase("finish"):
+        finish_modules(model)
     report.bytes = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
     model.eval().requires_grad_(False)
     return model, report
 
 
 def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections]:
-    """What the backend is told of the model's attention layers, in their order: the module itself where attention is latent."""
+    """The specs of the model's attention layers, in order; for latent attention the module itself,
+    which has the projections."""
     found: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)]
     return [module if hasattr(module, "kv_lora_rank") else module.spec for module in found]
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None:
-    """Load every parameter; run `finish` afterwards. Serves the first load and weight updates alike."""
+def load_weights(model: nn.Module, source: WeightSource, progress: bool = False) -> None:
+    """Load every parameter; call `finish_modules` afterwards. Raises CheckpointError if tensors are
+    missing. `progress`: show a bar."""
     if source.load_format == "dummy":
-        weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed, *_place_of_numbers(model))
+        weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed, *_random_device_and_dtype(model))
         where = "the random checkpoint"
     else:
-        weights = read_weights(source.folder, progress, _ahead(model))
+        weights = read_weights(source.folder, progress, _plan_read_ahead(model))
         where = str(source.folder)
     loaded = model.load_weights(weights)  # type: ignore[operator]
     missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
@@ -98,9 +105,11 @@ def fill(model: nn.Module, source: WeightSource, progress: bool = False) -> None
 
 
 def allocate_parameters(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter memory on `device`; a parameter shared by two modules stays shared, and keeps what it knows.
+    """Allocate every meta parameter on `device`. A parameter that two modules share stays shared
+    and keeps its attributes.
 
-    Zeroed where a checkpoint leaves gaps (padded vocabularies); what is filled whole is not written twice.
+    Parameters that the checkpoint does not fill completely (padded vocabularies) are zeroed; the
+    others are not written twice.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -117,8 +126,8 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def finish(model: nn.Module) -> None:
-    """Run `finish` of every module that has one, inner modules first."""
+def finish_modules(model: nn.Module) -> None:
+    """Call `finish` of every module that has one, inner modules first."""
     for module in reversed(list(model.modules())):
         act = getattr(module, "finish", None)
         if callable(act):
@@ -126,9 +135,10 @@ def finish(model: nn.Module) -> None:
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Checkpoint name -> whole shape, as far as the parameters know them; a plain parameter is expected under its own name.
+    """Checkpoint name -> unsharded shape, from the parameters' `sources`; a plain parameter is
+    expected under its own name.
 
-    A model that knows better has a method of this name.
+    A model may have a method of this name that returns its own table.
     """
     own = getattr(model, "expected_shapes", None)
     if callable(own):
@@ -144,14 +154,15 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _is_filled_whole(parameter: nn.Parameter) -> bool:
-    """Whether the checkpoint tensors that make it up leave no gap."""
+    """Whether the parameter's checkpoint tensors cover all of it."""
     parts = getattr(parameter, "sources", {}).values()
     filled = sum(math.prod(span.stop - span.start for span in part.write if isinstance(span, slice)) for part in parts)
     return filled == parameter.numel()
 
 
-def _ahead(model: nn.Module) -> Ahead | None:
-    """What this rank takes of which tensors, for a model on a GPU. On the CPU the files' own pages are the faster source."""
+def _plan_read_ahead(model: nn.Module) -> ReadAhead | None:
+    """The rows of each tensor that this rank needs, for a model on a GPU. None on the CPU, where
+    mapped files are faster."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "cuda":
         return None
@@ -159,11 +170,12 @@ def _ahead(model: nn.Module) -> Ahead | None:
     for parameter in model.parameters():
         for name, part in getattr(parameter, "sources", {}).items():
             rows[name] = part.read[0] if part.read else None
-    return Ahead(device, rows)
+    return ReadAhead(device, rows)
 
 
-def _place_of_numbers(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where random numbers are to be made, and in which type: those of the model's first matrix that has a common one."""
+def _random_device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of random weights: those of the model's first matrix with a
+    floating-point dtype of 16 or 32 bits."""
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
             return parameter.device, parameter.dtype

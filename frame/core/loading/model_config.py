@@ -1,6 +1,8 @@
-"""Reads a checkpoint's `config.json` and `generation_config.json` into `ModelConfig`: one vocabulary for every architecture, without torch.
+"""Reads a checkpoint's `config.json` and `generation_config.json` into a `ModelConfig`, for every
+architecture and without torch.
 
-Knows how configurations name things (a table of synonyms), not how models compute; `rope_scaling` and `rope_parameters` stay as they are.
+Used before plugins are chosen. Knows the synonyms of configuration keys; it must not know how
+models compute. `rope_scaling` and `rope_parameters` are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -27,25 +29,28 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequen
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
-_ROPE_THAT_STRETCHES = ("linear", "dynamic", "yarn")
+_SCALED_ROPE = ("linear", "dynamic", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
 
-# A configuration that is silent means its family's default, and these families' is not "no window".
+# Without the key, a family's default applies; of these families it is not "no window".
 _DEFAULT_WINDOW = {"mistral": 4096}
 _WINDOW_IS_OPT_IN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 def find_model(path: str) -> Path:
-    """The folder that `model.path` means: the embedded model by its name, else that folder. Reads nothing."""
+    """The folder of `model.path`: that of the embedded model for its name, else the path itself.
+    Reads nothing."""
     if path == EMBEDDED:
         return Path(__file__).resolve().parents[2] / "models" / EMBEDDED.replace("-", "_")
     return Path(path).expanduser().absolute()
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """The facts of the checkpoint in the folder `path` (Hugging Face layout, or the embedded model's name).
+    """Read the configuration of the checkpoint `path`: a folder in Hugging Face layout, or the
+    embedded model's name.
 
-    Raises CheckpointError, one sentence, when the folder or file is missing, is no JSON object or lacks a necessary key.
+    Raises CheckpointError, one sentence, if the folder or file is missing, is no JSON object or
+    lacks a required key.
     """
     folder = find_model(str(path))
     if not folder.is_dir():
@@ -61,7 +66,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
 
 
 class _Reader:
-    """One configuration, asked by synonyms; errors name the file."""
+    """Reads one configuration by synonyms of its keys; errors name the file."""
 
     def __init__(self, file: Path, config: dict[str, Any]) -> None:
         self.file = file
@@ -112,7 +117,8 @@ class _Reader:
         return names[0]
 
     def _labels(self) -> tuple[str, ...]:
-        """The names of a sequence classifier's outputs; transformers' own when the configuration is silent."""
+        """The names of a sequence classifier's outputs; without `id2label`, LABEL_0 and so on, as
+        in transformers."""
         if not is_classifier(self._architecture()):
             return ()
         names = self.config.get("id2label")
@@ -138,14 +144,15 @@ class _Reader:
         return "mha", None, size, self._count(("v_head_dim",), default=size)
 
     def _max_context(self) -> int:
-        """What the positions were trained for, or are stretched to by a rope that says so."""
+        """The longest context that the model was trained for, or to which rope scaling extends it,
+        in tokens."""
         base = self._count(_CONTEXT, default=2048)
-        if "Roberta" in self._architecture():  # whose positions start behind the padding id
+        if "Roberta" in self._architecture():  # positions start after the padding id
             return base - self._count(("pad_token_id",), default=1) - 1
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         if isinstance(rope, Mapping) and rope and all(isinstance(value, Mapping) for value in rope.values()):
-            rope = rope.get("full_attention", {})  # one entry a kind of layer
-        if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _ROPE_THAT_STRETCHES:
+            rope = rope.get("full_attention", {})  # one entry for each kind of layer
+        if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _SCALED_ROPE:
             return base
         original, factor = rope.get("original_max_position_embeddings") or base, rope.get("factor") or 1.0
         return max(base, int(original * factor))
@@ -166,12 +173,15 @@ class _Reader:
             return None
         method = stored.get("quant_method") if isinstance(stored, Mapping) else None
         if not isinstance(method, str):
-            raise CheckpointError(f"{self.file}: quantization_config has no quant_method, so nobody can tell how the weights are stored.")
+            raise CheckpointError(
+                f"{self.file}: quantization_config has no quant_method, so the storage format of the weights is unknown: add it."
+            )
         return method
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """The language model's own configuration; a plain one as it is, a nested one with what it inherits."""
+    """The language model's configuration: a nested one with the keys that it inherits, else the
+    whole."""
     for name in _TEXT_PARTS:
         nested = raw.get(name)
         if isinstance(nested, dict) and nested:
@@ -182,7 +192,8 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(name: object) -> str:
-    """Weights in other types (fp8 checkpoints) are computed in bfloat16; silence means float32, as for transformers."""
+    """The computing type: bfloat16 for other types (fp8 checkpoints), float32 where none is named,
+    as in transformers."""
     if not isinstance(name, str):
         return "float32"
     plain = name.removeprefix("torch.")

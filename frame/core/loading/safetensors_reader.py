@@ -1,7 +1,9 @@
-"""A checkpoint folder as a stream of (name, lazily sliced tensor): safetensors by index or single. Pickled weights are refused, unread.
+"""Streams (name, lazily sliced tensor) from the safetensors files of a checkpoint folder. Refuses
+pickled weights without reading them.
 
-Files are mmapped; a tensor is read only as far as it is sliced. For a GPU the tensors that are known to be wanted are read ahead instead
-(`Ahead`). Every file is checked before the first tensor is given out.
+Used by the loader. Files are memory-mapped, and only slices that are used are read; for a GPU,
+tensors are read ahead instead (`ReadAhead`). Every file is checked before the first tensor is
+yielded. It must not know models.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from frame.core.interfaces.model import LazyTensor
 from frame.core.loading.weight_stream import WeightStream, read_places
 
 INDEX = "model.safetensors.index.json"
-SINGLE = ("model.safetensors", "*.safetensors")  # without an index, the first that is there
+SINGLE = ("model.safetensors", "*.safetensors")  # without an index file, the first pattern that matches
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class FileTensor:
-    """A tensor of an open safetensors file. One of no dimensions is read whole."""
+    """A lazily sliced tensor of an open safetensors file. A scalar is read at once."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._slices = file.get_slice(name)
@@ -42,15 +44,15 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What to read ahead, and to which device: names, each with the rows (of the first dimension) that are wanted, None for all."""
+class ReadAhead:
+    """Tensors to read in advance to a device."""
 
     device: torch.device
-    rows: Mapping[str, slice | None]
+    rows: Mapping[str, slice | None]  # by tensor name: rows of the first dimension; None: all
 
 
 class AheadTensor:
-    """A tensor of which `rows` have been read; asked for others, it reads them from the file."""
+    """A tensor of which `rows` were read in advance; other slices are read from the file."""
 
     def __init__(self, file: FileTensor, rows: slice | None, value: torch.Tensor) -> None:
         self.shape = file.shape
@@ -65,10 +67,11 @@ class AheadTensor:
         return self._file[index]
 
 
-def read_weights(folder: Path, progress: bool = False, ahead: Ahead | None = None) -> Iterator[tuple[str, LazyTensor]]:
-    """Stream the tensors of a checkpoint folder, file by file. With `ahead`, they come from its device.
+def read_weights(folder: Path, progress: bool = False, ahead: ReadAhead | None = None) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors of a checkpoint folder, file by file; those of `ahead` are on its device.
+    `progress`: show a bar on a terminal.
 
-    Raises CheckpointError before the first tensor when a file is missing, damaged or pickled.
+    Raises CheckpointError before the first tensor if a file is missing, damaged or pickled.
     """
     files, named = find_files(folder)
     with contextlib.ExitStack() as stack:
@@ -78,20 +81,20 @@ def read_weights(folder: Path, progress: bool = False, ahead: Ahead | None = Non
             raise CheckpointError(f"the index of {folder} names {missing[0]}{many}, which no file holds: download the checkpoint again.")
         with _bar(sum(map(len, readers)), progress and sys.stderr.isatty()) as advance:
             for file, reader in zip(files, readers, strict=True):
-                source = _made(reader) if ahead is None else _read_ahead(file, reader, ahead)
+                source = _open_lazily(reader) if ahead is None else _read_ahead(file, reader, ahead)
                 for name, tensor in source:
                     yield name, tensor
                     advance()
 
 
-def _made(reader: dict[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
+def _open_lazily(reader: dict[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
     return ((name, make()) for name, make in reader.items())
 
 
-def _read_ahead(file: Path, reader: dict[str, Any], ahead: Ahead) -> Iterator[tuple[str, LazyTensor]]:
+def _read_ahead(file: Path, reader: dict[str, Any], ahead: ReadAhead) -> Iterator[tuple[str, LazyTensor]]:
     places = read_places(file)
     if places is None:
-        yield from _made(reader)
+        yield from _open_lazily(reader)
         return
     wanted = [places[name].rows(ahead.rows[name]) for name in reader if name in ahead.rows]
     with WeightStream(ahead.device) as stream:
@@ -101,7 +104,8 @@ def _read_ahead(file: Path, reader: dict[str, Any], ahead: Ahead) -> Iterator[tu
 
 
 def find_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """(files in order, tensor names that the index promises). Raises CheckpointError when there are none or a shard is missing."""
+    """The files in order, and the tensor names of the index. Raises CheckpointError if there are
+    none or a shard is missing."""
     index = folder / INDEX
     if index.is_file():
         names, shards = _read_index(index)
@@ -115,8 +119,8 @@ def find_files(folder: Path) -> tuple[list[Path], list[str]]:
     for pattern in PICKLED:
         if files := sorted(folder.glob(pattern)):
             raise CheckpointError(
-                f"{files[0]} holds pickled weights, which are programs as much as data and are not loaded: convert them to safetensors"
-                " (docs/security.md says how), or download the checkpoint in that form."
+                f"{files[0]} holds pickled weights, which can run code and are not loaded: convert them to safetensors (see"
+                " docs/security.md), or download the checkpoint in that format."
             )
     raise CheckpointError(f"{folder} holds no safetensors weights: check model.path, or set model.load_format: dummy for random ones.")
 
@@ -129,7 +133,9 @@ def _read_index(index: Path) -> tuple[list[str], list[str]]:
     shards = sorted(set(entries.values()))
     for shard in shards:
         if Path(shard).name != shard:
-            raise CheckpointError(f"{index} names a file outside of its folder ({shard}), which is not read.")
+            raise CheckpointError(
+                f"{index} names a file outside of its folder ({shard}), which is not read: download the checkpoint again."
+            )
     return list(entries), shards
 
 
@@ -138,11 +144,12 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]
         file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or damaged ({error}): download it again.") from error
-    return {name: _Maker(file, name) for name in file.offset_keys()}
+    return {name: _TensorOpener(file, name) for name in file.offset_keys()}
 
 
-class _Maker:
-    """Opens one tensor when called: a stream of thousands keeps no handle of each."""
+class _TensorOpener:
+    """Opens one tensor when called, so that a file of thousands of tensors keeps no handle for
+    each."""
 
     def __init__(self, file: Any, name: str) -> None:
         self.file = file
@@ -154,7 +161,7 @@ class _Maker:
 
 @contextlib.contextmanager
 def _bar(total: int, visible: bool) -> Iterator[Any]:
-    """A progress bar on standard error; yields what advances it by one tensor."""
+    """A progress bar on standard error; yields a function that advances it by one tensor."""
     if not visible:
         yield lambda: None
         return

@@ -1,6 +1,8 @@
-"""Reads what sentence-transformers writes beside a checkpoint: how token vectors become one, the longest input, prompts. No torch.
+"""Reads the files that sentence-transformers adds to a checkpoint: pooling mode, longest input and
+prompts. Imports no torch.
 
-Knows the folder's layout (`modules.json`, `1_Pooling/config.json`, …), not how anything is computed.
+Used by `model_config`. Knows the folder's layout (`modules.json`, `1_Pooling/config.json`, …); it
+must not know how vectors are computed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ UNKNOWN = "choose one with --pooling cls, last, mean or max"
 
 
 def read_sentence_facts(folder: Path) -> SentenceFacts | None:
-    """None for a folder that is not in that layout. Raises CheckpointError, one sentence, for a module that is not known here."""
+    """The folder's settings; None if it has no `modules.json`. Raises CheckpointError, one
+    sentence, for an unsupported module."""
     modules = _read(folder / "modules.json")
     if modules is None:
         return None
@@ -41,7 +44,7 @@ def read_sentence_facts(folder: Path) -> SentenceFacts | None:
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
-            raise CheckpointError(f"{folder / 'modules.json'} has a module {kind!r}, and frame knows Transformer, Pooling and Normalize.")
+            raise CheckpointError(f"{folder / 'modules.json'} has a module {kind!r}; supported are Transformer, Pooling and Normalize.")
     sizes = _object(folder / "sentence_bert_config.json")
     more = _object(folder / "config_sentence_transformers.json")
     prompts = {name: text for name, text in (more.get("prompts") or {}).items() if isinstance(text, str)}
@@ -58,14 +61,14 @@ def read_sentence_facts(folder: Path) -> SentenceFacts | None:
 def _mode(file: Path) -> PoolingMode:
     config = _object(file)
     chosen = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
-    named = config.get("pooling_mode")  # newer files name it
+    named = config.get("pooling_mode")  # in newer files
     if isinstance(named, str):
         known = {mode: mode for mode in MODES.values()} | {"lasttoken": "last"}
         if named in known:
             return known[named]  # type: ignore[return-value]
         chosen = [named]
     if len(chosen) != 1 or chosen[0] not in MODES:
-        raise CheckpointError(f"{file} asks for {' and '.join(chosen) or 'no pooling mode'}, which frame does not compute; {UNKNOWN}.")
+        raise CheckpointError(f"{file} asks for {' and '.join(chosen) or 'no pooling mode'}, which is not supported; {UNKNOWN}.")
     return MODES[chosen[0]]
 
 

@@ -1,7 +1,8 @@
-"""Reads tensors of safetensors files ahead of their use: several threads fill each tensor's memory, on the CPU directly, on a GPU through
-page-locked buffers of their own whose copies run while the next piece is read. What was read is nobody's but the caller's.
+"""`WeightStream`: reads tensors of safetensors files ahead of their use, with several threads.
 
-Knows the layout of a safetensors file; not which tensors a model has.
+Threads read into CPU memory directly, and into GPU memory through page-locked buffers, whose copies
+run while the next piece is read. Used by `safetensors_reader`. Knows the layout of a safetensors
+file; it must not know models.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from frame.core.errors import CheckpointError
 
 THREADS = 8
 PIECE = 16 << 20  # bytes that a thread reads at a time
-AHEAD = 512 << 20  # bytes that are read before they are asked for
+AHEAD = 512 << 20  # bytes that are read before they are requested
 
 _HEADER = 8  # bytes of the header's length
 _TYPES = {
@@ -36,15 +37,15 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in its file: its type, its shape, and its first byte."""
+    """Location of a tensor in a file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # of its first byte
 
     def rows(self, rows: slice | None) -> Place:
-        """The part of `rows` of the first dimension; None: all of it."""
+        """The location of these rows of the first dimension; None: all rows."""
         if rows is None or not self.shape:
             return self
         start, stop, _ = rows.indices(self.shape[0])
@@ -57,7 +58,7 @@ class Place:
 
 
 def read_places(path: Path) -> dict[str, Place] | None:
-    """Every tensor of a safetensors file that has been checked; None when one is of a type that this reader does not know."""
+    """The tensors of a valid safetensors file, by name; None if one has an unsupported dtype."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(_HEADER), "little")
         header = json.loads(file.read(size))
@@ -71,7 +72,7 @@ def read_places(path: Path) -> dict[str, Place] | None:
 
 
 class WeightStream:
-    """Threads that read. A context: leaving it ends them."""
+    """A pool of reading threads. A context manager: leaving it stops the threads."""
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         self._device = device
@@ -87,10 +88,10 @@ class WeightStream:
         for file in self._files.values():
             os.close(file)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the buffers of the threads are given back now
+            torch.cuda.synchronize(self._device)  # copies from the threads' buffers must be done before these are freed
 
     def read(self, places: Iterable[Place]) -> Iterator[torch.Tensor]:
-        """The tensors, in order, on the device; up to `AHEAD` bytes are read before they are asked for."""
+        """Yield the tensors, in order, on the device; up to `AHEAD` bytes are read in advance."""
         waiting: deque[tuple[torch.Tensor, list[Future[Any]], Place]] = deque()
         ahead, rest, is_over = 0, iter(places), False
         while waiting or not is_over:
@@ -116,7 +117,7 @@ class WeightStream:
         file = self._files[place.path]
         target = torch.empty(place.bytes, dtype=torch.uint8, device=self._device)
         freed = None
-        if self._device.type == "cuda":  # the memory may have been another tensor's, that is still being read on this stream
+        if self._device.type == "cuda":  # a kernel on this stream may still read the tensor that had this memory before
             freed = torch.cuda.Event()
             freed.record(torch.cuda.current_stream(self._device))
         pieces = [
@@ -126,9 +127,9 @@ class WeightStream:
         return target, pieces, place
 
     def _fetch(self, file: int, place: Place, start: int, target: torch.Tensor, freed: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """One piece, in a thread; on a GPU the event of its copy."""
+        """Read one piece; runs in a thread. -> on a GPU, the event of its copy."""
         if freed is None:
-            _fill(file, place, start, target)
+            _read_into(file, place, start, target)
             return None
         lane: Lane | None = getattr(self._own, "lane", None)
         if lane is None:
@@ -137,10 +138,11 @@ class WeightStream:
 
 
 class Lane:
-    """One thread's way to a GPU: two page-locked buffers, of which one is filled while the other is copied, and a stream."""
+    """One thread's stream to a GPU, with two page-locked buffers: one is filled while the other one
+    is copied."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # of this thread: page-locked memory belongs to a device's context
+        torch.cuda.set_device(device)  # for this thread: page-locked memory belongs to a device's context
         self._stream = torch.cuda.Stream(device)
         self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
@@ -152,7 +154,7 @@ class Lane:
         if before is not None:
             before.synchronize()
         buffer = self._buffers[self._turn][: target.numel()]
-        _fill(file, place, start, buffer)
+        _read_into(file, place, start, buffer)
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(freed)
@@ -162,8 +164,9 @@ class Lane:
         return copied
 
 
-def _fill(file: int, place: Place, start: int, target: torch.Tensor) -> None:
-    """Bytes of the file, from the place's `start` on, into host memory. Raises CheckpointError when the file ends early."""
+def _read_into(file: int, place: Place, start: int, target: torch.Tensor) -> None:
+    """Read bytes of a tensor, from `start` on, into host memory. Raises CheckpointError if the file
+    ends early."""
     view = memoryview(target.numpy())  # type: ignore[arg-type]
     done = 0
     while done < len(view):

@@ -1,1 +1,2 @@
-"""Scheduling: which tokens of which requests run in the next step, and how a step's results are taken in."""
+"""Scheduling: which tokens of which requests run in the next step, and how a step's results are
+taken in."""

@@ -1,4 +1,9 @@
-"""Turns a `Generate` message into a `Request`, or refuses it in one sentence. Knows the limits, not the moment."""
+"""`SchedulerConfig`, and `Admission`, which turns a `Generate` message into a `Request` or refuses
+it.
+
+Used by the scheduler. Checks a request against fixed limits only; it must not depend on what runs
+or waits.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +17,42 @@ from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import ParamProblem
 from frame.core.messages import Finish, Generate
-from frame.core.scheduling.prefix_dedup import LEAST
+from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS
 from frame.core.scheduling.request import Request
 from frame.core.text.token_ids import as_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The limits that the scheduler works within.
+    """The limits that the scheduler works within (vLLM: `SchedulerConfig` and `CacheConfig`)."""
 
-    `num_pages` counts every page of the pool, the reserved page 0 too. `token_budget` is the most prompt tokens computed in one
-    step; decodes come on top, so a step has at most `token_budget + max_running` tokens. `request_timeout` in seconds.
-    `growth_reserve` is how many tokens of growth are kept free at first for each running request when another is admitted:
-    it doubles with every retraction and halves in calm times, down to half of what it was. With `pools` a request ends when its
-    prompt is computed, and yields a vector instead of tokens; with `whole_prompts` a prompt is computed in one step.
-    `least_shared` is how many tokens a waiting request must have in common with a running one to wait for them.
-    `jump_forward` is the fewest tokens forced by a grammar that are computed at once (0: all are drawn), and at least one for
-    each `jump_rows` rows of the step (0: whatever rows it has); a step with them has no more than `jump_tokens` tokens (0: any number).
-    """
-
-    page_size: int
-    num_pages: int
-    max_running: int
-    token_budget: int
-    max_context: int
+    page_size: int  # tokens in a KV page
+    num_pages: int  # all pages of the pool, the reserved page 0 included
+    max_running: int  # most requests on the device; one slot each
+    token_budget: int  # most prompt tokens of a step; decodes come on top, one token each
+    max_context: int  # tokens of prompt and output together
     vocab_size: int
-    max_queued: int = 10_240
+    max_queued: int = 10_240  # most waiting requests
     eos_ids: tuple[int, ...] = ()
-    request_timeout: float = 600.0
-    seed: int = 0
-    overlap: bool = False
+    request_timeout: float = 600.0  # seconds from arrival
+    seed: int = 0  # of the seeds drawn for requests that bring none
+    overlap: bool = False  # a batch may be scheduled while another one is in flight
+    # Tokens of output growth that are kept free for each running request when another one is
+    # admitted. The reserve starts at this value, doubles with a preemption, and halves after
+    # RESERVE_DECAY_STEPS steps without one, down to half of this value.
     growth_reserve: int = 32
-    pools: bool = False
-    whole_prompts: bool = False
-    short_prompt_share: float = 0.5
-    preemption: bool = True
-    least_shared: int = LEAST
-    jump_forward: int = 0
-    jump_rows: int = 0
-    jump_tokens: int = 0
+    pools: bool = False  # a request ends when its prompt is computed, and yields a vector instead of tokens
+    whole_prompts: bool = False  # a prompt is computed in one step
+    short_prompt_share: float = 0.5  # share of the token budget kept for short prompts while long ones are computed
+    preemption: bool = True  # a waiting request may preempt running ones
+    min_shared_tokens: int = MIN_SHARED_TOKENS  # shortest prefix for which a waiting request waits for a running one
+    jump_forward: int = 0  # fewest tokens forced by a grammar that are computed in one step; 0: all are sampled
+    jump_rows: int = 0  # a forced run needs one token for each `jump_rows` rows of the step; 0: any number of rows
+    jump_tokens: int = 0  # most tokens of a step with forced runs; 0: any number
 
     @property
     def short_budget(self) -> int:
-        """Prompt tokens of a step that are kept for short prompts."""
+        """Prompt tokens of a step that long prompts may not take while short ones are there."""
         return int(self.token_budget * self.short_prompt_share)
 
     @property
@@ -64,7 +62,7 @@ class SchedulerConfig:
 
     @property
     def max_pages(self) -> int:
-        """Longest row of the page table."""
+        """Pages of the longest request: the width of the page table."""
         return -(-self.max_context // self.page_size)
 
     @property
@@ -73,19 +71,24 @@ class SchedulerConfig:
 
 
 class Admission:
-    """Checks and numbers requests, and draws seeds for those that bring none (from the seeded generator, in order of arrival)."""
+    """Checks requests, numbers them in order of arrival, and draws a seed for each that brings
+    none.
+
+    Seeds come from one generator with a fixed seed, so equal sequences of requests get equal seeds.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._random = random.Random(config.seed)
         self._arrived = 0
 
-    def accept(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
-        """The request, or why there is none."""
+    def create_request(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
+        """The request, or how it ends because it is refused. `now`: its arrival, in seconds of the
+        scheduler's clock."""
         try:
             tokens = as_array(message.token_ids)
         except OverflowError:
-            tokens = np.array([-1], np.int32)  # beyond any vocabulary
+            tokens = np.array([-1], np.int32)  # an id that does not fit in 32 bits is outside every vocabulary
         problem = self._problem(message, tokens)
         if problem is not None:
             return Finish("error", error=problem.sentence, code="invalid_request", param=problem.param)
@@ -152,7 +155,8 @@ class Admission:
                 f"the prompt has {prompt_len} tokens and max_tokens is {asked}: {prompt_len + asked} together, above the context of "
                 f"{config.max_context}; lower max_tokens to {config.max_context - prompt_len} or shorten the prompt",
             )
-        # The last token's K and V are never needed, so a sequence of n + 1 tokens fits in a cache of n.
+        # The last token's K and V are never needed, so a sequence of n + 1 tokens fits in a cache
+        # of n.
         if prompt_len + asked - 1 > config.capacity:
             pages = -(-(prompt_len + asked - 1) // config.page_size)
             return ParamProblem(

@@ -1,6 +1,9 @@
-"""The books of the scheduler: every page is free, private to a running request, owned by the cache, or waits for a step in flight.
+"""The self-check of the scheduler's pages, locks and slots. The engine runs it while it is idle,
+never in a step.
 
-`audit_accounts` says what does not add up, a part at a time; `repair_accounts` puts it right. Run at idle; not on the way of a step.
+Invariant: every page is free, private to one running request, owned by the prefix cache, or
+deferred until a step in flight is committed. `audit_accounts` finds a breach, one bounded part at a
+time; `repair_accounts` reclaims what leaked.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from frame.core.scheduling.running import RunningSet
 
 
 def audit_accounts(running: RunningSet) -> Iterator[None]:
-    """Raise RuntimeError with one sentence on the first thing that does not add up. Each `next` looks at a bounded part; a round that was
-    begun is void when anything has changed since."""
+    """Raise RuntimeError, one sentence, at the first breach of the invariant. Each `next` checks a
+    bounded part.
+
+    The result is void if the scheduler's state changes before the last part; start again then.
+    """
     kv_manager = running.kv_manager
     owned = []
     for pages in kv_manager.cache.audit():
@@ -31,18 +37,22 @@ def audit_accounts(running: RunningSet) -> Iterator[None]:
 
 
 def check_accounts(running: RunningSet) -> None:
-    """The whole round at once."""
+    """Run the whole audit at once. Raises RuntimeError at the first breach."""
     for _ in audit_accounts(running):
         pass
 
 
 def repair_accounts(running: RunningSet) -> list[str]:
-    """Reclaim leaked pages, locks and slots. Raises RuntimeError when a page has two holders: then nothing can be trusted."""
+    """Reclaim leaked pages, locks and slots. -> one sentence for each repair.
+
+    Raises RuntimeError when a page has two holders: that cannot be repaired, since either may read
+    the other's keys.
+    """
     kv_manager, done = running.kv_manager, []
     if kv_manager.cache.num_locked != len(_shared(running)):
         before = kv_manager.cache.num_locked
         kv_manager.cache.relock(request.handle for request in running.requests)
-        done.append(f"{before} pages of the prefix cache were locked, {kv_manager.cache.num_locked} are in use; the locks were set anew")
+        done.append(f"{before} pages of the prefix cache were locked, {kv_manager.cache.num_locked} are in use; the locks were reset")
     held = np.concatenate([*_held(running), *kv_manager.cache.audit()])
     leaked = np.setdiff1d(kv_manager.allocator.pages_out(), held)
     if leaked.size:
@@ -50,38 +60,40 @@ def repair_accounts(running: RunningSet) -> list[str]:
         done.append(f"{leaked.size} leaked pages were reclaimed")
     lost = _lost_slots(running)
     for slot in lost:
-        running.table.recycle(slot)
+        running.table.recycle_slot(slot)
     if lost:
         done.append(f"{len(lost)} lost request slots were reclaimed")
     for slot in _idle_prefills(running):
         rid = running.prefilling.pop(slot).rid
-        done.append(f"request {rid} counted as being prefilled, which no step did; it no longer does")
+        done.append(f"request {rid} was marked as prefilling, but no step computes its prompt; the mark was removed")
     check_accounts(running)
     return done
 
 
 def _held(running: RunningSet) -> list[np.ndarray]:
-    """The pages that anybody but the cache holds, by holder."""
+    """Pages held outside the cache: one array for each running request, and one for each deferred
+    release."""
     kv_manager = running.kv_manager
     private = [kv_manager.private_pages(request.slot) for request in running.requests]
-    waiting = [pages for record in running.in_flight for pages in record.pages]
+    waiting = [pages for record in running.in_flight for pages in record.deferred_pages]
     return [*private, *waiting]
 
 
 def _shared(running: RunningSet) -> np.ndarray:
-    """The cache's pages that running requests read, each once."""
+    """The cache's pages that running requests read, each once, int32."""
     rows = [running.kv_manager.shared_pages(request.slot) for request in running.requests]
     return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int32)
 
 
 def _lost_slots(running: RunningSet) -> list[int]:
     table = running.table
-    taken = {request.slot for request in running.requests} | {slot for record in running.in_flight for slot in record.left}
-    return sorted(set(range(table.num_slots)) - taken - set(table.free_slots()))
+    taken = {request.slot for request in running.requests} | {slot for record in running.in_flight for slot in record.deferred_slots}
+    return sorted(set(range(table.num_slots)) - taken - set(table.list_free_slots()))
 
 
 def _idle_prefills(running: RunningSet) -> list[int]:
-    """Slots that count as being prefilled though no step computes their prompt: other requests would wait for them in vain."""
+    """Slots marked as prefilling whose prompt no step computes: requests that share their prefix
+    would wait for ever."""
     table = running.table
     return [
         slot
@@ -93,13 +105,13 @@ def _idle_prefills(running: RunningSet) -> list[int]:
 def _check_slots(running: RunningSet) -> None:
     table = running.table
     if idle := _idle_prefills(running):
-        raise RuntimeError(f"request {running.prefilling[idle[0]].rid} counts as being prefilled, but no step computes its prompt")
+        raise RuntimeError(f"request {running.prefilling[idle[0]].rid} is marked as prefilling, but no step computes its prompt")
     for request in running.requests:
         if table.requests[request.slot] is not request:
-            raise RuntimeError(f"request {request.rid} runs in slot {request.slot}, which is not its own")
+            raise RuntimeError(f"request {request.rid} runs in slot {request.slot}, which belongs to another request")
     lost = _lost_slots(running)
     if lost:
         raise RuntimeError(f"{len(lost)} request slots leaked: {lost[:8]}")
-    free = table.free_slots()
+    free = table.list_free_slots()
     if len(set(free)) != len(free):
         raise RuntimeError("a request slot is free twice")

@@ -1,6 +1,8 @@
-"""`KVCacheManager`: which pages a running request holds, from prefix match to release. The only caller of cache and allocator.
+"""`KVCacheManager`: the KV pages of running requests, from prefix match to release (vLLM:
+`KVCacheManager`).
 
-Knows slots, page-table rows and locks; knows no policy, no budget and no message.
+Used by the scheduler's parts; the only caller of the prefix cache and the page allocator while
+requests run. It must not know policies, budgets or messages.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ NO_WRITES = np.empty((0, 3), np.int32)
 
 
 class KVCacheManager:
-    """Page accounting of running requests.
+    """Allocates, shares and releases the pages of running requests.
 
-    A row of the page table is `num_shared` pages of the prefix cache (locked by `request.handle`), then private pages.
-    Every change of a row is also noted as a write for the device's table (`take_writes`).
-    Methods that give pages up return them: the caller frees them at once, or, while a step in flight writes to them, later.
+    A request's page-table row holds `num_shared` pages of the prefix cache (locked by
+    `request.handle`), then private pages:
+
+        row[0 : num_shared]            pages that the prefix cache owns
+        row[num_shared : num_pages]    private pages
+
+    Every change of a row is also recorded as a write to the device's page table
+    (`take_table_writes`). Methods that release pages return them; the caller frees them, after the
+    last step in flight that writes to them.
     """
 
     def __init__(self, table: RequestTable, cache: PrefixCache, allocator: PageAllocator, page_size: int) -> None:
@@ -31,11 +39,12 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now, by eviction if need be."""
+        """Pages that can be allocated now: free and evictable ones."""
         return self.allocator.num_free + self.cache.num_evictable
 
-    def take(self, num_pages: int) -> np.ndarray | None:
-        """Pages, evicting for them if need be; None when there are too few (nothing is evicted then)."""
+    def allocate_pages(self, num_pages: int) -> np.ndarray | None:
+        """Allocate pages, int32 [num_pages], evicting cached prefixes if necessary; None, and no
+        eviction, when too few are available."""
         short = num_pages - self.allocator.num_free
         if short > 0:
             if short > self.cache.num_evictable:
@@ -44,8 +53,11 @@ class KVCacheManager:
         return self.allocator.alloc(num_pages)
 
     def lock_prefix(self, request: Request) -> np.ndarray:
-        """Find and lock the longest cached prefix of `request.tokens`, which may be all of them. -> pages."""
-        # where every prompt token's logits are needed, every token is computed, and a single one always is
+        """Match and lock the longest cached prefix of `request.tokens`, which may be all of them.
+        -> its pages, int32."""
+        # Prompt log-probabilities need the logits of every prompt token, so nothing is read from
+        # the cache; and the last token is computed in any case, so a prompt of one token has
+        # nothing to match.
         if request.wants_prompt_logprobs or len(request.tokens) == 1:
             return np.empty(0, np.int32)
         match = self.cache.match(request.tokens, request.namespace)
@@ -54,34 +66,37 @@ class KVCacheManager:
         return match.pages
 
     def unlock_prefix(self, request: Request) -> None:
+        """Release the lock of `lock_prefix` or of the last insertion."""
         self.cache.unlock(request.handle)
         request.handle = None
 
-    def enter(self, request: Request, pages: np.ndarray) -> None:
-        """Start the row of a request that has a slot with the pages that `lock_prefix` found. The last token is computed in any case,
-        for its logits."""
+    def start_row(self, request: Request, pages: np.ndarray) -> None:
+        """Begin the row of a request that has a slot; `pages` come from `lock_prefix`. At least the
+        last token is left to compute, since its logits are needed."""
         a, slot = self._table.arrays, request.slot
         self._write_row(slot, 0, pages)
         a.num_pages[slot] = a.num_shared[slot] = len(pages)
         a.num_computed_tokens[slot] = min(len(pages) * self.page_size, len(request.tokens) - 1)
 
-    def grow(self, slot: int, num_tokens: int) -> bool:
-        """Make the row long enough for `num_tokens`; False when there are too few pages (nothing changes then)."""
+    def grow_row(self, slot: int, num_tokens: int) -> bool:
+        """Extend the row to hold `num_tokens` tokens; False, and no change, when too few pages are
+        available."""
         a = self._table.arrays
         have = int(a.num_pages[slot])
         want = -(-num_tokens // self.page_size)
         if want <= have:
             return True
-        pages = self.take(want - have)
+        pages = self.allocate_pages(want - have)
         if pages is None:
             return False
         self._write_row(slot, have, pages)
         a.num_pages[slot] = want
         return True
 
-    def grow_by_one(self, slots: np.ndarray) -> bool:
-        """One more page for each slot, all or none."""
-        pages = self.take(len(slots))
+    def grow_rows(self, slots: np.ndarray) -> bool:
+        """Add one page to each slot's row; False, and no change, when too few pages are available
+        for all."""
+        pages = self.allocate_pages(len(slots))
         if pages is None:
             return False
         a = self._table.arrays
@@ -93,8 +108,10 @@ class KVCacheManager:
         self._writes.append(writes)
         return True
 
-    def share(self, request: Request, num_computed: int) -> np.ndarray:
-        """Give the computed whole pages of a running request to the cache, so that others find them. -> duplicates, given up."""
+    def cache_prefill(self, request: Request, num_computed: int) -> np.ndarray:
+        """Insert a running request's first `num_computed` tokens (whole pages) into the prefix
+        cache, so that other requests match them (vLLM: `cache_blocks`). -> its private pages that
+        the cache already had, which the row no longer uses."""
         a, slot = self._table.arrays, request.slot
         shared, whole = int(a.num_shared[slot]), num_computed // self.page_size
         if whole <= shared or not self.cache.reuses:
@@ -113,8 +130,9 @@ class KVCacheManager:
         self._write_row(slot, shared, pages[shared:cached])
         return duplicates
 
-    def leave(self, request: Request, tokens: np.ndarray, num_computed: int) -> np.ndarray:
-        """End the row: the first `num_computed` of `tokens` stay in the cache (0: nothing is kept). -> pages given up."""
+    def release_row(self, request: Request, tokens: np.ndarray, num_computed: int) -> np.ndarray:
+        """End the row; the first `num_computed` of `tokens` stay in the prefix cache (0: none). ->
+        pages that are no longer used."""
         a, slot = self._table.arrays, request.slot
         row, shared = a.page_table[slot, : a.num_pages[slot]].copy(), int(a.num_shared[slot])
         whole = num_computed // self.page_size
@@ -128,24 +146,28 @@ class KVCacheManager:
         a.num_pages[slot] = a.num_shared[slot] = 0
         return freed
 
-    def take_writes(self) -> np.ndarray:
-        """All page-table writes since the last call, int32 [n, 3] of (slot, index, page), in order."""
+    def take_table_writes(self) -> np.ndarray:
+        """Return the page-table writes since the last call, int32 [n, 3] of (slot, index in the
+        row, page), in order."""
         if not self._writes:
             return NO_WRITES
         writes = self._writes[0] if len(self._writes) == 1 else np.concatenate(self._writes)
         self._writes = []
         return writes
 
-    def write_again(self, slots: np.ndarray) -> None:
-        """Note the rows of these slots as writes once more, since it is not known whether the device got the last ones."""
+    def repeat_table_writes(self, slots: np.ndarray) -> None:
+        """Record the rows of these slots as writes again: after a failed step the device may lack
+        the last ones."""
         for slot in np.unique(slots).tolist():
             self._write_row(slot, 0, self._table.arrays.page_table[slot, : self._table.arrays.num_pages[slot]])
 
     def private_pages(self, slot: int) -> np.ndarray:
+        """The slot's pages that only its request holds, int32."""
         a = self._table.arrays
         return a.page_table[slot, a.num_shared[slot] : a.num_pages[slot]]
 
     def shared_pages(self, slot: int) -> np.ndarray:
+        """The slot's pages that the prefix cache owns, int32."""
         a = self._table.arrays
         return a.page_table[slot, : a.num_shared[slot]]
 

@@ -1,7 +1,8 @@
-"""`StepPlanner`: which rows the next step has. Decodes first, then prompts under the token budget, then newcomers; who gives way
-when pages run out.
+"""`StepPlanner`: chooses the rows of the next step, admits waiting requests and preempts running
+ones (vLLM: the body of `Scheduler.schedule`).
 
-Works on slot arrays; looks at a request object only when it starts, stops or is prefilled.
+A step has all decodes, then chunks of running prompts within the token budget, then new prompts.
+Works on arrays by slot. It must not know token values, grammars or messages.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.waiting_queue import WaitingQueue
 
-WINDOW = 128  # waiting requests that a policy sees
-MATCH_WINDOW = 64  # the same, when each must be matched first
-AHEAD_MOST = 512  # tokens of growth that are kept free for each running request, at most
-PEEKS = 8  # long waiting prompts whose cached prefix is looked up in a step, to see whether what is left of them is short
-CALM_STEPS = 128  # after so many steps without a retraction the reserve is halved
+POLICY_WINDOW = 128  # waiting requests that a policy sees
+POLICY_MATCH_WINDOW = 64  # the same, for policies that need each request's cached prefix
+MAX_GROWTH_RESERVE = 512  # tokens; upper bound of the growth reserve for each running request
+MAX_PREFIX_LOOKUPS = 8  # long waiting prompts of which a step looks up how many of their tokens are not cached
+RESERVE_DECAY_STEPS = 128  # the growth reserve is halved after so many steps without a preemption
 
 
 @dataclass(slots=True)
-class Rows:
-    """The rows of a step. `chunks` are the extend rows, (request, start, length) each."""
+class StepPlan:
+    """The rows of a step. It is false when the step has none."""
 
-    decodes: np.ndarray  # intp [n]; slots
-    chunks: list[tuple[Request, int, int]] = field(default_factory=list)
+    decode_slots: np.ndarray  # intp [n]; one token each
+    chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
     budget: int = 0  # prompt tokens that may still be added
 
     def __bool__(self) -> bool:
-        return bool(self.chunks) or self.decodes.size > 0
+        return bool(self.chunks) or self.decode_slots.size > 0
 
 
 class StepPlanner:
-    """Chooses rows, admits and retracts. Promises: the oldest running request is never retracted, and as long as something
-    runs, some row is scheduled now or a step is in flight whose commit makes one possible."""
+    """Plans steps.
+
+    Invariants: the oldest running request is never preempted; while requests run, a row is
+    scheduled or a step is in flight.
+    """
 
     def __init__(self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy) -> None:
         self.num_preempted = 0
@@ -51,46 +55,51 @@ class StepPlanner:
         self._queue = queue
         self._policy = GuardedPolicy(policy)
         self._usage = queue.usage
-        self._ahead = config.growth_reserve
+        self._growth_reserve = config.growth_reserve
         self._last_preemption = -1
         self._step = 0
 
-    def plan(self, step: int, now: float) -> Rows:
-        """The rows of step `step`. Counters, pages and page-table rows are advanced as if it had run."""
+    def plan_step(self, step: int, now: float) -> StepPlan:
+        """Plan step number `step` at the time `now` (seconds, monotonic). Counters, pages and
+        page-table rows are advanced as if the step had run."""
         self._step = step
         if self._config.preemption and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
-            self._preempt(now)
+            self._preempt_for_waiting(now)
         before = self.num_preempted
-        rows = Rows(self._decodes(now), budget=self._config.token_budget)
-        if self._is_crowded():
-            self._short_first(rows, now, may_admit=self.num_preempted == before)
+        plan = StepPlan(self._schedule_decodes(now), budget=self._config.token_budget)
+        if self._exceeds_long_prompt_budget():
+            self._schedule_short_prompts(plan, now, may_admit=self.num_preempted == before)
         if self._usage.is_shared and self._running.extending and self.num_preempted == before:
-            self._admit(rows, now, only_owed=True)
-        self._extend_running(rows)
-        while not rows and self._running.extending and not self._running.in_flight:
+            self._admit_waiting(plan, now, only_underserved=True)
+        self._schedule_running_prompts(plan)
+        while not plan and self._running.extending and not self._running.in_flight:
             if not self._preempt_one(now):
                 break
-            self._extend_running(rows)
-        if self.num_preempted == before:  # else who was just retracted would come straight back
-            self._admit(rows, now)
-        return rows
+            self._schedule_running_prompts(plan)
+        if self.num_preempted == before:  # otherwise a preempted request would be admitted again at once
+            self._admit_waiting(plan, now)
+        return plan
 
     def preempt(self, request: Request, *, is_shortage: bool = True) -> None:
-        """Take a request off the device, back to the head of the queue, with its tokens and its cached prefix. A shortage of pages makes
-        the reserve for growth larger."""
-        self._running.leave(request, keep=True, state=RequestStatus.WAITING)
+        """Preempt a running request: it returns to the head of the queue with its tokens, and its
+        pages stay in the prefix cache.
+
+        `is_shortage`: pages ran out, so the growth reserve is doubled.
+        """
+        self._running.remove_request(request, keep=True, state=RequestStatus.WAITING)
         request.num_preemptions += 1
-        request.prompt_logprobs = []  # its prompt is computed anew
+        request.prompt_logprobs = []  # the prompt is computed again
         self._queue.push_front(request)
         self.num_preempted += 1
-        if is_shortage and self._last_preemption != self._step:  # one shortage retracts several, but is one sign
-            self._ahead = min(max(1, self._ahead * 2), AHEAD_MOST)
+        if is_shortage and self._last_preemption != self._step:  # one shortage may preempt several requests
+            self._growth_reserve = min(max(1, self._growth_reserve * 2), MAX_GROWTH_RESERVE)
             self._last_preemption = self._step
 
     # decodes ------------------------------------------------------------------------------------------------------------
 
-    def _decodes(self, now: float) -> np.ndarray:
-        """The slots that decode, with a page for each new token."""
+    def _schedule_decodes(self, now: float) -> np.ndarray:
+        """Schedule every slot that can decode, allocating a page where its next token needs one. ->
+        slots, intp [n]."""
         a, page_size = self._running.table.arrays, self._config.page_size
         while True:
             slots = np.flatnonzero(a.can_decode)
@@ -99,11 +108,11 @@ class StepPlanner:
             computed = a.num_computed_tokens[slots]
             crosses = computed >= a.num_pages[slots] * page_size
             crossing = slots[crosses]
-            if not crossing.size or self._kv_manager.grow_by_one(crossing):
+            if not crossing.size or self._kv_manager.grow_rows(crossing):
                 break
             coming = self._kv_manager.num_available + self._running.num_deferred_pages
             if coming >= crossing.size or not self._preempt_one(now):
-                slots, computed = slots[~crosses], computed[~crosses]  # the others wait for pages that are on their way
+                slots, computed = slots[~crosses], computed[~crosses]  # these slots wait for deferred pages
                 break
         total = a.num_tokens[slots] + 1
         a.num_computed_tokens[slots] = computed + 1
@@ -114,46 +123,50 @@ class StepPlanner:
 
     # prompts ------------------------------------------------------------------------------------------------------------
 
-    def _is_crowded(self) -> bool:
-        """Whether the prompts that are being computed would take what is kept for short ones."""
+    def _exceeds_long_prompt_budget(self) -> bool:
+        """Whether the running prompts would use more than the long prompts' part of the token
+        budget."""
         extending = self._running.extending.values()
-        return bool(extending) and sum(map(self._remaining, extending)) > self._config.token_budget - self._config.short_budget
+        return bool(extending) and sum(map(self._count_unscheduled, extending)) > self._config.token_budget - self._config.short_budget
 
-    def _remaining(self, request: Request) -> int:
-        """Tokens of a running request's prompt that are not scheduled yet."""
+    def _count_unscheduled(self, request: Request) -> int:
+        """Prompt tokens of a running request that are not scheduled yet."""
         return len(request.tokens) - int(self._running.table.arrays.num_computed_tokens[request.slot])
 
-    def _short_first(self, rows: Rows, now: float, may_admit: bool) -> None:
-        """Prompts that end within the budget kept for short ones, so that they do not wait for long ones. These get all the rest, and
-        lose nothing while there is no short one."""
+    def _schedule_short_prompts(self, plan: StepPlan, now: float, may_admit: bool) -> None:
+        """Schedule prompts that end within the budget kept for short ones, so that they do not wait
+        for long ones. Long prompts get the rest of the budget, and all of it while there is no
+        short prompt."""
         kept, served = self._config.short_budget, self._usage.get_tokens
-        for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), self._remaining(r))):
-            if self._remaining(request) <= kept + rows.budget - self._config.token_budget:
-                self._extend(rows, request)
-        longest = kept + rows.budget - self._config.token_budget
-        if may_admit and longest > 0:
-            self._admit(rows, now, longest)
+        for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), self._count_unscheduled(r))):
+            if self._count_unscheduled(request) <= kept + plan.budget - self._config.token_budget:
+                self._schedule_chunk(plan, request)
+        max_uncached = kept + plan.budget - self._config.token_budget
+        if may_admit and max_uncached > 0:
+            self._admit_waiting(plan, now, max_uncached)
 
-    def _extend_running(self, rows: Rows) -> None:
-        begun, served = {request.slot for request, _, _ in rows.chunks}, self._usage.get_tokens
+    def _schedule_running_prompts(self, plan: StepPlan) -> None:
+        """Schedule the next chunks of running prompts, those of the least served tenant first."""
+        begun, served = {request.slot for request, _, _ in plan.chunks}, self._usage.get_tokens
         for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), r.index)):
-            if rows.budget <= 0:
+            if plan.budget <= 0:
                 return
             if request.slot not in begun:
-                self._extend(rows, request)
+                self._schedule_chunk(plan, request)
 
-    def _extend(self, rows: Rows, request: Request) -> None:
-        """Schedule the next chunk of a prompt (all of it, where prompts are computed whole), as long as budget and pages allow."""
+    def _schedule_chunk(self, plan: StepPlan, request: Request) -> None:
+        """Schedule the next chunk of a prompt as far as budget and pages allow; with
+        `whole_prompts` the whole prompt or nothing."""
         a, slot = self._running.table.arrays, request.slot
         start, end = int(a.num_computed_tokens[slot]), len(request.tokens)
         room = (int(a.num_pages[slot]) + self._kv_manager.num_available) * self._config.page_size - start
-        count = min(end - start, rows.budget, room)
+        count = min(end - start, plan.budget, room)
         if self._config.whole_prompts and count < end - start:
             return
-        if count <= 0 or not self._kv_manager.grow(slot, start + count):
+        if count <= 0 or not self._kv_manager.grow_row(slot, start + count):
             return
-        rows.chunks.append((request, start, count))
-        rows.budget -= count
+        plan.chunks.append((request, start, count))
+        plan.budget -= count
         self._usage.add_tokens(request.tenant, count)
         a.num_computed_tokens[slot] = self._running.table.inflight[1, slot] = start + count
         a.last_step[slot] = self._step
@@ -162,192 +175,210 @@ class StepPlanner:
             a.can_decode[slot] = end + 1 < request.max_num_tokens
             del self._running.extending[slot]
 
-    # newcomers ----------------------------------------------------------------------------------------------------------
+    # admission ----------------------------------------------------------------------------------------------------------
 
-    def _admit(self, rows: Rows, now: float, longest: int | None = None, *, only_owed: bool = False) -> None:
-        """Admit waiting requests in the policy's order, until one does not fit. `longest`: most tokens that they may need computed, all
-        together; who needs more is passed over, and has its turn when the prompts before it are done. `only_owed`: until one is of a
-        tenant for whom more was computed than for those whose prompts are being computed."""
-        if not len(self._queue) or rows.budget <= 0 or not self._running.table.num_free:
+    def _admit_waiting(self, plan: StepPlan, now: float, max_uncached: int | None = None, *, only_underserved: bool = False) -> None:
+        """Admit waiting requests in the policy's order, until one does not fit.
+
+        `max_uncached`: most tokens that all of them together may need computed; longer ones are
+        skipped in this step. `only_underserved`: stop at a request whose tenant was served more
+        tokens than every tenant with a running prompt.
+        """
+        if not len(self._queue) or plan.budget <= 0 or not self._running.table.num_free:
             return
-        reserved = self._reserved_pages()
+        reserved = self._count_reserved_pages()
         if len(self._running) and reserved >= self._kv_manager.num_available:
             return
-        if self._step - self._last_preemption > CALM_STEPS:
-            self._ahead, self._last_preemption = max(self._ahead // 2, self._config.growth_reserve // 2), self._step
-        floor = 0 if longest is None else rows.budget - longest
-        most_tokens = self._least_served() if only_owed else None
-        peeks = PEEKS
+        if self._step - self._last_preemption > RESERVE_DECAY_STEPS:
+            self._growth_reserve, self._last_preemption = max(self._growth_reserve // 2, self._config.growth_reserve // 2), self._step
+        floor = 0 if max_uncached is None else plan.budget - max_uncached
+        most_tokens = self._min_served_tokens() if only_underserved else None
+        lookups = MAX_PREFIX_LOOKUPS
         prefills = InBatchPrefixSharing(
-            self._running.prefilling.values() if self._kv_manager.cache.reuses else (), self._config.least_shared
+            self._running.prefilling.values() if self._kv_manager.cache.reuses else (), self._config.min_shared_tokens
         )
-        for request in self._candidates(now):
-            if rows.budget <= floor or not self._running.table.num_free:
+        for request in self._order_waiting(now):
+            if plan.budget <= floor or not self._running.table.num_free:
                 return
             if most_tokens is not None and self._usage.get_tokens(request.tenant) > most_tokens:
                 return
-            if self._had_better_wait(request, prefills):
+            if self._should_wait_for_prefix(request, prefills):
                 continue
-            if longest is not None and request.num_tokens > rows.budget - floor:
-                peeks -= 1
-                if peeks < 0 or self._uncached(request) > rows.budget - floor:
+            if max_uncached is not None and request.num_tokens > plan.budget - floor:
+                lookups -= 1
+                if lookups < 0 or self._count_uncached(request) > plan.budget - floor:
                     continue
-            need = self._enter(request, reserved, now)
+            need = self._admit_request(request, reserved, now)
             if need is None:
                 return
             if self._kv_manager.cache.reuses:
                 prefills.add(request)
             held = int(self._running.table.arrays.num_pages[request.slot])
-            self._extend(rows, request)
+            self._schedule_chunk(plan, request)
             reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
 
-    def _least_served(self) -> float:
-        """The least that was computed for a tenant whose prompts are being computed."""
+    def _min_served_tokens(self) -> float:
+        """The lowest token counter of the tenants whose prompts are running."""
         return min(self._usage.get_tokens(request.tenant) for request in self._running.extending.values())
 
-    def _candidates(self, now: float) -> Generator[Request]:
-        """The head of the queue in the policy's order, as far as it is read."""
-        window = self._queue.head(MATCH_WINDOW if self._policy.needs_matches else WINDOW)
+    def _order_waiting(self, now: float) -> Generator[Request]:
+        """Yield the head of the queue in the policy's order, lazily."""
+        window = self._queue.head(POLICY_MATCH_WINDOW if self._policy.needs_matches else POLICY_WINDOW)
         try:
             if self._policy.needs_matches:
                 for request in window:
                     request.match = self._kv_manager.cache.match(request.all_tokens(), request.namespace)
-            ordered = self._policy.order(window, self._view(now))
-            yield from self._in_turn(ordered) if self._usage.is_shared else ordered
+            ordered = self._policy.order(window, self._make_view(now))
+            yield from self._interleave_tenants(ordered) if self._usage.is_shared else ordered
         finally:
             for request in window:
-                request.match = None  # good for the moment only, and it would keep nodes alive
+                request.match = None  # valid for this step only; it also keeps nodes of the cache alive
 
-    def _in_turn(self, ordered: Iterator[Request]) -> Iterator[Request]:
-        """The policy's order within each tenant, of whom next comes always the one with least running. A policy by priority is the
-        operator's word on who goes before whom, tenants included."""
+    def _interleave_tenants(self, ordered: Iterator[Request]) -> Iterator[Request]:
+        """Keep the policy's order within each tenant, and interleave the tenants by their running
+        requests. A policy by priority decides between tenants too: its order is kept."""
         if self._policy.by_priority:
             return ordered
         queues: dict[str, list[Request]] = {}
         for request in ordered:
             queues.setdefault(request.tenant, []).append(request)
-        return self._usage.take_turns(queues.values())
+        return self._usage.interleave_tenants(queues.values())
 
-    def _had_better_wait(self, request: Request, prefills: InBatchPrefixSharing) -> bool:
-        """Whether a waiting request should find its prefix in the cache, once the prefill that computes it is done. Not behind a prefill
-        whose rest is long beside what it saves, since only whole prefills are inserted."""
+    def _should_wait_for_prefix(self, request: Request, prefills: InBatchPrefixSharing) -> bool:
+        """Whether a waiting request should wait for a running prefill that computes its prefix, and
+        read it from the cache then.
+
+        It does not wait if the rest of that prefill is long compared to the shared prefix: only
+        whole prefills are inserted.
+        """
         other, shared = prefills.find(request)
         if other is None:
             return False
         shared -= shared % self._config.page_size
-        if self._remaining(other) > max(self._config.token_budget, 2 * shared):
+        if self._count_unscheduled(other) > max(self._config.token_budget, 2 * shared):
             return False
-        return prefills.is_worth_waiting(shared, request.num_tokens - self._uncached(request), request.num_tokens)
+        return prefills.is_worth_waiting(shared, request.num_tokens - self._count_uncached(request), request.num_tokens)
 
-    def _uncached(self, request: Request) -> int:
-        """Tokens of a waiting request that must be computed."""
+    def _count_uncached(self, request: Request) -> int:
+        """Tokens of a waiting request that are not in the prefix cache, at least 1."""
         tokens = request.all_tokens()
         return max(1, len(tokens) - self._kv_manager.cache.match(tokens, request.namespace).num_tokens)
 
-    def _enter(self, request: Request, reserved: int, now: float) -> int | None:
-        """Put a request on the device if its whole prompt and the growth of all fit. -> pages it still needs, None: no room."""
+    def _admit_request(self, request: Request, reserved: int, now: float) -> int | None:
+        """Put a request on the device if its prompt and the growth reserve of all requests fit.
+
+        `reserved`: pages that the running requests still need. -> pages that this request still
+        needs; None: it does not fit.
+        """
         request.tokens = request.all_tokens()
         cached = self._kv_manager.lock_prefix(request)
-        need = self._pages_for(request) - len(cached)
+        need = self._count_pages_for(request) - len(cached)
         if len(self._running) and reserved + need > self._kv_manager.num_available:
             self._kv_manager.unlock_prefix(request)
             return None
         self._queue.remove(request)
-        self._running.enter(request, cached)
-        if request.cached_tokens < 0:
-            request.cached_tokens = min(int(self._running.table.arrays.num_computed_tokens[request.slot]), request.prompt_len)
-            self.num_cached_tokens += request.cached_tokens
-            request.admitted = now
+        self._running.add_request(request, cached)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = min(int(self._running.table.arrays.num_computed_tokens[request.slot]), request.prompt_len)
+            self.num_cached_tokens += request.num_cached_tokens
+            request.admitted_at = now
         return need
 
-    def _pages_for(self, request: Request) -> int:
-        """Pages for all tokens of a waiting request and some growth."""
-        tokens = min(request.num_tokens + self._ahead, request.max_num_tokens)
+    def _count_pages_for(self, request: Request) -> int:
+        """Pages for all tokens of a waiting request and its growth reserve."""
+        tokens = min(request.num_tokens + self._growth_reserve, request.max_num_tokens)
         return -(-tokens // self._config.page_size)
 
-    def _reserved_pages(self, leaving: Set[Request] = frozenset()) -> int:
-        """Pages that running requests will want soon, but for those that are leaving: the rest of their prompts and some growth."""
+    def _count_reserved_pages(self, leaving: Set[Request] = frozenset()) -> int:
+        """Pages that running requests, except those in `leaving`, still need for the rest of their
+        prompts and their growth reserve."""
         a = self._running.table.arrays
         slots = np.array([request.slot for request in self._running.requests if request not in leaving], np.intp)
-        tokens = np.minimum(a.num_tokens[slots] + self._ahead, a.max_num_tokens[slots])
-        wanted = -(-tokens // self._config.page_size) - a.num_pages[slots]
-        return int(np.maximum(wanted, 0).sum())
+        tokens = np.minimum(a.num_tokens[slots] + self._growth_reserve, a.max_num_tokens[slots])
+        missing = -(-tokens // self._config.page_size) - a.num_pages[slots]
+        return int(np.maximum(missing, 0).sum())
 
-    # who gives way ------------------------------------------------------------------------------------------------------
+    # preemption ---------------------------------------------------------------------------------------------------------
 
     def _preempt_one(self, now: float) -> bool:
-        """Retract the policy's victim, or the newest when it names none; False when only the oldest is left."""
+        """Preempt the policy's victim, or the newest request if it chooses none; False when only
+        the oldest request is left."""
         running = self._running.requests
         if len(running) < 2:
             return False
         if self._usage.is_shared:
-            running = self._of_largest_tenant(running)
-        self.preempt(self._victim(running, now) or running[-1])
+            running = self._keep_largest_tenant(running)
+        self.preempt(self._choose_victim(running, now) or running[-1])
         return True
 
-    def _of_largest_tenant(self, running: list[Request]) -> list[Request]:
-        """The oldest request, which stays, and those of the tenant that has most running; all where that tenant has the oldest alone."""
+    def _keep_largest_tenant(self, running: list[Request]) -> list[Request]:
+        """The oldest request and those of the tenant with most running requests; all, if that
+        tenant has no other than the oldest."""
         ((largest, _),) = self._usage.num_running.most_common(1)
         found = [running[0], *(request for request in running[1:] if request.tenant == largest)]
         return found if len(found) > 1 else running
 
-    def _victim(self, running: Sequence[Request], now: float) -> Request | None:
-        """Whom of these, oldest first, the policy would retract."""
+    def _choose_victim(self, running: Sequence[Request], now: float) -> Request | None:
+        """The policy's victim among `running`, oldest first; None if it chooses none."""
         for request in running:
-            self._running.table.flush(request.slot)  # the policy may look at outputs
-        return self._policy.victim(running, self._view(now))
+            self._running.table.flush_tokens(request.slot)  # the policy may read `Request.output`
+        return self._policy.victim(running, self._make_view(now))
 
-    def _preempt(self, now: float) -> None:
-        """Retract running requests for the first waiting one, where the policy says so and it does not fit otherwise."""
-        candidates = self._candidates(now)
+    def _preempt_for_waiting(self, now: float) -> None:
+        """Preempt running requests for the first waiting one, if it does not fit otherwise and the
+        policy or fair sharing allows it."""
+        candidates = self._order_waiting(now)
         first = next(candidates, None)
         candidates.close()
         if first is None:
             return
         first.tokens = first.all_tokens()
         cached = self._kv_manager.lock_prefix(first)
-        for victim in self._victims_for(first, cached, now):
+        for victim in self._choose_victims_for(first, cached, now):
             self.preempt(victim, is_shortage=False)
         self._kv_manager.unlock_prefix(first)
 
-    def _victims_for(self, first: Request, cached: np.ndarray, now: float) -> list[Request]:
-        """Running requests that make room for `first`, whose locked prefix is `cached`, by leaving. None where it fits anyway, and where it
-        does not fit even when all leave that may be preempted."""
+    def _choose_victims_for(self, first: Request, cached: np.ndarray, now: float) -> list[Request]:
+        """Running requests whose preemption makes room for `first`, whose locked prefix has the
+        pages `cached`. Empty where `first` fits without, and where it does not fit even if all are
+        preempted that may be."""
         victims: set[Request] = set()
         if self._would_fit(first, cached, victims):
             return []
         running = self._running.requests
-        left = [request for request in running[1:] if self._policy.may_preempt and self._policy.preempts(first, request, now)]
-        left = left or self._owing(first)
-        if not left or not self._would_fit(first, cached, set(left)):
+        eligible = [request for request in running[1:] if self._policy.may_preempt and self._policy.preempts(first, request, now)]
+        eligible = eligible or self._list_excess_requests(first)
+        if not eligible or not self._would_fit(first, cached, set(eligible)):
             return []
         while not self._would_fit(first, cached, victims):
-            victim = self._victim((running[0], *left), now) or left[-1]
+            victim = self._choose_victim((running[0], *eligible), now) or eligible[-1]
             victims.add(victim)
-            left.remove(victim)
-        return sorted(victims, key=lambda request: -request.index)  # back to the head of the queue, the oldest last
+            eligible.remove(victim)
+        return sorted(victims, key=lambda request: -request.index)  # each goes to the head of the queue: the oldest last
 
-    def _owing(self, first: Request) -> list[Request]:
-        """Running requests, oldest first, that other tenants have beyond what they leave to `first`'s: the newest of each, never the oldest
-        of all."""
-        usage, owing = self._usage, []
-        left = {tenant: usage.count_owed(first.tenant, tenant) for tenant in usage.num_running}
+    def _list_excess_requests(self, first: Request) -> list[Request]:
+        """Running requests, oldest first, that other tenants have in excess of the tenant of
+        `first`: the newest of each tenant, never the oldest of all."""
+        usage, excess = self._usage, []
+        left = {tenant: usage.count_excess(first.tenant, tenant) for tenant in usage.num_running}
         for request in reversed(self._running.requests[1:]):
             if left[request.tenant]:
                 left[request.tenant] -= 1
-                owing.append(request)
-        return owing[::-1]
+                excess.append(request)
+        return excess[::-1]
 
     def _would_fit(self, first: Request, cached: np.ndarray, leaving: Set[Request]) -> bool:
-        """Whether a newcomer fits without the requests that are leaving, once the steps in flight are done."""
+        """Whether `first` fits without the requests in `leaving`, once the steps in flight are
+        committed."""
         running = self._running
-        pages = self._kv_manager.num_available + running.num_deferred_pages + self._num_freed(cached, leaving)
-        need = self._pages_for(first) - len(cached)
+        pages = self._kv_manager.num_available + running.num_deferred_pages + self._count_freed_pages(cached, leaving)
+        need = self._count_pages_for(first) - len(cached)
         slots = running.table.num_free + running.num_deferred_slots + len(leaving)
-        return slots > 0 and self._reserved_pages(leaving) + need <= pages
+        return slots > 0 and self._count_reserved_pages(leaving) + need <= pages
 
-    def _num_freed(self, cached: np.ndarray, leaving: Set[Request]) -> int:
-        """Pages that can be had when requests leave: those that no other request holds. `cached` are the pages of another locked prefix."""
+    def _count_freed_pages(self, cached: np.ndarray, leaving: Set[Request]) -> int:
+        """Pages that become available when requests leave: those that no other request holds and
+        that are not in `cached`."""
         if not leaving:
             return 0
         kv_manager, is_freed = self._kv_manager, np.zeros(self._config.num_pages, np.bool_)
@@ -359,7 +390,7 @@ class StepPlanner:
         is_freed[cached] = False
         return int(np.count_nonzero(is_freed))
 
-    def _view(self, now: float) -> SchedulerView:
+    def _make_view(self, now: float) -> SchedulerView:
         return SchedulerView(
             now=now,
             num_running=len(self._running),

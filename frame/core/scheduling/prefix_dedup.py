@@ -1,8 +1,8 @@
-"""`InBatchPrefixSharing`: in-batch prefix sharing. Finds the running request whose prefill computes the prefix of a waiting one, which
-then had
-better wait and find it in the prefix cache than compute it again.
+"""In-batch prefix sharing: finds the running request whose prefill computes the prefix of a waiting
+one (SGLang: in-batch prefix caching).
 
-The planner uses it. It knows no page and no cache: only tokens, and how many of them a request would find cached.
+The waiting request then waits and reads the prefix from the cache, instead of computing it a second
+time. Used by the step planner. It must not know pages or the prefix cache, only tokens.
 """
 
 from __future__ import annotations
@@ -13,48 +13,50 @@ import numpy as np
 
 from frame.core.scheduling.request import Request
 
-LEAST = 256  # tokens that two prompts must share at least; for less, waiting a step costs more than it saves
-MOST_COMPARED = 4  # prompts with the same first tokens that one is compared with
+MIN_SHARED_TOKENS = 256  # shortest common prefix; below it, waiting a step costs more than it saves
+MAX_COMPARED = 4  # most prefills with the same first tokens that a waiting request is compared with
 
 
 class InBatchPrefixSharing:
-    """The prefills under way, by their first tokens. Made anew for each step that admits anybody. `least`: tokens that must be shared."""
+    """The prefills of running requests, by their first `min_shared` tokens. Built for each step
+    that admits requests."""
 
-    def __init__(self, prefilling: Iterable[Request], least: int = LEAST) -> None:
-        self._least = least
+    def __init__(self, prefilling: Iterable[Request], min_shared: int = MIN_SHARED_TOKENS) -> None:
+        self._min_shared = min_shared
         self._by_start: dict[tuple[str, bytes], list[Request]] = {}
         for request in prefilling:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """A request whose prefill is under way from now on."""
-        if len(request.tokens) > self._least:
+        """Add a request whose prefill a step computes."""
+        if len(request.tokens) > self._min_shared:
             self._by_start.setdefault(self._start(request, request.tokens), []).append(request)
 
     def find(self, request: Request) -> tuple[Request | None, int]:
-        """The request whose prefill has the longest prefix in common with a waiting one, and that prefix's tokens; (None, 0) where there is
-        none."""
-        if not self._by_start or request.num_tokens <= self._least or request.wants_prompt_logprobs:
+        """The request whose prefill has the longest common prefix with `request`, and that prefix's
+        length in tokens; (None, 0) if there is none."""
+        if not self._by_start or request.num_tokens <= self._min_shared or request.wants_prompt_logprobs:
             return None, 0
         tokens = request.all_tokens()
         found = self._by_start.get(self._start(request, tokens), ())
         best, longest = None, 0
-        for other in found[-MOST_COMPARED:]:
+        for other in found[-MAX_COMPARED:]:
             common = _common(tokens, other.tokens)
             if common > longest:
                 best, longest = other, common
         return best, longest
 
     def is_worth_waiting(self, shared: int, cached: int, length: int) -> bool:
-        """Whether `shared` tokens that come soon save a prompt of `length` tokens half of its work or more, with `cached` there already."""
-        return shared - cached >= max(self._least, (length - cached) // 2)
+        """Whether `shared` tokens, once computed, save at least half of the uncached work of a
+        prompt of `length` tokens, of which `cached` are in the prefix cache now."""
+        return shared - cached >= max(self._min_shared, (length - cached) // 2)
 
     def _start(self, request: Request, tokens: np.ndarray) -> tuple[str, bytes]:
-        return request.namespace, tokens[: self._least].tobytes()
+        return request.namespace, tokens[: self._min_shared].tobytes()
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix, in tokens."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     first = int(differ.argmax()) if length else 0

@@ -1,6 +1,8 @@
-"""`Request`: one sequence from its arrival to its end, with everything that is needed to come back after it left the device.
+"""`Request`: one sequence from arrival to end, with all that is needed to resume it after a
+preemption.
 
-Knows no tensor and no page: while a request runs, its counters live by slot in `frame.core.scheduling.request_slots`.
+Used by every part of the scheduler and read by scheduling policies. Holds no tensor and no page:
+while a request runs, its counters are arrays by slot in `frame.core.scheduling.request_slots`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def queue_full(reason: str) -> Finish:
 
 
 class RequestStatus(IntEnum):
-    """Where a request is."""
+    """Where a request is. A request that is preempted, or held for a slow grammar call, is
+    WAITING."""
 
     WAITING = 0
     RUNNING = 1
@@ -54,44 +57,42 @@ class GrammarState:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Identity is the object; `index` is its place in the order of arrival.
-
-    `output` holds the committed tokens, up to date whenever a policy sees the request or the request is off the device.
-    `tokens` is prompt plus output as of the last admission or jump, int32. `max_num_tokens` and `min_num_tokens` count prompt and
-    output together.
-    `match` is filled in for policies that need it, and is only good while the policy looks at it.
-    """
+    """One sequence in the scheduler (vLLM: `Request`). Two requests are equal only if they are the
+    same object."""
 
     rid: str
     prompt: np.ndarray  # int32 [prompt_len]
     params: SamplingParams
     seed: int
-    index: int
+    index: int  # position in the order of arrival
     arrival: float  # seconds, monotonic
     deadline: float  # seconds, monotonic
-    max_num_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    priority: int = 0
-    namespace: str = ""
+    max_num_tokens: int  # most tokens of prompt and output together
+    stop_ids: tuple[int, ...] = ()  # token ids that end the request
+    priority: int = 0  # higher first
+    namespace: str = ""  # of the prefix cache
     tenant: str = ""  # the owner of the namespace
     grammar: Grammar | None = None
     grammar_state: GrammarState | None = None
+    # Committed output tokens. While the request runs, the last ones are in
+    # `SlotArrays.token_buffer`; they are moved here before a policy sees the request and when the
+    # request leaves the device.
     output: array[int] = field(default_factory=lambda: array("i"))
     state: RequestStatus = RequestStatus.WAITING
-    slot: int = -1
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    unsent: list[int] = field(default_factory=list)  # the end of `output` that was not reported yet, since no step drew it
-    match: Match | None = None
-    handle: Any = None  # the locked end of the cached prefix, while running
-    cached_tokens: int = -1  # prompt tokens that came from the prefix cache at the first admission
-    is_reported: bool = False  # tokens of it were sent
+    slot: int = -1  # while running
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # int32; all_tokens() at the last admission or jump
+    unreported: list[int] = field(default_factory=list)  # the end of `output` that was not sent yet: tokens that a grammar forced
+    match: Match | None = None  # the cached prefix; set only while a policy that needs matches orders the queue
+    handle: Any = None  # the prefix cache's lock, while running
+    num_cached_tokens: int = -1  # prompt tokens found in the prefix cache at the first admission; -1: not admitted yet
+    is_reported: bool = False  # some of its tokens were sent
     num_preemptions: int = 0
-    trace: str = ""  # W3C traceparent, where somebody traces
-    first_token: float = 0.0  # seconds, monotonic
-    admitted: float = 0.0  # seconds, monotonic; when it first came onto the device
-    second_text_start: int = 0  # where a pair's second text begins
-    wants_prompt_logprobs: bool = False
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    trace: str = ""  # W3C traceparent; "" if the request is not traced
+    first_token_at: float = 0.0  # seconds, monotonic; 0: not yet
+    admitted_at: float = 0.0  # seconds, monotonic; the first admission; 0: not yet
+    second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
+    wants_prompt_logprobs: bool = False  # they are still to be sent
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # one entry for each computed chunk of the prompt
 
     @property
     def prompt_len(self) -> int:
@@ -107,11 +108,12 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """Most output tokens that the request may have."""
+        """Most output tokens of the request."""
         return self.max_num_tokens - len(self.prompt)
 
     def all_tokens(self) -> np.ndarray:
-        """Prompt and output so far, int32; the prompt itself when there is no output."""
+        """Prompt and output so far, int32; the prompt itself, not a copy, when there is no
+        output."""
         if not self.output:
             return self.prompt
         return np.concatenate((self.prompt, np.array(self.output, np.int32)))

@@ -1,7 +1,8 @@
-"""`RunningSet`: the requests on the device, the steps in flight, and what must outlive them.
+"""`RunningSet`: the requests on the device and the steps in flight (vLLM: `Scheduler.running`).
 
-Law: pages and slots of a request that leaves while a step in flight has a row of it are given back only when that step is
-committed. Knows no policy and no budget.
+Invariant: pages and slots of a request that leaves while a step in flight has a row of it are freed
+only when that step is committed. Used by the scheduler, the planner and the output processor. It
+must not know policies or budgets.
 """
 
 from __future__ import annotations
@@ -20,36 +21,34 @@ from frame.core.scheduling.request_slots import RequestTable
 
 
 @dataclass(slots=True, eq=False)
-class InFlight:
-    """A step that was built and not committed. `epochs` tell rows whose request has left since.
-
-    `pages` and `left` (slots) wait for the step's end.
-    """
+class StepRecord:
+    """A step that was scheduled and is not committed. A row is void if its slot's epoch is no
+    longer that of `epochs`."""
 
     step: int
     slots: np.ndarray  # intp [rows]
     epochs: np.ndarray  # int64 [rows]
     num_computed: np.ndarray  # int32 [rows]; before the step
     num_scheduled: np.ndarray  # int32 [rows]
-    samples: np.ndarray  # bool [rows]
-    num_decodes: int
-    pages: list[np.ndarray] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    samples: np.ndarray  # bool [rows]; whether the row yields a token
+    num_decodes: int  # rows [0, num_decodes) are decodes, the others extends
+    deferred_pages: list[np.ndarray] = field(default_factory=list)  # freed when the step is committed
+    deferred_slots: list[int] = field(default_factory=list)  # recycled when the step is committed
 
 
 class RunningSet:
-    """Requests on the device, in order of arrival, and their comings and goings."""
+    """Adds requests to the device and removes them; keeps them in order of arrival."""
 
     def __init__(self, table: RequestTable, kv_manager: KVCacheManager) -> None:
         self.table = table
         self.kv_manager = kv_manager
         self.requests: list[Request] = []  # oldest first
-        self.extending: dict[int, Request] = {}  # by slot; those whose prompt is not wholly scheduled
-        self.prefilling: dict[int, Request] = {}  # by slot; those whose prompt a step computes and the prefix cache lacks so far
-        self.num_of_tenant: Counter[str] = Counter()
-        self.in_flight: deque[InFlight] = deque()
+        self.extending: dict[int, Request] = {}  # by slot; their prompt is not scheduled to its end
+        self.prefilling: dict[int, Request] = {}  # by slot; their prompt is not in the prefix cache yet
+        self.num_of_tenant: Counter[str] = Counter()  # running requests
+        self.in_flight: deque[StepRecord] = deque()
         self._setups: list[SlotSetup] = []
-        self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests that go on from other tokens than those that were drawn
+        self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests extended by tokens that were not sampled
         self._released: list[int] = []
 
     def __len__(self) -> int:
@@ -57,29 +56,32 @@ class RunningSet:
 
     @property
     def num_deferred_pages(self) -> int:
-        """Pages that come back when the steps in flight are committed."""
-        return sum(len(pages) for record in self.in_flight for pages in record.pages)
+        """Pages that become free when the steps in flight are committed."""
+        return sum(len(pages) for record in self.in_flight for pages in record.deferred_pages)
 
     @property
     def num_deferred_slots(self) -> int:
-        return sum(len(record.left) for record in self.in_flight)
+        """Slots that become free when the steps in flight are committed."""
+        return sum(len(record.deferred_slots) for record in self.in_flight)
 
-    def enter(self, request: Request, cached: np.ndarray) -> None:
-        """Put a request on the device; `cached` are the pages of its locked prefix. A slot must be free."""
-        self.table.enter(request)
-        self.kv_manager.enter(request, cached)
+    def add_request(self, request: Request, cached: np.ndarray) -> None:
+        """Put a request on the device; `cached` are the pages of its locked prefix, int32. A slot
+        must be free."""
+        self.table.add_request(request)
+        self.kv_manager.start_row(request, cached)
         insort(self.requests, request, key=attrgetter("index"))
         self.num_of_tenant[request.tenant] += 1
         self.extending[request.slot] = self.prefilling[request.slot] = request
         self._setups.append(_setup(request))
 
-    def extend(self, request: Request, tokens: list[int]) -> None:
-        """Append two or more tokens that nobody has drawn. The request's one row in flight, which draws the first of them, is passed over
-        when it is committed; the others are computed like those of a prompt."""
+    def extend_request(self, request: Request, tokens: list[int]) -> None:
+        """Append two or more tokens that a grammar forces. The request's row in flight, which
+        samples the first of them, yields no new token when it is committed; the others are computed
+        as a chunk of a prompt is."""
         slot, a = request.slot, self.table.arrays
-        self.table.flush(slot)
+        self.table.flush_tokens(slot)
         request.output.extend(tokens)
-        request.unsent += tokens
+        request.unreported += tokens
         request.tokens = request.all_tokens()
         a.num_committed_tokens[slot] += len(tokens)
         a.num_tokens[slot] = a.num_committed_tokens[slot]
@@ -87,13 +89,14 @@ class RunningSet:
         self.extending[slot] = request
         self._renewed[slot] = _setup(request)
 
-    def leave(self, request: Request, *, keep: bool, state: RequestStatus) -> None:
-        """Take a request off the device. `keep`: what was computed of it stays in the prefix cache."""
+    def remove_request(self, request: Request, *, keep: bool, state: RequestStatus) -> None:
+        """Take a request off the device. `keep`: its computed tokens stay in the prefix cache.
+        `state`: its state afterwards."""
         slot = request.slot
-        num_computed_tokens = self.num_settled(slot) if keep else 0
-        self.table.flush(slot)
-        pages = self.kv_manager.leave(request, request.all_tokens(), num_computed_tokens)
-        self.table.leave(request)
+        num_computed_tokens = self.count_committed(slot) if keep else 0
+        self.table.flush_tokens(slot)
+        pages = self.kv_manager.release_row(request, request.all_tokens(), num_computed_tokens)
+        self.table.remove_request(request)
         request.state = state
         self.requests.remove(request)
         self.num_of_tenant[request.tenant] -= 1
@@ -102,25 +105,26 @@ class RunningSet:
         self.extending.pop(slot, None)
         self.prefilling.pop(slot, None)
         self._renewed.pop(slot, None)
-        self.give_up(slot, pages)
+        self.release_pages(slot, pages)
         record = self._last_step_of(slot)
         if record is None:
             self._recycle(slot)
         else:
-            record.left.append(slot)
+            record.deferred_slots.append(slot)
 
-    def give_up(self, slot: int, pages: np.ndarray) -> None:
-        """Free pages that a slot held, now or after the last step in flight that has a row of it."""
+    def release_pages(self, slot: int, pages: np.ndarray) -> None:
+        """Free pages that a slot held: now, or when the last step in flight with a row of the slot
+        is committed."""
         if not len(pages):
             return
         record = self._last_step_of(slot)
         if record is None:
             self.kv_manager.allocator.free(pages)
         else:
-            record.pages.append(pages)
+            record.deferred_pages.append(pages)
 
-    def num_settled(self, slot: int) -> int:
-        """Tokens of a slot whose K and V were computed by committed steps."""
+    def count_committed(self, slot: int) -> int:
+        """Tokens of a slot whose K and V committed steps have computed."""
         for record in self.in_flight:
             rows = np.flatnonzero(record.slots == slot)
             if rows.size:
@@ -131,35 +135,37 @@ class RunningSet:
         """Whether a step in flight has a row of a slot."""
         return self._last_step_of(slot) is not None
 
-    def begin_commit(self, step: int) -> InFlight:
-        """The oldest step in flight, which must be `step`; from now on it is not in flight."""
+    def begin_commit(self, step: int) -> StepRecord:
+        """Remove and return the oldest step in flight. Raises RuntimeError unless it is `step`."""
         if not self.in_flight or self.in_flight[0].step != step:
             expected = self.in_flight[0].step if self.in_flight else "none"
             raise RuntimeError(f"step {step} is committed out of order: the oldest step in flight is {expected}")
         return self.in_flight.popleft()
 
-    def end_commit(self, record: InFlight) -> None:
-        """Give back what waited for the step."""
-        for pages in record.pages:
+    def end_commit(self, record: StepRecord) -> None:
+        """Free the pages and slots that were deferred until this step's end."""
+        for pages in record.deferred_pages:
             self.kv_manager.allocator.free(pages)
-        for slot in record.left:
+        for slot in record.deferred_slots:
             self._recycle(slot)
 
     def take_setups(self) -> list[SlotSetup]:
+        """Return the slots to set up on the device since the last call."""
         setups = [*self._setups, *self._renewed.values()]
         self._setups, self._renewed = [], {}
         return setups
 
     def take_released(self) -> list[int]:
+        """Return the slots recycled since the last call."""
         released, self._released = self._released, []
         return released
 
-    def _last_step_of(self, slot: int) -> InFlight | None:
+    def _last_step_of(self, slot: int) -> StepRecord | None:
         last = self.table.arrays.last_step[slot]
         return next((record for record in self.in_flight if record.step == last), None)
 
     def _recycle(self, slot: int) -> None:
-        self.table.recycle(slot)
+        self.table.recycle_slot(slot)
         self._released.append(slot)
 
 

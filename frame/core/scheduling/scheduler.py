@@ -1,7 +1,9 @@
-"""`Scheduler`: which tokens run next, and what becomes of them. The one object that the engine's loop talks to about requests.
+"""`Scheduler`: queues requests, schedules the tokens of each step and commits the sampled ones.
 
-Touches no device and no socket. Step N + 1 may be built before step N is committed: decode rows need no token on the host,
-and a row whose request turns out to have ended is ignored when its step is committed.
+The engine's loop uses this one object for all that concerns requests (vLLM: `Scheduler`; SGLang:
+`Scheduler` with `ScheduleBatch`). It must not touch a device or a socket. Step N + 1 may be
+scheduled before step N is committed: decode rows need no token on the host, and a row whose request
+has ended meanwhile is ignored when its step is committed.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
-from frame.core.scheduling.planner import Rows, StepPlanner
+from frame.core.scheduling.planner import StepPlan, StepPlanner
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
-from frame.core.scheduling.running import InFlight, RunningSet
+from frame.core.scheduling.running import RunningSet, StepRecord
 from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
 
@@ -44,8 +46,9 @@ _NO_TOKENS = np.empty(0, np.int32)
 class Scheduler:
     """Continuous batching with chunked prefill over a paged, prefix-cached KV pool.
 
-    `next_batch` and `commit` alternate; with `config.overlap` one batch may be built while another is in flight, and commits come
-    in the order of the batches. `clock` gives seconds, monotonic; `on_finish` is told of every request that ends, once.
+    `schedule_batch` and `commit` alternate; with `config.overlap` one batch may be scheduled
+    while another one is in flight. Steps are committed in the order of their batches. `clock` gives
+    seconds, monotonic; `on_finish` is called once for each request that ends.
     """
 
     def __init__(
@@ -76,37 +79,43 @@ class Scheduler:
 
     # requests -----------------------------------------------------------------------------------------------------------
 
-    def add(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
-        """Queue a request; a `Finish` says why it is refused (its code is "queue_full" when it may be sent again). `arrival`:
-        when the engine received it, on the clock, where that was not just now; its deadline runs from there."""
+    def add_request(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
+        """Queue a request. -> None, or how it ends because it is refused (code "queue_full": it may
+        be sent again).
+
+        `arrival`: when the engine received it, in seconds of the clock, from which its deadline
+        counts; None: now.
+        """
         if message.rid in self._requests:
             return Finish("error", error=f"request id {message.rid} is in use; choose another", code="invalid_request", param="rid")
         if len(self._queue) >= self.config.max_queued:
             return queue_full(f"{len(self._queue)} requests are waiting")
         grammar = self._jumps.wrap_grammar(grammar, message.params)
-        request = self._admission.accept(message, self._clock() if arrival is None else arrival, grammar)
+        arrival = self._clock() if arrival is None else arrival
+        request = self._admission.create_request(message, arrival, grammar)
         if isinstance(request, Finish):
             return request
         self._requests[request.rid] = request
-        self._queue.usage.arrive(request.tenant)
+        self._queue.usage.add_request(request.tenant)
         self._queue.push(request)
-        self._deadlines.watch(request, len(self._requests))
+        self._deadlines.add_request(request, len(self._requests))
         self._num_prompt_tokens += request.prompt_len
         return None
 
     def abort(self, rids: Sequence[str], reason: FinishReason = "abort") -> None:
-        """End these requests, in whatever state; unknown ones are no error."""
+        """End these requests, in any state; unknown ones are no error."""
         for rid in rids:
             request = self._requests.get(rid)
             if request is not None:
                 self._end(request, Finish(reason))
 
     def abort_all(self, reason: FinishReason = "abort") -> None:
-        """End every request, in whatever state."""
+        """End every request, in any state."""
         self.abort(list(self._requests), reason)
 
     def drain_outputs(self) -> StepTokens | None:
-        """The requests that ended outside of a step (aborts, deadlines) since the last call."""
+        """Return the requests that ended outside of a step (aborted, timed out) since the last
+        call."""
         if not self._ended:
             return None
         ended, self._ended = self._ended, []
@@ -117,84 +126,89 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """End the threads that call grammars."""
+        """Stop the threads that call grammars."""
         self._grammars.close()
 
     # steps --------------------------------------------------------------------------------------------------------------
 
-    def next_batch(self, now: float | None = None) -> ScheduledBatch | None:
-        """The next step, or None when nothing can run (until a step in flight is committed, or something is added)."""
+    def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None:
+        """Schedule the next step; None when nothing can run before a step is committed or a request
+        is added. `now`: seconds of the clock."""
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
-        for request in self._deadlines.expired(now):
+        for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
-        self._settle_grammars()
-        rows = self._planner.plan(self._step, now)
-        if not rows:
+        self._resume_held_requests()
+        plan = self._planner.plan_step(self._step, now)
+        if not plan:
             return None
-        batch, record = self._assemble(rows)
+        batch, record = self._assemble(plan)
         self._running.in_flight.append(record)
-        self._stop_grammars()
+        self._hold_slow_grammars()
         self._step += 1
         return batch
 
-    def mask(self, batch: ScheduledBatch) -> np.ndarray | None:
-        """The mask of a batch whose `has_deferred_grammar_mask`; all steps before it must be committed."""
-        mask = self._masks(batch.slots[batch.samples])
-        self._stop_grammars()
+    def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [sampling rows,
+        words]; None if no row has a grammar. All earlier steps must be committed."""
+        mask = self._fill_masks(batch.slots[batch.samples])
+        self._hold_slow_grammars()
         return mask
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepTokens:
-        """Take in the tokens of the oldest step in flight. Rows whose request has left since are ignored."""
+        """Commit the tokens of the oldest step in flight, which must be `batch`. Rows whose request
+        has left are ignored."""
         record = self._running.begin_commit(batch.step)
-        tokens = self._output.apply(record, result)
+        tokens = self._output.process_step(record, result)
         self._running.end_commit(record)
-        self._stop_grammars()
+        self._hold_slow_grammars()
         return tokens
 
-    def fail(self, batch: ScheduledBatch, error: str) -> StepTokens:
-        """The oldest step in flight raised: end all its requests with `error`, and keep nothing of what it computed."""
+    def fail_step(self, batch: ScheduledBatch, error: str) -> StepTokens:
+        """End all requests of the oldest step in flight, which raised, with `error`. Nothing that
+        it computed is cached."""
         record = self._running.begin_commit(batch.step)
         alive = self._running.table.arrays.epoch[record.slots] == record.epochs
-        slots = {*record.slots[alive].tolist(), *(setup.slot for setup in batch.setups)}  # a lost setup ends its request too
+        slots = {*record.slots[alive].tolist(), *(setup.slot for setup in batch.setups)}  # the device may lack these setups
         requests = [request for slot in sorted(slots) if (request := self._running.table.requests[slot]) is not None]
         finish = Finish("error", error=error)
         for request in requests:
             self._end_running(request, finish, False)
         self._running.end_commit(record)
-        self._running.kv_manager.write_again(batch.new_pages[:, 0])
+        self._running.kv_manager.repeat_table_writes(batch.new_pages[:, 0])
         finishes = dict.fromkeys(range(len(requests)), finish)
         return StepTokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests], finishes=finishes)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits, runs, is in flight, or is left to be reported."""
+        """Whether no request waits or runs, no step is in flight, and no end is left to report."""
         return not (self._requests or self._running.in_flight or self._ended)
 
     def publish_inflight(self, path: Path) -> None:
-        """Keep a roster of the running requests in a file, from now on. Where there is no room for it, there is none."""
+        """Record the running requests in an in-flight file from now on, or log that there is no
+        room for one."""
         try:
             self._running.table.inflight = open_inflight(path, self.config.max_running)
         except OSError as error:
             path.unlink(missing_ok=True)
-            log.warning("no roster of running requests is kept: %s; if the engine dies all requests are counted", error)
+            log.warning("no in-flight file is kept (%s): if the engine crashes, all its requests are suspected", error)
 
-    # upkeep -------------------------------------------------------------------------------------------------------------
+    # maintenance --------------------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes that no running request uses. -> pages freed."""
+        """Evict all cached prefixes that no running request uses. -> pages freed."""
         kv_manager = self._running.kv_manager
         pages = kv_manager.cache.reset()
         kv_manager.allocator.free(pages)
         return len(pages)
 
     def outline_cache(self, limit: int) -> dict[str, Any]:
-        """What the prefix cache holds, for display: its latest runs (`CachedRun` as plain data)."""
+        """The prefix cache's most recently used runs, for display: `CachedRun` as plain data."""
         return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.kv_manager.cache.outline(limit)]}
 
-    def load(self) -> dict[str, int]:
-        """Gauges and counters, named as in `Heartbeat`. Counters count from the start."""
+    def get_load(self) -> dict[str, int]:
+        """Gauges, and counters since the start, named as in `Heartbeat`."""
         kv_manager = self._running.kv_manager
         total, evictable = self.config.num_pages - 1, kv_manager.cache.num_evictable
         return {
@@ -211,39 +225,41 @@ class Scheduler:
         }
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every page, lock and slot is accounted for."""
+        """Raise RuntimeError unless every page, lock and slot is accounted for; see `integrity`."""
         check_accounts(self._running)
 
-    def audit(self) -> Iterator[None]:
-        """`check_integrity` a part at a time, each a millisecond or so. A round is void when anything has changed since its start."""
+    def audit_integrity(self) -> Iterator[None]:
+        """`check_integrity` in parts of about a millisecond. The result is void if requests were
+        added or ran meanwhile."""
         return audit_accounts(self._running)
 
-    def repair(self) -> list[str]:
-        """Put right what `check_integrity` finds; one sentence for each thing that was done."""
+    def repair_integrity(self) -> list[str]:
+        """Repair what `check_integrity` finds. -> one sentence for each repair."""
         return repair_accounts(self._running)
 
-    # inside -------------------------------------------------------------------------------------------------------------
+    # internals ----------------------------------------------------------------------------------------------------------
 
-    def _assemble(self, rows: Rows) -> tuple[ScheduledBatch, InFlight]:
-        """The arrays of a step, and the record of it that stays until its commit."""
+    def _assemble(self, plan: StepPlan) -> tuple[ScheduledBatch, StepRecord]:
+        """Build the step's batch, and the record of it that is kept until its commit."""
         running, a = self._running, self._running.table.arrays
-        slots, num_decodes = rows.decodes, len(rows.decodes)
+        slots, num_decodes = plan.decode_slots, len(plan.decode_slots)
         num_computed = a.num_computed_tokens[slots] - 1
         num_scheduled = np.ones(num_decodes, np.int32)
         samples = np.ones(num_decodes, np.bool_)
         token_ids, prompt_logprobs, cached = _NO_TOKENS, None, None
-        if rows.chunks:
-            slots = np.concatenate((slots, [request.slot for request, _, _ in rows.chunks]))
-            num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in rows.chunks], np.int32)))
-            num_scheduled = np.concatenate((num_scheduled, np.array([count for _, _, count in rows.chunks], np.int32)))
-            ends = [start + count == len(request.tokens) for request, start, count in rows.chunks]
+        if plan.chunks:
+            slots = np.concatenate((slots, [request.slot for request, _, _ in plan.chunks]))
+            num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in plan.chunks], np.int32)))
+            num_scheduled = np.concatenate((num_scheduled, np.array([count for _, _, count in plan.chunks], np.int32)))
+            ends = [start + count == len(request.tokens) for request, start, count in plan.chunks]
             samples = np.concatenate((samples, np.array(ends, np.bool_)))
-            token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in rows.chunks])
+            token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in plan.chunks])
             asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
             prompt_logprobs = asks if asks.any() else None
             rereads = a.num_shared[slots] * self.config.page_size > num_computed
             cached = rereads if rereads.any() else None
-        # what a grammar allows depends on its last token, which a step in flight may be about to yield
+        # What a grammar allows depends on its last token, which a step in flight may be sampling:
+        # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[slots[samples]] & GRAMMAR).any())
         batch = ScheduledBatch(
             step=self._step,
@@ -253,17 +269,17 @@ class Scheduler:
             num_scheduled=num_scheduled,
             token_ids=token_ids,
             samples=samples,
-            new_pages=running.kv_manager.take_writes(),
+            new_pages=running.kv_manager.take_table_writes(),
             setups=running.take_setups(),
             released=running.take_released(),
             prompt_logprobs=prompt_logprobs,
             cached=cached,
-            grammar_mask=None if waits else self._masks(slots[samples]),
+            grammar_mask=None if waits else self._fill_masks(slots[samples]),
             has_deferred_grammar_mask=waits,
         )
-        return batch, InFlight(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
+        return batch, StepRecord(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
 
-    def _masks(self, slots: np.ndarray) -> np.ndarray | None:
+    def _fill_masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table
         if not table.num_grammars:
             return None
@@ -271,16 +287,16 @@ class Scheduler:
         self._jumps.apply_jumps(slots)
         return mask
 
-    def _stop_grammars(self) -> None:
-        """Take requests off the device whose grammars are slow, until their masks are made. Their rows in the step in flight are void, as
-        those of requests that ended."""
+    def _hold_slow_grammars(self) -> None:
+        """Take requests with a slow grammar call off the device until it is done. Their rows in
+        flight are void, as those of requests that ended."""
         for request in self._grammars.take_stopped():
             if request.state == RequestStatus.RUNNING:
-                self._running.leave(request, keep=True, state=RequestStatus.WAITING)
+                self._running.remove_request(request, keep=True, state=RequestStatus.WAITING)
                 self._grammars.hold_request(request)
 
-    def _settle_grammars(self) -> None:
-        """Let held requests go on, or end."""
+    def _resume_held_requests(self) -> None:
+        """Queue or end the requests whose slow grammar call is done."""
         for request, finish in self._grammars.take_settled():
             self._queue.push_front(request)
             if finish is not None:
@@ -298,11 +314,11 @@ class Scheduler:
         self._ended.append((request.rid, finish))
 
     def _end_running(self, request: Request, finish: Finish, keep: bool) -> None:
-        self._running.leave(request, keep=keep, state=RequestStatus.FINISHED)
+        self._running.remove_request(request, keep=keep, state=RequestStatus.FINISHED)
         self._forget(request, finish)
 
     def _forget(self, request: Request, finish: Finish) -> None:
         del self._requests[request.rid]
-        self._queue.usage.leave(request.tenant)
+        self._queue.usage.remove_request(request.tenant)
         if self._on_finish is not None:
             self._on_finish(request, finish)

@@ -1,10 +1,8 @@
-"""`TenantUsage`: what each tenant has running and how much was computed for it, and whose turn is next.
+"""`TenantUsage`: running requests and computed prompt tokens of each tenant, for fair sharing.
 
-Used by the waiting queue and the step planner. A tenant is the owner part of a request's namespace (`Request.tenant`); a server
-without keys has one, and then nothing here is asked. Knows no policy and no queue.
-
-The token counters are those of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): a tenant that comes anew starts
-at the least counter of those that are there, so that no tenant saves up service while it is away.
+Used by the waiting queue and the step planner. A tenant is `Request.tenant`; with one tenant, fair
+sharing is off. Token counters follow Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024: a new tenant starts at the lowest counter, so that an absent one accumulates no credit.
 """
 
 from __future__ import annotations
@@ -19,43 +17,47 @@ if TYPE_CHECKING:
 
 
 class TenantUsage:
-    """One a scheduler. Entries are kept while a tenant has requests. `num_running` counts requests on the device, by tenant."""
+    """One for each scheduler. Entries exist while a tenant has requests. `num_running`: requests on
+    the device, by tenant."""
 
     def __init__(self, num_running: Counter[str] | None = None) -> None:
         self.num_running: Counter[str] = Counter() if num_running is None else num_running
         self._num_alive: Counter[str] = Counter()  # waiting and running
-        self._served: dict[str, float] = {}  # prompt tokens computed, from where the tenant began
+        self._served: dict[str, float] = {}  # prompt tokens computed, plus the counter at which the tenant started
 
     @property
     def is_shared(self) -> bool:
         """Whether several tenants have requests."""
         return len(self._served) > 1
 
-    def arrive(self, tenant: str) -> None:
-        """A request is there, to wait or to run."""
+    def add_request(self, tenant: str) -> None:
+        """Count a request that arrived."""
         if tenant not in self._served:
             self._served[tenant] = min(self._served.values(), default=0.0)
         self._num_alive[tenant] += 1
 
-    def leave(self, tenant: str) -> None:
-        """A request has ended."""
+    def remove_request(self, tenant: str) -> None:
+        """Count a request that ended."""
         self._num_alive[tenant] -= 1
         if not self._num_alive[tenant]:
             del self._num_alive[tenant], self._served[tenant]
 
     def add_tokens(self, tenant: str, count: int) -> None:
-        """Prompt tokens were computed."""
+        """Count prompt tokens that are computed for a tenant."""
         self._served[tenant] = self.get_tokens(tenant) + count
 
     def get_tokens(self, tenant: str) -> float:
+        """The tenant's token counter; 0 for an unknown tenant."""
         return self._served.get(tenant, 0.0)
 
-    def count_owed(self, waiting: str, running: str) -> int:
-        """How many running requests of one tenant may leave for waiting ones of another, before it has no more than that one."""
+    def count_excess(self, waiting: str, running: str) -> int:
+        """How many requests of the tenant `running` may be preempted for the tenant `waiting` until
+        it has at most one more than that."""
         return max(0, self.num_running[running] - self.num_running[waiting] - 1)
 
-    def take_turns(self, queues: Iterable[Iterable[Request]]) -> Iterator[Request]:
-        """The requests of several tenants' queues: next comes one of the tenant with least running, those that came before counted."""
+    def interleave_tenants(self, queues: Iterable[Iterable[Request]]) -> Iterator[Request]:
+        """Merge the tenants' queues: next comes a request of the tenant with the fewest running
+        requests, those yielded before included."""
         turns = []
         for queue in queues:
             requests = iter(queue)

@@ -1,4 +1,9 @@
-"""`WaitingQueue` and `Deadlines`: requests that wait, in order, and when each is given up. Knows no policy beyond one ordering flag."""
+"""`WaitingQueue`: waiting requests in order (vLLM: `Scheduler.waiting`); `Deadlines`: when requests
+time out.
+
+Used by the scheduler and the step planner. Of scheduling policies it knows only the flag
+`by_priority`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +20,11 @@ Level = dict[str, OrderedDict[str, Request]]  # by tenant, then by rid
 
 
 class WaitingQueue:
-    """First come, first served, or by priority (higher first) and then by arrival; O(1) to add and to remove.
+    """First come, first served, or by priority (higher first) and then by arrival; O(1) to add and
+    to remove.
 
-    Tenants of a level take turns, by `usage`: one tenant's many requests stand in the way of its own alone. A retracted request goes back
-    to the head (of its priority and tenant).
+    Requests of one priority are interleaved by tenant (`usage`), so that one tenant's many requests
+    delay only its own. A preempted request returns to the head of its priority and tenant.
     """
 
     def __init__(self, by_priority: bool = False, usage: TenantUsage | None = None) -> None:
@@ -37,7 +43,7 @@ class WaitingQueue:
             if len(level) == 1:
                 yield from next(iter(level.values())).values()
             else:
-                yield from self.usage.take_turns(queue.values() for queue in level.values())
+                yield from self.usage.interleave_tenants(queue.values() for queue in level.values())
 
     def push(self, request: Request) -> None:
         self._queue(request).setdefault(request.rid, request)
@@ -75,7 +81,8 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """When requests are given up. Entries of requests that ended are dropped when met, and swept when they are the majority."""
+    """A heap of deadlines. Entries of ended requests are skipped when they are popped, and removed
+    when they are the majority."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
@@ -83,15 +90,15 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def watch(self, request: Request, num_alive: int) -> None:
-        """Add a request; `num_alive` is how many requests there are in all."""
+    def add_request(self, request: Request, num_alive: int) -> None:
+        """Add a request; `num_alive`: how many requests the scheduler has in all."""
         heapq.heappush(self._heap, (request.deadline, request.index, request))
         if len(self._heap) > 2 * num_alive + 64:
             self._heap = [entry for entry in self._heap if entry[2].state != RequestStatus.FINISHED]
             heapq.heapify(self._heap)
 
-    def expired(self, now: float) -> list[Request]:
-        """Requests that are past their deadline, each once."""
+    def pop_expired(self, now: float) -> list[Request]:
+        """Remove and return the requests whose deadline has passed."""
         late = []
         while self._heap and self._heap[0][0] <= now:
             request = heapq.heappop(self._heap)[2]

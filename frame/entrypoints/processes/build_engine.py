@@ -239,5 +239,5 @@ def _finished(request: Request, finish: Finish) -> dict[str, Any]:
         "reason": finish.reason,
         "prompt_tokens": request.prompt_len,
         "output_tokens": request.output_len,
-        "cached_tokens": max(0, request.cached_tokens),
+        "cached_tokens": max(0, request.num_cached_tokens),
     }

@@ -197,9 +197,9 @@ class Deployment:
 
     def _renew(self, name: str) -> None:
         if name.startswith("tokenizer-"):
-            self.tokenizers[int(name.removeprefix("tokenizer-"))].renew()
+            self.tokenizers[int(name.removeprefix("tokenizer-"))].reconnect()
         else:
-            self.transport.renew(self._sockets.address(name))
+            self.transport.reconnect(self._sockets.address(name))
 
     def kill_and_wait(self, names: Sequence[str]) -> None:
         """Kill these children, started or not, and wait for their end."""

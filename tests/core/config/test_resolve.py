@@ -1,4 +1,4 @@
-"""resolve(): what it chooses, what it refuses and with which words; purity and idempotence."""
+"""resolve(): choices, refusals and their error texts; purity and idempotence."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ def test_a_laptop_gets_float32_and_the_cpu_backend() -> None:
     assert resolved.overlap is False
     assert resolved.threads == 4
     assert "natively" in resolved.reasons["model.dtype"]
-    turned_down = resolved.rejected["attention.backend"]["fast"]
-    assert turned_down == ["runs on cuda, not on cpu", "computes in bfloat16 or float16, not in float32 (try model.dtype: bfloat16)"]
+    rejected = resolved.rejected["attention.backend"]["fast"]
+    assert rejected == ["runs on cuda, not on cpu", "computes in bfloat16 or float16, not in float32 (try model.dtype: bfloat16)"]
 
 
-def test_a_cpu_with_bf16_multiplies_in_it_when_the_checkpoint_is_bf16() -> None:
+def test_a_cpu_with_native_bf16_computes_a_bf16_checkpoint_in_it() -> None:
     assert resolve(config(), XEON, LLAMA, records()).dtype == "bfloat16"
     assert resolve(config(), XEON, dataclasses.replace(LLAMA, dtype="float16"), records()).dtype == "float32"
 
 
-def test_a_gpu_gets_its_fast_backend_and_that_backends_page_size() -> None:
+def test_a_gpu_gets_the_fast_backend_and_its_page_size() -> None:
     resolved = resolve(config(), H200, LLAMA, records())
     assert names(resolved)["attention_backend"] == ["fast"]
     assert resolved.page_size == 32
@@ -136,7 +136,7 @@ def test_an_old_gpu_gets_float16() -> None:
     assert resolve(config(), T4, LLAMA, records()).dtype == "float16"
 
 
-def test_the_exact_architecture_goes_before_a_better_ranked_fallback() -> None:
+def test_an_exact_architecture_precedes_a_better_ranked_fallback() -> None:
     assert names(resolve(config(), LAPTOP, LLAMA, records()))["model"] == ["llama"]
     unknown = dataclasses.replace(LLAMA, architecture="NewForCausalLM")
     assert names(resolve(config(), LAPTOP, unknown, records()))["model"] == ["fallback"]
@@ -148,7 +148,7 @@ def test_a_fallback_that_expands_latent_attention_makes_the_cache_mha() -> None:
     assert resolve(config(), LAPTOP, DEEPSEEK, records()).model.kind == "mla"
 
 
-def test_an_open_dtype_gives_way_when_no_backend_computes_in_it() -> None:
+def test_an_open_dtype_changes_if_no_backend_supports_it() -> None:
     only = record("attention_backend", "exact", AttentionCapabilities(("cpu",), dtypes=("float32",)))
     resolved = resolve(config(), XEON, LLAMA, records(attention_backend=[only]))
     assert resolved.dtype == "float32"
@@ -157,7 +157,7 @@ def test_an_open_dtype_gives_way_when_no_backend_computes_in_it() -> None:
         resolve(config(model={"dtype": "bfloat16"}), XEON, LLAMA, records(attention_backend=[only]))
 
 
-def test_an_impossible_page_size_lists_every_candidate_and_is_never_rewritten() -> None:
+def test_an_unsupported_page_size_is_refused_with_every_candidate() -> None:
     paged = record("attention_backend", "paged", AttentionCapabilities(("cpu",), page_sizes=(16, 64)))
     fast = records()["attention_backend"][1]
     with pytest.raises(ResolveError) as caught:
@@ -170,7 +170,7 @@ def test_an_impossible_page_size_lists_every_candidate_and_is_never_rewritten() 
     assert resolve(config(cache={"page_size": 64}), LAPTOP, LLAMA, records(attention_backend=[paged])).page_size == 64
 
 
-def test_a_device_is_proposed_only_where_there_is_one() -> None:
+def test_only_existing_devices_are_proposed() -> None:
     only = records(attention_backend=[record("attention_backend", "gpu", AttentionCapabilities(("cuda",)))])
     on_cpu = config(execution={"device": "cpu"})
     with pytest.raises(ResolveError) as caught:
@@ -181,16 +181,16 @@ def test_a_device_is_proposed_only_where_there_is_one() -> None:
     assert caught.value.change is None
 
 
-def test_a_named_backend_that_does_not_fit_says_what_would() -> None:
+def test_a_named_backend_that_does_not_fit_proposes_a_change() -> None:
     with pytest.raises(ResolveError) as caught:
         resolve(config(attention={"backend": "fast"}), T4, LLAMA, records())
     assert "compute capability 9.0 to 10.3, this card has 7.5" in str(caught.value)
     assert caught.value.change == "attention.backend: plain"
 
 
-def test_case_study_one_capability_record_is_the_only_source_of_kv_dtype_and_page_size_facts() -> None:
-    """Where a choices list, two checks and a table in the docs each hold their own version, a user can be sent in a circle. Here changing
-    the record changes choice, refusal, remedy and page size together, and nothing else knows them."""
+def test_a_capability_record_is_the_only_source_of_kv_dtypes_and_page_sizes() -> None:
+    """Changing the record changes the choice, the refusal, the proposed change and the page size
+    together."""
     for sizes, kv_dtypes in itertools.product([(32, 64), (128,)], [("fp8_e4m3",), None]):
         only = record("attention_backend", "mla_kernel", AttentionCapabilities(("cuda",), page_sizes=sizes, kv_dtypes=kv_dtypes))
         known = records(attention_backend=[only])
@@ -206,13 +206,13 @@ def test_case_study_one_capability_record_is_the_only_source_of_kv_dtype_and_pag
                 resolve(wants_fp8, H200, LLAMA, known)
 
 
-def test_plain_weights_are_not_quantized_unasked() -> None:
+def test_plain_weights_are_not_quantized_by_default() -> None:
     assert names(resolve(config(), LAPTOP, LLAMA, records()))["quantization_method"] == ["none"]
     asked = config(model={"quantization": "int8_on_load"})
     assert names(resolve(asked, LAPTOP, LLAMA, records()))["quantization_method"] == ["int8_on_load"]
 
 
-def test_a_quantized_checkpoint_that_no_method_loads_here_is_refused_with_all_reasons() -> None:
+def test_a_quantized_checkpoint_without_a_method_is_refused_with_all_reasons() -> None:
     with pytest.raises(ResolveError) as caught:
         resolve(config(), LAPTOP, dataclasses.replace(LLAMA, quantization="fp8"), records())
     assert "No quantization method loads fp8 weights on cpu" in str(caught.value)
@@ -260,7 +260,7 @@ def test_kv_heads_may_be_repeated() -> None:
     assert resolve(config(parallel={"tp": 8}), XEON, LLAMA, records()).threads == 1
 
 
-def test_a_server_leaves_a_core_to_its_other_processes():
+def test_a_server_reserves_a_core_for_its_other_processes():
     served = resolve(config(), dataclasses.replace(XEON, busy_cores=1), LLAMA, records())
     assert served.threads == resolve(config(), XEON, LLAMA, records()).threads - 1
     assert resolve(config(), dataclasses.replace(XEON, cpu_cores=1, busy_cores=1), LLAMA, records()).threads == 1
@@ -272,7 +272,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         resolve(config(parallel={"tp": 8}), H200, LLAMA, records())
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     noted = dataclasses.replace(LAPTOP, note="torch is built without CUDA")
     with pytest.raises(ResolveError, match="torch is built without CUDA"):
         resolve(config(execution={"device": "cuda"}), noted, LLAMA, records())
@@ -286,7 +286,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         ({"cache": {"max_total_tokens": 512}, "model": {"max_context": 1024}}, "less than one request"),
     ],
 )
-def test_lengths_that_contradict_each_other_are_refused(sections: dict[str, dict[str, object]], words: str) -> None:
+def test_contradicting_lengths_are_refused(sections: dict[str, dict[str, object]], words: str) -> None:
     with pytest.raises(ResolveError, match=words):
         resolve(config(**sections), LAPTOP, LLAMA, records())
 
@@ -297,7 +297,7 @@ def test_a_small_cache_shortens_an_open_context() -> None:
     assert "holds 512 tokens" in resolved.reasons["model.max_context"]
 
 
-def test_strangers_processors_run_only_when_named() -> None:
+def test_third_party_processors_run_only_if_named() -> None:
     assert names(resolve(config(), LAPTOP, LLAMA, records()))["logits_processor"] == ["penalties"]
     named = config(sampling={"processors": ["theirs"]})
     assert names(resolve(named, LAPTOP, LLAMA, records()))["logits_processor"] == ["penalties", "theirs"]
@@ -309,7 +309,7 @@ def test_no_prefix_cache_needs_no_eviction_policy() -> None:
     assert "eviction_policy" not in resolve(config(cache={"prefix": "none"}), LAPTOP, LLAMA, records()).plugins
 
 
-def test_an_installed_grammar_is_taken_and_a_missing_one_is_no_error() -> None:
+def test_an_installed_grammar_backend_is_used_and_a_missing_one_is_no_error() -> None:
     assert resolve(config(), LAPTOP, LLAMA, records()).reasons["sampling.grammar"] == "none: no usable grammar is installed"
     grammar = record("grammar", "g")
     assert names(resolve(config(), LAPTOP, LLAMA, records(grammar=[grammar])))["grammar"] == ["g"]
@@ -318,7 +318,7 @@ def test_an_installed_grammar_is_taken_and_a_missing_one_is_no_error() -> None:
         resolve(config(sampling={"grammar": "g"}), LAPTOP, LLAMA, records(grammar=[unmet]))
 
 
-def test_a_record_whose_own_check_raises_harms_only_itself() -> None:
+def test_a_record_whose_check_raises_is_rejected_alone() -> None:
     class Bad:
         def unsupported(self, requirements: object) -> list[Reason]:
             raise KeyError("x")
@@ -387,7 +387,7 @@ CONFIGS = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(sections=CONFIGS, hardware=st.sampled_from([LAPTOP, XEON, H200, T4]), model_config=st.sampled_from([LLAMA, DEEPSEEK]))
-def test_resolving_what_was_resolved_changes_nothing_and_nothing_set_is_rewritten(
+def test_resolving_a_pinned_result_changes_nothing_and_user_values_are_kept(
     sections: dict[str, dict[str, object]], hardware: Hardware, model_config: ModelConfig
 ) -> None:
     user = FrameConfig.model_validate(sections)

@@ -1,4 +1,5 @@
-"""`attention.backend`: a name, a pair, or `auto` by rank and by measured speed; each refusal says why."""
+"""`attention.backend`: a name, a pair, or `auto` by rank and by measured speed; each refusal says
+why."""
 
 from __future__ import annotations
 
@@ -43,17 +44,17 @@ def chosen(*backends: PluginRecord, wanted: object = None, hardware: Any = H200)
         ({"prefill": None}, None),
     ],
 )
-def test_how_it_is_written(given: object, kept: str | None) -> None:
+def test_accepted_values(given: object, kept: str | None) -> None:
     assert FrameConfig.model_validate({"attention": {"backend": given}}).attention.backend == kept
 
 
 @pytest.mark.parametrize("given", ["prefill=", "verify=a", "prefill=a,prefill=b", {"extend": "a"}, 7])
-def test_what_it_is_not(given: object) -> None:
+def test_rejected_values(given: object) -> None:
     with pytest.raises(ValidationError):
         FrameConfig.model_validate({"attention": {"backend": given}})
 
 
-def test_a_pair_is_prompts_first_and_survives_pinning() -> None:
+def test_a_pair_lists_prefill_first_and_survives_pinning() -> None:
     known = [backend("a", page_sizes=(16, 64)), backend("b", page_sizes=(64, 128)), backend("c", rank=9)]
     resolved = chosen(*known, wanted={"prefill": "a", "decode": "b"})
     assert names(resolved)["attention_backend"] == ["a", "b"]
@@ -64,7 +65,7 @@ def test_a_pair_is_prompts_first_and_survives_pinning() -> None:
     assert resolve(again, H200, LLAMA, records(attention_backend=known)).plugins == resolved.plugins
 
 
-def test_half_a_pair_is_completed() -> None:
+def test_an_open_phase_is_chosen() -> None:
     resolved = chosen(backend("a"), backend("b", rank=5), wanted={"decode": "a"})
     assert names(resolved)["attention_backend"] == ["b", "a"]
     assert resolved.reasons["attention.backend"] == "prefill: b is the best-ranked of 2 that fit; decode: a is set by the user"
@@ -75,7 +76,7 @@ def test_half_a_pair_is_completed() -> None:
     [
         ({"layout": "paged_nhd"}, {"layout": "paged_hnd"}, "their caches differ: paged_nhd and paged_hnd"),
         ({"stores_kv": True}, {}, "one of them writes K and V itself"),
-        ({"page_sizes": (16,)}, {"page_sizes": (64,)}, "no page size suits both"),
+        ({"page_sizes": (16,)}, {"page_sizes": (64,)}, "they support no common page size"),
     ],
 )
 def test_a_pair_that_cannot_share_a_cache_is_refused(one: dict[str, Any], other: dict[str, Any], words: str) -> None:
@@ -83,7 +84,7 @@ def test_a_pair_that_cannot_share_a_cache_is_refused(one: dict[str, Any], other:
         chosen(backend("a", **one), backend("b", **other), wanted={"prefill": "a", "decode": "b"})
 
 
-def test_who_serves_one_phase_needs_another_beside_it() -> None:
+def test_a_backend_for_one_phase_needs_a_second_one() -> None:
     decodes = backend("latent_decode", rank=9, phases=("decode",))
     with pytest.raises(ResolveError, match="does not compute prompts; name another for these beside it"):
         chosen(decodes, backend("plain"), wanted="latent_decode")
@@ -91,7 +92,7 @@ def test_who_serves_one_phase_needs_another_beside_it() -> None:
     assert names(resolved)["attention_backend"] == ["plain", "latent_decode"]
 
 
-def test_a_pair_says_who_was_turned_down() -> None:
+def test_a_pair_records_rejected_backends() -> None:
     can = {"a": speeds(300, 4.1), "b": speeds(550, 3.6)}
     others = backend("old", compute_capability=((7, 0), (8, 0)))
     resolved = chosen(*(backend(name, rank=9, measured=measured) for name, measured in can.items()), others)
@@ -104,16 +105,16 @@ def test_an_unknown_name_in_a_pair_is_refused_with_the_known_ones() -> None:
         chosen(backend("triton"), wanted={"prefill": "triton", "decode": "tritn"})
 
 
-def test_auto_takes_the_faster_one_of_each_phase_where_both_were_measured() -> None:
+def test_auto_takes_the_faster_measured_backend_of_each_phase() -> None:
     known = [backend("a", rank=9, measured=speeds(300, 4.1)), backend("b", measured=speeds(550, 3.6))]
     resolved = chosen(*known)
     assert names(resolved)["attention_backend"] == ["b", "a"]
     said = resolved.reasons["attention.backend"]
-    assert "prefill: b is the fastest as measured on such a card (NVIDIA H200), in TFLOP/s: b 550, a 300" in said
-    assert "decode: a is the fastest as measured on such a card (NVIDIA H200), in TB/s: a 4.1, b 3.6" in said
+    assert "prefill: b is the fastest as measured on this card (NVIDIA H200), in TFLOP/s: b 550, a 300" in said
+    assert "decode: a is the fastest as measured on this card (NVIDIA H200), in TB/s: a 4.1, b 3.6" in said
 
 
-def test_auto_goes_by_rank_where_nobody_measured() -> None:
+def test_auto_uses_ranks_without_measurements() -> None:
     known = [backend("a", rank=9, measured=speeds(300, 4.1)), backend("b", measured=speeds(550, 3.6))]
     assert names(chosen(*known, hardware=LAPTOP))["attention_backend"] == ["a"]
     new = backend("new", rank=10)
@@ -122,8 +123,8 @@ def test_auto_goes_by_rank_where_nobody_measured() -> None:
     assert names(chosen(*known, low))["attention_backend"] == ["b", "a"]
 
 
-def test_a_figure_of_the_models_own_group_goes_first() -> None:
-    """LLAMA has 2 heads a key."""
+def test_measurements_with_the_models_head_group_are_preferred() -> None:
+    """LLAMA has 2 query heads for each KV head."""
     of_group = (Measured(*CARD, "mha", "decode", 9.0, group=2), *speeds(300, 1.0))
     resolved = chosen(backend("a", measured=of_group), backend("b", measured=speeds(200, 2.0)))
     assert names(resolved)["attention_backend"] == ["a"]
@@ -132,7 +133,7 @@ def test_a_figure_of_the_models_own_group_goes_first() -> None:
     assert names(resolved)["attention_backend"] == ["a", "b"]
 
 
-def test_figures_are_of_caches_of_the_models_own_type() -> None:
+def test_measurements_apply_to_their_cache_dtype_only() -> None:
     known = [
         backend("a", rank=9, measured=speeds(300, 4.1), kv_dtypes=("fp8_e4m3",)),
         backend("b", measured=speeds(550, 3.6), kv_dtypes=("fp8_e4m3",)),
@@ -141,13 +142,13 @@ def test_figures_are_of_caches_of_the_models_own_type() -> None:
     assert names(resolved)["attention_backend"] == ["a"]
 
 
-def test_auto_is_one_backend_where_that_is_the_fastest_of_both() -> None:
+def test_auto_is_one_backend_if_it_is_the_fastest_for_both_phases() -> None:
     resolved = chosen(backend("a", rank=9, measured=speeds(300, 3)), backend("b", measured=speeds(550, 4)))
     assert names(resolved)["attention_backend"] == ["b"]
     assert resolved.reasons["attention.backend"].startswith("b is the fastest")
 
 
-def test_figures_of_another_card_of_the_same_capability_are_named_as_such() -> None:
+def test_measurements_of_another_card_with_the_same_capability_are_named_as_such() -> None:
     h100 = dataclasses.replace(H200, accelerators=tuple(dataclasses.replace(a, name="NVIDIA H100 80GB HBM3") for a in H200.accelerators))
     known = [backend("a", rank=9, measured=speeds(300, 4.1)), backend("b", measured=speeds(550, 3.6))]
     said = chosen(*known, hardware=h100).reasons["attention.backend"]
@@ -159,8 +160,8 @@ def test_figures_of_another_card_of_the_same_capability_are_named_as_such() -> N
     assert names(chosen(*both, hardware=h100))["attention_backend"] == ["a"]
 
 
-def test_auto_prefers_what_ran_to_what_never_did() -> None:
-    """No in-tree backend that was never measured on any card outranks one that was."""
+def test_auto_prefers_measured_backends() -> None:
+    """No in-tree backend without a measurement on any card outranks one with a measurement."""
     registered = load_registry(installed=False).records("attention_backend")
     measured = [record for record in registered if record.capabilities.measured]
     blackwell = [r for r in registered if r.name.startswith("trtllm")]

@@ -1,4 +1,4 @@
-"""Which steps run as graphs: what stands in the way is said, what the user wants is kept or refused, and sizes follow from the model."""
+"""Sizes that follow from machine and model: running requests, and steps captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any
     return resolve(config, H200, model_config, records)
 
 
-def test_few_tokens_of_large_layers_and_many_of_small_ones() -> None:
+def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
     small = dataclasses.replace(LLAMA_8B, hidden_size=1024, num_heads=16, config={"intermediate_size": 3072})
     sparse = {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
     experts = dataclasses.replace(LLAMA_8B, hidden_size=2048, num_kv_heads=4, num_experts=128, config=sparse)
@@ -50,7 +50,7 @@ def test_few_tokens_of_large_layers_and_many_of_small_ones() -> None:
     assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
 
 
-def test_what_is_left_open_follows_from_model_and_machine() -> None:
+def test_graph_sizes_default_from_model_and_machine() -> None:
     found = resolved(device="cuda")
     assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
     assert "launch" in found.reasons["execution.prompt_graph_max_tokens"]
@@ -64,9 +64,10 @@ def test_steps_of_several_ranks_are_captured_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("execution", "why"), [({"device": "cpu"}, "need a CUDA device"), ({"device": "cuda", "torch_compile": True}, "graphs of its own")]
+    ("execution", "why"),
+    [({"device": "cpu"}, "need a CUDA device"), ({"device": "cuda", "torch_compile": True}, "captures its own graphs")],
 )
-def test_what_cannot_be_captured_is_not_and_refused_where_it_is_wanted(execution: dict[str, Any], why: str) -> None:
+def test_steps_that_cannot_be_captured_have_no_graphs_and_a_given_size_is_refused(execution: dict[str, Any], why: str) -> None:
     found = resolved(**execution)
     assert found.prompt_graph_max_tokens == 0
     assert why in found.reasons["execution.prompt_graph_max_tokens"]
@@ -78,7 +79,7 @@ def test_what_cannot_be_captured_is_not_and_refused_where_it_is_wanted(execution
     ("gib", "tp", "cache", "running"),
     [
         (140, 1, {}, MOST_RUNNING),
-        (80, 1, {}, 448),  # 72 GiB but for 16 of weights, at 128 KiB a token
+        (80, 1, {}, 448),  # 72 GiB without 16 GiB of weights, 128 KiB for each token
         (80, 2, {}, MOST_RUNNING),
         (24, 1, {}, LEAST_RUNNING),
         (140, 1, {"mem_fraction": 0.4}, 320),
@@ -86,17 +87,17 @@ def test_what_cannot_be_captured_is_not_and_refused_where_it_is_wanted(execution
         (140, 1, {"max_total_tokens": 8192}, LEAST_RUNNING),
     ],
 )
-def test_how_many_requests_run_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
+def test_max_running_requests_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
     machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * 2)
     config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "cache": cache})
     found = resolve(config, machine, LLAMA_8B, load_registry(installed=False).all_records())
     assert found.max_running_requests == running
     assert "KV cache holds about" in found.reasons["scheduler.max_running_requests"]
-    assert found.cuda_graph_max_bs == running  # every batch of decodes has a graph
+    assert found.cuda_graph_max_bs == running  # every decode batch has a graph
 
 
 @pytest.mark.parametrize("running", [100, 777, 1024])
-def test_graphs_cover_as_many_as_the_user_lets_run(running: int) -> None:
+def test_decode_graphs_cover_all_running_requests(running: int) -> None:
     records = load_registry(installed=False).all_records()
     config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "scheduler": {"max_running_requests": running}})
     found = resolve(config, H200, LLAMA_8B, records)

@@ -80,7 +80,7 @@ def rows_of(grammars: list[Grammar]) -> tuple[RequestTable, list[Request], np.nd
     for i, grammar in enumerate([*grammars, None]):
         request = Request(str(i), np.array([1], np.int32), SamplingParams(), 0, i, 0.0, 100.0, 10)
         request.tokens, request.grammar = request.all_tokens(), grammar
-        table.enter(request)
+        table.add_request(request)
         requests.append(request)
     return table, requests, np.array([request.slot for request in requests])
 
@@ -160,7 +160,7 @@ def test_a_backend_that_cannot_start_a_grammar() -> None:
 def step_until(made: SchedulerRig, condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, made.scheduler.load()
+        assert time.monotonic() < deadline, made.scheduler.get_load()
         if not made.step():
             time.sleep(0.001)  # everything is held
 
@@ -179,7 +179,7 @@ def test_a_slow_call_holds_its_own_request_alone(where: str, after: int, overlap
     quick = made.add([8], GREEDY, grammar=lambda: Script(WIDTHS, VOCAB))
     step_until(made, lambda: all(made.requests[rid].finish for rid in (*others, quick)))
     assert made.requests[slow].finish is None
-    assert made.scheduler.load()["waiting"] == 1
+    assert made.scheduler.get_load()["waiting"] == 1
     until.set()
     step_until(made, lambda: made.scheduler.is_idle)
     made.check()

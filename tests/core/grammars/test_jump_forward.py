@@ -57,9 +57,9 @@ def test_runs_take_one_step(overlap: bool, budget: int) -> None:
         rid = ask(made, RUN)
         steps[fewest] = num_steps(made)
         assert made.requests[rid].finish == Finish("stop")
-        assert len(made.requests[rid].got) == made.scheduler.load()["generated_tokens"] == 13
+        assert len(made.requests[rid].got) == made.scheduler.get_load()["generated_tokens"] == 13
         # of the last run only two can be taken ahead: its last token ends the request
-        assert made.scheduler.load()["jumped_tokens"] == {0: 0, 2: 5 + 1, 4: 5}[fewest]
+        assert made.scheduler.get_load()["jumped_tokens"] == {0: 0, 2: 5 + 1, 4: 5}[fewest]
     if budget == 32:
         assert (steps[0] - steps[2], steps[0] - steps[4]) == (6, 5)
 
@@ -71,7 +71,7 @@ def test_large_steps_need_longer_runs() -> None:
             made.add([i % VOCAB, 1], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
         ask(made, RUN)
         made.run()
-        assert made.scheduler.load()["jumped_tokens"] == jumped
+        assert made.scheduler.get_load()["jumped_tokens"] == jumped
 
 
 @pytest.mark.parametrize(("tokens", "longest"), [(0, 6), (300, 6), (4, 3), (2, 1)])
@@ -79,9 +79,9 @@ def test_steps_with_runs_respect_the_token_limit(tokens: int, longest: int) -> N
     made = rig(jump_tokens=tokens)
     rid, lengths = ask(made, RUN), []
     while not made.scheduler.is_idle:
-        before = made.scheduler.load()["jumped_tokens"]
+        before = made.scheduler.get_load()["jumped_tokens"]
         made.step()
-        lengths.append(1 + made.scheduler.load()["jumped_tokens"] - before)
+        lengths.append(1 + made.scheduler.get_load()["jumped_tokens"] - before)
     assert max(lengths) == longest and len(made.requests[rid].got) == 13
 
 
@@ -108,7 +108,7 @@ def test_requests_with_log_probabilities_sample_every_token(overlap: bool) -> No
     ask(made, RUN, logprobs=2)
     ask(made, RUN, prompt_logprobs=1)
     made.run()
-    assert made.scheduler.load()["jumped_tokens"] == 0
+    assert made.scheduler.get_load()["jumped_tokens"] == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -130,7 +130,7 @@ def test_random_requests(overlap: bool, fewest: int) -> None:
         if rng.random() < 0.1:
             made.abort(rid)
     made.run()
-    assert made.scheduler.load()["preempted"] > 0 and made.scheduler.load()["jumped_tokens"] > 20
+    assert made.scheduler.get_load()["preempted"] > 0 and made.scheduler.get_load()["jumped_tokens"] > 20
 
 
 def test_lookahead_does_not_change_the_grammar() -> None:
@@ -175,7 +175,7 @@ def test_an_error_ahead_is_raised_after_the_forced_tokens() -> None:
     made.requests.clear()
     ends = []
     while not made.scheduler.is_idle:
-        batch = made.scheduler.next_batch(0.0)
+        batch = made.scheduler.schedule_batch(0.0)
         assert batch is not None
         ends.append(made.scheduler.commit(batch, made.runner.launch(batch).wait()))
     assert [len(each.token_ids[0]) for each in ends] == [3, 0]  # a run, and the token that no request can allow

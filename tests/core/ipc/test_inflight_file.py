@@ -1,4 +1,4 @@
-"""The roster says who is on the device, to a process that did not write it."""
+"""An in-flight file shows the requests on the device to another process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from frame.plugins.loader import load_registry
 from frame.testing.scheduler_rig import SchedulerRig
 
 
-def test_marks() -> None:
+def test_request_hashes() -> None:
     assert hash_request("a") == hash_request("a") != hash_request("b")
     assert hash_request("half \ud800 a pair")  # rids are clients' strings
 
 
-def test_it_is_read_from_the_file(tmp_path: Path) -> None:
+def test_another_reader_sees_the_writes(tmp_path: Path) -> None:
     assert read_inflight(tmp_path / INFLIGHT) == {}
     inflight = open_inflight(tmp_path / INFLIGHT, 3)
     assert read_inflight(tmp_path / INFLIGHT) == {}
@@ -28,7 +28,7 @@ def test_it_is_read_from_the_file(tmp_path: Path) -> None:
         open_inflight(tmp_path / "none" / INFLIGHT, 3)
 
 
-def test_a_scheduler_keeps_it(tmp_path: Path) -> None:
+def test_a_scheduler_writes_its_requests(tmp_path: Path) -> None:
     registry = load_registry(installed=False)
     config = SchedulerConfig(page_size=4, num_pages=40, max_running=2, token_budget=16, max_context=64, vocab_size=50)
     rig = SchedulerRig(config, registry.load(registry.get("scheduling_policy", "fcfs"))())
@@ -38,4 +38,4 @@ def test_a_scheduler_keeps_it(tmp_path: Path) -> None:
     assert read_inflight(tmp_path / INFLIGHT) == dict.fromkeys(map(hash_request, rids[:2]), 3)
     rig.run()
     assert read_inflight(tmp_path / INFLIGHT) == {}
-    rig.scheduler.publish_inflight(tmp_path / "none" / INFLIGHT)  # is not worth ending for
+    rig.scheduler.publish_inflight(tmp_path / "none" / INFLIGHT)  # a missing folder is logged only

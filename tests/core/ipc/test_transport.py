@@ -1,4 +1,5 @@
-"""Transports: order, batches, waiting; the codec of scheduled batches; the private directory."""
+"""Transports (order, batching, waiting), the codec of scheduled batches, and the private socket
+directory."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_in_process_keeps_order_and_wakes() -> None:
     assert far.receive(10.0) == [AbortAll()]
 
 
-def test_in_process_a_wake_up_is_no_message() -> None:
+def test_in_process_an_empty_send_wakes_without_a_message() -> None:
     near, far = InProcessTransport.pair()
     near.send_all([])
     started = time.perf_counter()
@@ -87,7 +88,7 @@ def test_zmq_routes_by_type() -> None:
             found += second.receive(10.0)
         assert found == [Abort(rids=["x"]), Abort(rids=["y"])]
         assert third.receive(10.0) == [StepTokens(rids=["r"], token_ids=[[1, 2]])]
-        third.send(Heartbeat(process="p", step=1))  # nowhere to go: dropped
+        third.send(Heartbeat(process="p", step=1))  # no route and no default: dropped
         alone.send(Abort(rids=["z"]))
         assert second.receive(10.0) == [Abort(rids=["z"])]
         assert second.receive(0.01) == []
@@ -100,7 +101,7 @@ def test_zmq_routes_by_type() -> None:
     assert not sockets.path.exists()
 
 
-def test_many_messages_come_in_order() -> None:
+def test_many_messages_arrive_in_order() -> None:
     sockets = SocketDirectory()
     one, two = ZmqTransport(sockets.address("1"), sockets.address("2")), ZmqTransport(sockets.address("2"), None)
     try:
@@ -125,21 +126,21 @@ def test_directory_is_private(tmp_path: Path) -> None:
         SocketDirectory(str(tmp_path))
 
 
-def test_a_folder_of_sockets_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_socket_directory_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sockets = SocketDirectory()
     handle = os.open(sockets.path, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles does before it removes anything
     os.close(handle)
-    sockets.restore()  # it is there
-    near = ZmqTransport(None, None, sources=[sockets.address("out")])  # as the main process reads what its children send
+    sockets.restore()  # it exists: no change
+    near = ZmqTransport(None, None, sources=[sockets.address("out")])  # as the main process receives from its children
     old = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
     old.send(Abort(rids=["old"]))
     assert near.receive(10.0) == [Abort(rids=["old"])]
     shutil.rmtree(sockets.path)
     sockets.restore()
-    old.send(Abort(rids=["old"]))  # connections outlive their files
+    old.send(Abort(rids=["old"]))  # connections survive the removal of their files
     assert near.receive(10.0) == [Abort(rids=["old"])]
     old.close()
     new = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
@@ -148,7 +149,7 @@ def test_a_folder_of_sockets_is_made_again(tmp_path: Path, monkeypatch: pytest.M
         assert near.receive(10.0) == [Abort(rids=["new"])]
         shutil.rmtree(sockets.path)
         sockets.path.mkdir(mode=0o755)
-        with pytest.raises(PermissionError):  # somebody else may have made it
+        with pytest.raises(PermissionError):  # another user may have created it
             sockets.restore()
     finally:
         for end in (new, near):
@@ -157,7 +158,7 @@ def test_a_folder_of_sockets_is_made_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_long_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses of sockets have 107 characters at most."""
+    """A socket address has at most 107 characters."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -209,21 +210,21 @@ def assert_equal(left: object, right: object) -> None:
 
 
 @given(rows=st.integers(0, 9), seed=st.integers(0, 99), full=st.booleans())
-def test_batches_survive_the_wire(rows: int, seed: int, full: bool) -> None:
+def test_batches_are_decoded_as_encoded(rows: int, seed: int, full: bool) -> None:
     batch = make_batch(rows=rows, seed=seed, full=full)
     back = decode_batch(encode_batch(batch))
     assert_equal(batch, back)
     assert back.slots.flags.writeable
 
 
-def test_foreign_bytes_are_refused() -> None:
+def test_undecodable_bytes_are_refused() -> None:
     good = msgspec.msgpack.decode(encode_batch(make_batch()))
     good["slots"] = ["O", [1], b"12345678"]
     with pytest.raises((msgspec.ValidationError, TypeError), match="plain data"):
         decode_batch(msgspec.msgpack.encode(good))
     with pytest.raises(msgspec.ValidationError):
         decode_batch(msgspec.msgpack.encode({"step": 1}))
-    with pytest.raises(TypeError, match="cannot cross"):
+    with pytest.raises(TypeError, match="cannot be sent to another rank"):
         encode_batch(msgspec.structs.replace(make_batch(), released=[object()]))  # type: ignore[list-item]
 
 
@@ -285,7 +286,7 @@ def ranks(tmp_path: Path) -> Iterator[tuple[BatchSender, BatchReceiver, str]]:
 def test_a_batch_that_cannot_be_decoded_ends_the_follower(
     ranks: tuple[BatchSender, BatchReceiver, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it rank 0 waits in a collective operation for a rank that never comes."""
+    """Otherwise rank 0 would wait for this rank in a collective operation for ever."""
     sender, receiver, _ = ranks
     runner = Recorder()
     sender.send(make_batch(0))
@@ -297,12 +298,12 @@ def test_a_batch_that_cannot_be_decoded_ends_the_follower(
     assert runner.closed
 
 
-def test_bytes_of_others_are_dropped(ranks: tuple[BatchSender, BatchReceiver, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_without_framing_are_dropped(ranks: tuple[BatchSender, BatchReceiver, str], caplog: pytest.LogCaptureFixture) -> None:
     sender, receiver, address = ranks
-    stranger = ZmqSender(address)
-    stranger._socket.send(b"junk")
-    stranger._socket.send_multipart([b"junk", b"junk"])
-    stranger.close()
+    foreign_sender = ZmqSender(address)
+    foreign_sender._socket.send(b"junk")
+    foreign_sender._socket.send_multipart([b"junk", b"junk"])
+    foreign_sender.close()
     sender.send(make_batch(3))
     batch = receiver.receive()
     assert isinstance(batch, ScheduledBatch)
@@ -310,7 +311,7 @@ def test_bytes_of_others_are_dropped(ranks: tuple[BatchSender, BatchReceiver, st
 
 
 class Profiled(Recorder):
-    """Records when it is let."""
+    """Records a profile once the test allows it."""
 
     def __init__(self, error: str = "") -> None:
         super().__init__()
@@ -325,7 +326,7 @@ class Profiled(Recorder):
 
 
 @pytest.mark.parametrize("error", ["", "the disk is full"])
-def test_a_profile_is_answered_when_all_ranks_have_begun(ranks: tuple[BatchSender, BatchReceiver, str], error: str) -> None:
+def test_a_profile_is_answered_once_all_ranks_have_started(ranks: tuple[BatchSender, BatchReceiver, str], error: str) -> None:
     sender, receiver, _ = ranks
     own, other = Profiled(), Profiled(error)
     own.may.set()
@@ -353,6 +354,6 @@ def test_a_rank_that_does_not_answer_is_named(ranks: tuple[BatchSender, BatchRec
     sender, receiver, _ = ranks
     assert sender.ask(Profile(None), timeout=0.05) == ["rank 1 did not answer within 0.05 s"]
     receiver.receive()
-    receiver.reply("late")  # is no answer to the next
+    receiver.reply("late")  # does not answer the next order
     threading.Thread(target=lambda: (receiver.receive(), receiver.reply())).start()
     assert sender.ask(Profile(None), timeout=10) == []

@@ -1,4 +1,4 @@
-"""How many pages fit, and the sentence when too few do."""
+"""Pages that fit in memory, and the error if too few fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bytes_of_a_token():
     assert GEOMETRY.bytes_per_token == EACH == 128 * 1024
 
 
-def test_a_gpu_gets_what_the_fraction_leaves():
+def test_a_gpu_uses_the_memory_fraction():
     pages = plan(gpu())
     left = int(80 * GIB * 0.9) - 18 * GIB - 768 * 1024**2
     assert pages == left // EACH // 16 + 1
@@ -38,7 +38,7 @@ def test_a_gpu_gets_what_the_fraction_leaves():
     assert plan(gpu(), 0.8) < pages
 
 
-def test_the_users_number_of_tokens_is_taken_and_checked():
+def test_max_total_tokens_is_used_and_checked():
     assert plan(gpu(), 0.1, 4096) == 4096 // 16 + 1
     with pytest.raises(CapacityError, match=r"at least 9999999 tokens are needed; try cache.max_total_tokens: \d+$") as error:
         plan(gpu(), 0.9, 9_999_999)
@@ -46,7 +46,7 @@ def test_the_users_number_of_tokens_is_taken_and_checked():
     assert plan(gpu(), 0.9, fitting) == fitting // 16 + 1
 
 
-def test_too_little_memory_prints_the_arithmetic_and_a_setting_that_helps():
+def test_too_little_memory_shows_the_arithmetic_and_a_remedy():
     with pytest.raises(CapacityError) as error:
         plan(gpu(), 0.2)
     text = str(error.value)
@@ -58,7 +58,7 @@ def test_too_little_memory_prints_the_arithmetic_and_a_setting_that_helps():
         plan(gpu(weights=79), 0.9)
 
 
-def test_the_cpu_takes_a_small_share_and_no_more_than_it_can_use():
+def test_a_cpu_uses_a_small_share_and_at_most_what_requests_need():
     memory = Memory(64 * GIB, 40 * GIB, 1 * GIB, 0)
     wanted = 65_536  # more than 4 requests of 4,096
     assert plan(memory, 0.5, is_cpu=True) == wanted // 16 + 1

@@ -1,4 +1,4 @@
-"""Pools: shapes by model kind and rank, what is stored is what is read, page 0, and the slots' table."""
+"""KV pools: shapes by model kind and rank, stores and reads, page 0; and the device page table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_geometry_of_a_latent_is_whole_on_every_rank():
 @pytest.mark.parametrize("model_config", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_what_is_stored_is_read_back_where_it_belongs(model_config, dtype, page_size):
+def test_stored_tokens_are_read_back(model_config, dtype, page_size):
     geometry = kv_geometry(model_config, 1, page_size, dtype)
     pool = KVPool(geometry, 10, CPU)
     slots = torch.tensor([page_size * 3, page_size * 9 + page_size - 1, page_size])
@@ -81,7 +81,7 @@ def test_a_fresh_pool_is_zero_and_aligned():
 
 def test_the_table_shares_its_mirror_on_the_cpu_and_has_room_for_one_step_more():
     table = DeviceTable(Limits(max_running_requests=3, max_tokens_per_step=8, max_context=33, page_size=16), CPU)
-    assert table.pages.shape == (4, 4)  # ceil(33 / 16) pages, and one
+    assert table.pages.shape == (4, 4)  # ceil(33 / 16) pages, and one more
     table.write_host(np.array([[2, 0, 7], [0, 1, 5]], np.int32))
     assert table.pages[2, 0] == 7
     assert table.pages[0, 1] == 5

@@ -1,4 +1,4 @@
-"""The page allocator against a set."""
+"""The page allocator, compared with a set."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestAllocator = AllocatorMachine.TestCase
 
 
-def test_integrity_names_what_is_wrong() -> None:
+def test_integrity_names_the_fault() -> None:
     allocator = PagedAllocator(8)
     pages = allocator.alloc(4)
     assert pages is not None
@@ -71,7 +71,7 @@ def test_integrity_names_what_is_wrong() -> None:
     allocator.free(pages[:1])
     with pytest.raises(RuntimeError, match=f"{pages[0]} are held but free"):
         allocator.check_integrity([pages])
-    with pytest.raises(RuntimeError, match="pages 2000000000 are held, which there are not"):
+    with pytest.raises(RuntimeError, match="pages 2000000000 are held, but do not exist"):
         allocator.check_integrity([np.array([2_000_000_000], np.int32)])
 
 

@@ -1,4 +1,4 @@
-"""The radix tree against a dictionary of prefixes."""
+"""The radix cache, compared with a dictionary of prefixes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def ids(tokens: list[int]) -> np.ndarray:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`model` maps every cached prefix of whole pages to its last page; `locks` counts how often each is locked."""
+    """`model` maps every cached prefix of whole pages to its last page; `locks` counts how often
+    each is locked."""
 
     @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(sorted(POLICIES)))
     def start(self, page_size: int, policy: str) -> None:
@@ -140,7 +141,7 @@ CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=
 TestCache = CacheMachine.TestCase
 
 
-def test_an_outline_of_a_large_tree_looks_at_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outline_of_a_large_tree_examines_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
     latest = radix_cache._latest
 
@@ -167,13 +168,13 @@ BREACHES: dict[str, tuple[Callable[[radix_cache.Node], None], str]] = {
     "end": (lambda node: setattr(node, "end", node.end + 1), "ends elsewhere"),
     "tokens": (lambda node: setattr(node, "key", np.append(node.key, np.int32(1))), "do not fill"),
     "locks": (lambda node: setattr(node, "refs", 1), "locked more often|are evictable, counted"),
-    "heap": (lambda node: setattr(node, "version", node.version + 1), "not offered"),
+    "heap": (lambda node: setattr(node, "version", node.version + 1), "is in no eviction heap"),
     "page": (lambda node: node.pages.__setitem__(0, 3), "owned twice"),
 }
 
 
 @pytest.mark.parametrize("breach", BREACHES)
-def test_an_audit_looks_at_a_part_at_a_time_and_at_every_node(breach: str) -> None:
+def test_an_audit_checks_every_node_in_bounded_parts(breach: str) -> None:
     harm, sentence = BREACHES[breach]
     cache = RadixCache(1, POLICIES["lru"]())
     for page in range(0, 3_000, 3):
@@ -190,7 +191,8 @@ def test_an_audit_looks_at_a_part_at_a_time_and_at_every_node(breach: str) -> No
 
 
 def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:
-    """One prefix a page; prefix t is one page (page t + 1), used again `uses[t]` times, in order of t."""
+    """One prefix for each page; prefix t is page t + 1 and is matched `uses[t]` more times, in
+    order of t."""
     cache = RadixCache(1, policy)
     for token in uses:
         cache.insert(ids([token]), ids([token + 1]), priority=token % 2)
@@ -218,7 +220,7 @@ def test_eviction_order(name: str, order: list[int]) -> None:
     assert [int(cache.evict(1)[0]) - 1 for _ in range(4)] == order
 
 
-def test_the_end_of_a_long_prefix_goes_before_its_start() -> None:
+def test_a_long_prefix_is_evicted_from_its_end() -> None:
     cache = RadixCache(2, POLICIES["lru"]())
     cache.insert(ids(list(range(20))), np.arange(1, 11, dtype=np.int32))
     assert cache.evict(3).tolist() == [8, 9, 10]
@@ -253,7 +255,7 @@ def test_a_match_survives_a_split() -> None:
     cache.check_integrity()
 
 
-def test_the_heap_stays_small() -> None:
+def test_the_heap_is_bounded() -> None:
     cache = RadixCache(1, POLICIES["lru"]())
     for token in range(10):
         cache.insert(ids([token]), ids([token + 1]))
@@ -264,7 +266,7 @@ def test_the_heap_stays_small() -> None:
     assert cache._num_entries() <= 2 * 10 + 64
 
 
-def test_memory_of_a_split_node_is_its_own() -> None:
+def test_a_split_node_owns_its_memory() -> None:
     cache = RadixCache(1, POLICIES["lru"]())
     cache.insert(np.arange(10_000, dtype=np.int32), np.arange(1, 10_001, dtype=np.int32))
     cache.insert(ids([0, 1, 50_000]), ids([20_001, 20_002, 20_003]))
@@ -290,7 +292,7 @@ def test_bad_insert() -> None:
         RadixCache(2, POLICIES["lru"]()).insert(ids([1, 2, 3, 4]), ids([1]))
 
 
-def test_no_cache_finds_and_keeps_nothing() -> None:
+def test_no_cache_matches_and_stores_nothing() -> None:
     cache = NoCache(2)
     inserted = cache.insert(ids([1, 2, 3, 4, 5]), ids([1, 2, 3]))
     assert inserted.num_cached == 4
@@ -312,12 +314,12 @@ def test_an_owner_evicts_its_own_pages_first() -> None:
 
     insert("modest:", 0, 20)  # the oldest of all
     for i in range(10):
-        insert(f"greedy:{i}", 100, 20)  # each salt another cache, all of one owner
+        insert(f"greedy:{i}", 100, 20)  # each salt is a namespace of its own, of one owner
     freed = cache.evict(170)
     assert len(set(freed.tolist())) == 170
     assert left("modest:", 0, 20) == 20
     assert sum(left(f"greedy:{i}", 100, 20) for i in range(10)) == 30
-    cache.evict(30)  # now they have as many: both give
+    cache.evict(30)  # now both have the same number: each loses pages
     cache.check_integrity()
     assert 5 <= left("modest:", 0, 20) <= 15
     assert cache.num_evictable == 20

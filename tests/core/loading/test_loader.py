@@ -1,4 +1,5 @@
-"""Loading: every format gives the same model, every broken checkpoint one sentence that names the thing."""
+"""Loading: all formats give the same model, and each broken checkpoint one sentence that names the
+fault."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.loading import weight_stream
 from frame.core.loading.dummy_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
-from frame.core.loading.loader import allocate_parameters, expected_shapes, finish
-from frame.core.loading.safetensors_reader import Ahead, read_weights
+from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
+from frame.core.loading.safetensors_reader import ReadAhead, read_weights
 from frame.core.loading.weight_stream import WeightStream, read_places
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.testing.checkpoints import make_checkpoint
@@ -64,14 +65,14 @@ def test_only_the_slice_is_read(folder: Path) -> None:
     assert tensors["model.norm.weight"].shape == (64,)
 
 
-def test_reading_ahead_gives_the_same_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_stream, "PIECE", 1000)  # tensors of many pieces,
-    monkeypatch.setattr(weight_stream, "AHEAD", 5000)  # some larger than all that is read ahead
+def test_reading_ahead_gives_the_same_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "PIECE", 1000)  # tensors have many pieces,
+    monkeypatch.setattr(weight_stream, "AHEAD", 5000)  # and some are larger than what is read ahead
     want = {name: tensor[...] for name, tensor in read_weights(folder)}
     cut = slice(16, 48)
     shard(folder)
     rows = {name: cut if len(tensor.shape) > 1 else None for name, tensor in want.items() if name != "model.norm.weight"}
-    for name, tensor in read_weights(folder, ahead=Ahead(torch.device("cpu"), rows)):
+    for name, tensor in read_weights(folder, ahead=ReadAhead(torch.device("cpu"), rows)):
         assert tensor.shape == tuple(want[name].shape)
         if len(tensor.shape) > 1:
             assert torch.equal(tensor[cut, 3:], want[name][cut, 3:])
@@ -80,7 +81,7 @@ def test_reading_ahead_gives_the_same_numbers(folder: Path, monkeypatch: pytest.
             assert torch.equal(tensor[...], want[name])
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
+def test_a_file_that_shrinks_during_reading_is_an_error(folder: Path) -> None:
     file = folder / "model.safetensors"
     places = read_places(file)
     assert places is not None
@@ -117,14 +118,14 @@ def test_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
-def test_pickled_weights_are_refused_unread(folder: Path, tmp_path: Path, name: str) -> None:
+def test_pickled_weights_are_refused_without_reading(folder: Path, tmp_path: Path, name: str) -> None:
     class Bad:
         def __reduce__(self) -> tuple[object, ...]:
             return (Path.touch, (tmp_path / "ran",))
 
     want = open_session(folder).step(PROMPT)[0]
     torch.save({"model.norm.weight": Bad()}, folder / name)
-    assert torch.equal(open_session(folder).step(PROMPT)[0], want)  # beside safetensors it is passed over
+    assert torch.equal(open_session(folder).step(PROMPT)[0], want)  # beside safetensors files it is ignored
     (folder / "model.safetensors").unlink()
     broken(folder, str(folder / name), "pickled weights", "convert them to safetensors", "docs/security.md")
     assert not (tmp_path / "ran").exists()
@@ -154,7 +155,7 @@ def test_integers_where_numbers_are_expected(folder: Path) -> None:
 def test_missing_parameters_are_named_and_counted(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.__delitem__("model.layers.1.self_attn.v_proj.bias"))
     text = broken(folder, "lacks model.layers.1.self_attn.v_proj.bias:")
-    assert "q_proj" not in text  # its sisters in the merged parameter are there
+    assert "q_proj" not in text  # the merged parameter's other tensors exist
 
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if ".mlp." in name]:
@@ -169,7 +170,7 @@ def test_unexpected_tensor(folder: Path) -> None:
     broken(folder, "model.layers.0.adapter.weight, which the model does not have")
 
 
-def test_tensor_that_the_index_promises(folder: Path) -> None:
+def test_tensor_of_the_index_that_no_file_has(folder: Path) -> None:
     shard(folder)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -184,7 +185,7 @@ def test_bad_index(folder: Path, content: str, words: str) -> None:
     broken(folder, words)
 
 
-def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     folder = make_checkpoint("DeepseekV3ForCausalLM", tmp_path)
     want = open_session(folder).step(PROMPT)[0]
     rewrite(folder, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}))
@@ -192,8 +193,8 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
 
 
 def test_second_load_updates_the_model(folder: Path) -> None:
-    """`finish` may run again: DeepSeek's derived weights follow new numbers."""
-    from frame.core.loading.loader import WeightSource, fill
+    """`finish_modules` may be called again: DeepSeek's derived weights follow the new weights."""
+    from frame.core.loading.loader import WeightSource, load_weights
 
     first = make_checkpoint("DeepseekV3ForCausalLM", folder / "a", seed=1)
     second = make_checkpoint("DeepseekV3ForCausalLM", folder / "b", seed=2)
@@ -201,16 +202,16 @@ def test_second_load_updates_the_model(folder: Path) -> None:
     session = open_session(first)
     assert not torch.allclose(session.step(PROMPT)[0], want)
     assert isinstance(session.model, nn.Module)
-    fill(session.model, WeightSource(second))
-    finish(session.model)
+    load_weights(session.model, WeightSource(second))
+    finish_modules(session.model)
     session.computed.clear()
     assert torch.equal(session.step(PROMPT)[0], want)
-    finish(session.model)  # without new numbers: no change
+    finish_modules(session.model)  # without new weights: no change
     session.computed.clear()
     assert torch.equal(session.step(PROMPT)[0], want)
 
 
-def test_materialise_keeps_sharing_and_what_parameters_know() -> None:
+def test_allocation_keeps_shared_parameters_and_their_attributes() -> None:
     with torch.device("meta"):
         first, second = nn.Linear(3, 2, bias=False), nn.Linear(3, 2)
         first.weight = second.weight = ShardedParameter(torch.empty(2, 3))
@@ -223,7 +224,7 @@ def test_materialise_keeps_sharing_and_what_parameters_know() -> None:
     assert expected_shapes(both) == {"here": (2, 3), "1.bias": (2,)}
 
 
-def test_what_a_checkpoint_leaves_open_is_zero() -> None:
+def test_parts_that_a_checkpoint_lacks_are_zero() -> None:
     with torch.device("meta"):
         module = nn.Module()
         module.padded = ShardedParameter(torch.empty(4, 3), ShardRule(output=0))
@@ -233,7 +234,7 @@ def test_what_a_checkpoint_leaves_open_is_zero() -> None:
     assert module.padded.tolist() == [[1.0] * 3] * 3 + [[0.0] * 3]
 
 
-def test_random_tensors_depend_on_seed_name_and_shape_alone() -> None:
+def test_random_tensors_depend_only_on_seed_name_and_shape() -> None:
     shape, zero, one = (1100, 1000), *(RandomNumbers(seed, torch.device("cpu"), torch.float32) for seed in (0, 1))
     assert shape[0] * shape[1] > PERIOD
     whole = RandomTensor("a", shape, zero)[...]

@@ -1,4 +1,5 @@
-"""read_facts(): every architecture as transformers itself saves it, real-life configurations, and one sentence for each that is wrong."""
+"""read_model_config(): configurations saved by transformers, published ones, and one sentence for
+each invalid one."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ SAVED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "values", "expected"), SAVED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_transformers_saves_is_read(tmp_path: Path, family: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_configurations_saved_by_transformers(tmp_path: Path, family: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     config = getattr(transformers, f"{family}Config")(**values, architectures=[f"{family}{head}"], dtype="bfloat16", eos_token_id=2)
@@ -107,7 +108,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, family: str, values: di
         ({"multi_query": True}, {"num_kv_heads": 1}),
     ],
 )
-def test_real_life_spellings(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_published_spellings(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
     model_config = read_model_config(write(tmp_path, BASE | changes))
     for name, value in expected.items():
         assert getattr(model_config, name) == value, name
@@ -115,7 +116,7 @@ def test_real_life_spellings(tmp_path: Path, changes: dict[str, Any], expected: 
         assert model_config.config.get(rope) == changes.get(rope), "kept as it is"
 
 
-def test_a_nested_text_part_inherits_what_stands_outside(tmp_path: Path) -> None:
+def test_a_nested_text_config_inherits_outer_keys(tmp_path: Path) -> None:
     text = {key: value for key, value in BASE.items() if key != "architectures"} | {"dtype": None}
     outer = {
         "architectures": ["SomeVLForConditionalGeneration"],
@@ -134,7 +135,7 @@ def test_a_nested_text_part_inherits_what_stands_outside(tmp_path: Path) -> None
     assert "vision_config" not in model_config.config
 
 
-def test_the_ends_of_both_files_count(tmp_path: Path) -> None:
+def test_end_tokens_of_both_files(tmp_path: Path) -> None:
     model_config = read_model_config(write(tmp_path, BASE | {"eos_token_id": 5}, {"eos_token_id": [9, 5, 11]}))
     assert model_config.eos_token_ids == (9, 5, 11)
 
@@ -152,7 +153,7 @@ def test_the_ends_of_both_files_count(tmp_path: Path) -> None:
         (BASE | {"quantization_config": {"bits": 4}}, "has no quant_method"),
     ],
 )
-def test_wrong_files_are_one_sentence(tmp_path: Path, config: object, words: str) -> None:
+def test_invalid_files_raise_one_sentence(tmp_path: Path, config: object, words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_model_config(write(tmp_path, config))
     text = str(caught.value)

@@ -1,4 +1,5 @@
-"""A grammar whose masks are known: so many tokens in turn, beginning with one that depends on the last."""
+"""A grammar with known masks: each allows a given number of tokens, starting at one that depends on
+the last token."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 
 
 class Script:
-    """`widths[i]` tokens are allowed in place i; ends with the list."""
+    """`widths[i]` tokens are allowed at output position i; the grammar ends with the list."""
 
     def __init__(self, widths: Sequence[int], vocab_size: int) -> None:
         self.widths = widths

@@ -1,4 +1,4 @@
-"""A small scheduler with the fake runner, and what its tests ask of it."""
+"""A small scheduler with the fake runner, and helpers of its tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def prompt(length: int, start: int = 10) -> list[int]:
 
 
 class Recorder(SchedulingPolicy):
-    """Newest first to go; remembers who it was and who was the oldest."""
+    """Preempts the newest request; records each victim with the oldest request, and the sizes of
+    the windows."""
 
     def __init__(self) -> None:
         self.victims: list[tuple[str, str]] = []

@@ -1,4 +1,5 @@
-"""What a message becomes, and the limits' arithmetic; the sentences of refusals are tested with the scheduler."""
+"""Requests made from messages, and the limits of the configuration. Refusals are tested with the
+scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ CONFIG = SchedulerConfig(
 
 
 def accepted(message: Generate, now: float = 5.0) -> Request:
-    request = Admission(CONFIG).accept(message, now, None)
+    request = Admission(CONFIG).create_request(message, now, None)
     assert isinstance(request, Request)
     return request
 
@@ -35,7 +36,7 @@ def test_defaults() -> None:
     request = accepted(Generate(rid="a", token_ids=[5], params=SamplingParams(ignore_eos=True, stop_token_ids=(9,))))
     assert (request.stop_ids, request.deadline, request.max_num_tokens) == ((9,), 65.0, 30)
     admission = Admission(CONFIG)
-    drawn = [admission.accept(Generate(rid=str(i), token_ids=[5], params=SamplingParams()), 0.0, None) for i in range(3)]
+    drawn = [admission.create_request(Generate(rid=str(i), token_ids=[5], params=SamplingParams()), 0.0, None) for i in range(3)]
     seeds = [request.seed for request in drawn if isinstance(request, Request)]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -44,12 +45,12 @@ def test_defaults() -> None:
 
 def test_token_ids_beyond_any_vocabulary_are_refused() -> None:
     for token in (50, -1, 2**31, -(2**40)):
-        finish = Admission(CONFIG).accept(Generate(rid="a", token_ids=[1, token], params=SamplingParams()), 0.0, None)
+        finish = Admission(CONFIG).create_request(Generate(rid="a", token_ids=[1, token], params=SamplingParams()), 0.0, None)
         assert isinstance(finish, Finish)
         assert finish.error == "the prompt holds a token id outside the vocabulary (0 to 49)"
 
 
-def test_a_grammar_learns_the_tokens_so_far() -> None:
+def test_a_recovered_request_replays_its_output_into_the_grammar() -> None:
     class Seen:
         def __init__(self) -> None:
             self.tokens: list[int] = []
@@ -65,5 +66,5 @@ def test_a_grammar_learns_the_tokens_so_far() -> None:
             return False
 
     grammar = Seen()
-    Admission(CONFIG).accept(Generate(rid="a", token_ids=[1, 2, 3], output_len=2, params=SamplingParams()), 0.0, grammar)
+    Admission(CONFIG).create_request(Generate(rid="a", token_ids=[1, 2, 3], output_len=2, params=SamplingParams()), 0.0, grammar)
     assert grammar.tokens == [2, 3]

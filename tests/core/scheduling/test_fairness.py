@@ -1,4 +1,5 @@
-"""Who waits for whom: short prompts beside long ones, priorities that push others back, policies that pass nobody over for ever."""
+"""Fairness: short prompts beside long ones, preemption by priority, and policies that must not
+starve a request."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def steps_to_first_token(found: SchedulerRig, rid: str, most: int = 1000) -> int
 
 
 def short_beside_long(share: float, long: int, count: int, **changes: Any) -> list[int]:
-    """Steps until the first token of ten short prompts, which come one after the other while `count` long ones are computed."""
+    """Steps until the first token of each of ten short prompts, sent one by one while `count` long
+    prompts are computed."""
     found = rig(short_prompt_share=share, **changes)
     for i in range(count):
         found.add(prompt(long, i), params(2))
@@ -54,7 +56,7 @@ def short_beside_long(share: float, long: int, count: int, **changes: Any) -> li
 def test_short_prompts_do_not_wait_for_long_ones(overlap: bool) -> None:
     waits = short_beside_long(0.5, 3000, 4, overlap=overlap)
     assert max(waits) <= 2 + overlap
-    assert short_beside_long(0.0, 3000, 4, overlap=overlap)[0] > 100  # without the share: behind all four
+    assert short_beside_long(0.0, 3000, 4, overlap=overlap)[0] > 100  # without the share it waits for all four
 
 
 @pytest.mark.soak
@@ -65,7 +67,7 @@ def test_short_prompts_beside_100k() -> None:
     assert max(kept) <= 2
 
 
-def test_a_cached_history_counts_as_short() -> None:
+def test_a_long_prompt_with_a_cached_prefix_counts_as_short() -> None:
     found = rig()
     history = prompt(2048, 0)
     steps_to_first_token(found, found.add(history, params(2)))
@@ -77,12 +79,12 @@ def test_a_cached_history_counts_as_short() -> None:
     found.run()
 
 
-def test_a_long_prompt_keeps_its_half() -> None:
+def test_a_long_prompt_keeps_half_of_the_budget() -> None:
     found = rig()
     rid = found.add(prompt(640, 0), params(1))  # ten whole steps
     steps = 0
     while found.requests[rid].finish is None:
-        for i in range(4):  # more short ones than fit in their half
+        for i in range(4):  # more short prompts than fit in the other half
             found.add(prompt(16, steps * 4 + i), params(1))
         found.step()
         steps += 1
@@ -90,7 +92,7 @@ def test_a_long_prompt_keeps_its_half() -> None:
     found.run()
 
 
-def test_a_long_prompt_alone_gets_all() -> None:
+def test_a_long_prompt_alone_gets_the_whole_budget() -> None:
     found = rig()
     assert steps_to_first_token(found, found.add(prompt(640, 0), params(1))) == 10
     found.add(prompt(640, 1), params(1))
@@ -98,11 +100,11 @@ def test_a_long_prompt_alone_gets_all() -> None:
     steps = 0
     while found.step():
         steps += 1
-    assert steps == 20  # two long ones take turns, not halves
+    assert steps == 20  # one after the other, each with the whole budget
     found.check()
 
 
-def test_long_ones_that_were_passed_over_come_in_order() -> None:
+def test_skipped_long_prompts_run_in_order() -> None:
     found = rig(max_running=4)
     first, second, third = (found.add(prompt(1000, i), params(1)) for i in range(3))
     for i in range(40):
@@ -119,7 +121,7 @@ def test_long_ones_that_were_passed_over_come_in_order() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("preemption", [False, True])
-def test_high_priority_pushes_low_back_and_they_end_as_if_nothing_had_been(preemption: bool, overlap: bool) -> None:
+def test_a_high_priority_preempts_low_ones_whose_tokens_do_not_change(preemption: bool, overlap: bool) -> None:
     found = rig("priority", max_running=4, preemption=preemption, overlap=overlap)
     low = [found.add(prompt(20, i), params(60)) for i in range(4)]
     for _ in range(5):
@@ -127,12 +129,12 @@ def test_high_priority_pushes_low_back_and_they_end_as_if_nothing_had_been(preem
     high = [found.add(prompt(20, 50 + i), params(5), priority=5) for i in range(2)]
     waits = steps_to_first_token(found, high[0])
     assert (waits <= 4) == preemption
-    assert (found.scheduler.load()["preempted"] > 0) == preemption
+    assert (found.scheduler.get_load()["preempted"] > 0) == preemption
     found.run()  # every token is what an undisturbed run yields
     assert all(len(found.requests[rid].got) == 60 for rid in low)
 
 
-def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway() -> None:
+def test_no_preemption_for_a_request_that_would_not_fit() -> None:
     found = rig("priority", page_size=16, num_pages=101, max_running=8, token_budget=2048, max_context=4096, growth_reserve=1)
     found.add([1] * 900, params(400))  # the oldest, which is never preempted
     found.step()
@@ -141,65 +143,65 @@ def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway() -> None:
     large = found.add([4] * 1200, params(10), priority=10)
     for _ in range(120):
         found.step()
-    assert found.scheduler.load()["preempted"] == 0
+    assert found.scheduler.get_load()["preempted"] == 0
     assert all(len(found.requests[rid].got) == 100 for rid in small)
     assert not found.requests[large].got
     found.run()
 
 
-def test_no_more_are_preempted_than_are_needed() -> None:
+def test_no_more_requests_are_preempted_than_necessary() -> None:
     found = rig("priority", page_size=4, num_pages=41, token_budget=256, growth_reserve=0)
     for i in range(4):
         found.add(prompt(28, 10 * i), params(8))
     found.step()
     found.add(prompt(48, 90), params(3), priority=1)
     found.run()
-    assert found.scheduler.load()["preempted"] == 1
+    assert found.scheduler.get_load()["preempted"] == 1
 
 
-def test_pages_that_others_hold_too_make_no_room() -> None:
+def test_pages_shared_with_other_requests_do_not_count_as_freed() -> None:
     found = rig("priority", page_size=4, num_pages=40, max_running=8, token_budget=256, max_context=160)
     shared = prompt(96, 0)
-    for i in range(3):  # 24 pages in common, and one or two of each one's own
+    for i in range(3):  # 24 common pages, and one or two private ones each
         found.add([*shared, i], params(6))
         found.step()
-    found.add(prompt(60, 50), params(2), priority=1)  # 15 pages, where 9 are free and 4 would be with two gone
+    found.add(prompt(60, 50), params(2), priority=1)  # needs 15 pages: 9 are free, and preempting two would free 4
     for _ in range(3):
         found.step()
-        assert found.scheduler.load()["preempted"] == 0
+        assert found.scheduler.get_load()["preempted"] == 0
     found.run()
 
 
-def test_a_preemption_for_priority_is_no_sign_of_a_shortage() -> None:
+def test_a_preemption_for_priority_does_not_raise_the_growth_reserve() -> None:
     found = rig("priority", max_running=2, growth_reserve=8)
     for i in range(2):
         found.add(prompt(20, i), params(30))
     found.step()
     found.add(prompt(20, 7), params(2), priority=1)
     found.step()
-    assert found.scheduler.load()["preempted"] == 1
-    assert found.scheduler._planner._ahead == 8
+    assert found.scheduler.get_load()["preempted"] == 1
+    assert found.scheduler._planner._growth_reserve == 8
 
 
-def test_equal_priorities_push_nobody() -> None:
+def test_equal_priorities_preempt_none() -> None:
     found = rig("priority", max_running=2)
     for i in range(4):
         found.add(prompt(20, i), params(30), priority=3)
     found.run()
-    assert found.scheduler.load()["preempted"] == 0
+    assert found.scheduler.get_load()["preempted"] == 0
 
 
 # ageing ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof"])
-def test_nobody_is_passed_over_for_ever(policy: str) -> None:
+def test_no_request_starves(policy: str) -> None:
     found = rig(policy, max_running=1, token_budget=64)
     stem = prompt(64, 0)
     found.add(stem, params(2))
     while found.step():
         pass
-    unlucky = found.add(prompt(40, 77), params(1))  # no cached prefix, short output: last by all three
+    unlucky = found.add(prompt(40, 77), params(1))  # no cached prefix, short output: last in all three orders
     for i in range(200):
         found.add([*stem, i % VOCAB], params(4))
         found.now += 0.5
@@ -211,7 +213,7 @@ def test_nobody_is_passed_over_for_ever(policy: str) -> None:
     found.run()
 
 
-def test_policies_are_left_alone_while_nobody_is_late() -> None:
+def test_late_requests_go_first() -> None:
     from frame.core.interfaces.scheduling import late_first
     from frame.core.scheduling.request import Request
 

@@ -1,4 +1,5 @@
-"""Faults in the books are found, named and repaired; the requests go on as if nothing had happened."""
+"""The self-check finds and repairs leaked pages, locks and slots; running requests are not
+affected."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CONFIG = SchedulerConfig(page_size=4, num_pages=40, max_running=4, token_budget=
 
 
 def lose_a_page(scheduler: Scheduler) -> None:
-    scheduler._running.kv_manager.take(3)
+    scheduler._running.kv_manager.allocate_pages(3)
 
 
 def lose_an_unlock(scheduler: Scheduler) -> None:
@@ -35,7 +36,7 @@ def lose_a_slot(scheduler: Scheduler) -> None:
 DONE = [9] * 12
 FAULTS: dict[str, tuple[Callable[[Scheduler], None], str, str]] = {
     "page": (lose_a_page, "3 pages leaked", "3 leaked pages were reclaimed"),
-    "lock": (lose_an_unlock, "locked pages, running requests share", "the locks were set anew"),
+    "lock": (lose_an_unlock, "locked pages, running requests share", "the locks were reset"),
     "slot": (lose_a_slot, "1 request slots leaked", "1 lost request slots were reclaimed"),
 }
 
@@ -53,11 +54,11 @@ def test_fault_is_found_and_repaired(fault: str) -> None:
     for _ in range(6):
         rig.step()
     rig.scheduler.check_integrity()
-    assert rig.scheduler.repair() == []
+    assert rig.scheduler.repair_integrity() == []
     cause(rig.scheduler)
     with pytest.raises(RuntimeError, match=found):
         rig.scheduler.check_integrity()
-    repairs = rig.scheduler.repair()
+    repairs = rig.scheduler.repair_integrity()
     assert len(repairs) == 1
     assert done in repairs[0]
     rig.run()
@@ -73,4 +74,4 @@ def test_a_page_with_two_holders_cannot_be_repaired() -> None:
     table = rig.scheduler._running.table.arrays
     table.page_table[0, table.num_pages[0] - 1] = table.page_table[1, table.num_pages[1] - 1]
     with pytest.raises(RuntimeError, match="held twice"):
-        rig.scheduler.repair()
+        rig.scheduler.repair_integrity()

@@ -1,4 +1,4 @@
-"""A scheduling policy at fault: it is named in the log, and requests are served all the same."""
+"""A faulty scheduling policy is logged by name, and requests are still served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.scheduling.policy_guard import QUIET, GuardedPolicy
+from frame.core.scheduling.policy_guard import LOG_INTERVAL, GuardedPolicy
 from frame.core.scheduling.request import Request
 from frame.testing.conformance_policies import VIEW, example_requests
 from frame.testing.scheduler_rig import SchedulerRig
@@ -18,7 +18,7 @@ from tests.core.scheduling.small_rig import config, params, prompt
 
 
 class Faulty(SchedulingPolicy):
-    """Does as it was told."""
+    """Orders by the given function."""
 
     def __init__(self, answer: Callable[[Sequence[Request]], Any]) -> None:
         self._answer = answer
@@ -32,7 +32,7 @@ def raises(waiting: Sequence[Request]) -> Any:
     raise KeyError("no such weight")
 
 
-def breaks_off(waiting: Sequence[Request]) -> Iterator[Request]:
+def fails_midway(waiting: Sequence[Request]) -> Iterator[Request]:
     yield waiting[-1]
     raise KeyError("no such weight")
 
@@ -45,7 +45,7 @@ def empties(waiting: Any) -> Any:
 FOREIGN = example_requests(1, seed=9)[0]
 FAILING: dict[str, Callable[[Any], Any]] = {
     "raises": raises,
-    "breaks off": breaks_off,
+    "fails midway": fails_midway,
     "empties": empties,
     "returns none": lambda waiting: None,
     "a number": lambda waiting: 3,
@@ -62,9 +62,9 @@ def view(now: float) -> SchedulerView:
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_requests_keep_their_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    expected = [waiting[-1], *waiting[:-1]] if name == "breaks off" else waiting  # what it ordered before it failed counts
+    expected = [waiting[-1], *waiting[:-1]] if name == "fails midway" else waiting  # its order before the fault is kept
     assert list(GuardedPolicy(Faulty(FAILING[name])).order(list(waiting), VIEW)) == expected
     (record,) = caplog.records
     assert "tests.core.scheduling.test_policy_guard.Faulty" in record.getMessage() and "Error" in record.getMessage()
@@ -72,19 +72,19 @@ def test_what_waits_keeps_its_order_when_the_policy_fails(name: str, caplog: pyt
 
 
 @pytest.mark.parametrize("name", EXCESSIVE)
-def test_requests_are_left_out_that_the_policy_was_not_given(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_duplicate_and_foreign_requests_are_skipped(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
     assert list(GuardedPolicy(Faulty(EXCESSIVE[name])).order(list(waiting), VIEW)) == waiting
-    assert ["left out" in record.getMessage() for record in caplog.records] == [True]
+    assert ["skipped" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_part_of_what_waits_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_partial_order_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
     assert list(GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).order(waiting, VIEW)) == [waiting[3], waiting[0]]
     assert not caplog.records
 
 
-def test_a_lazy_order_is_read_as_far_as_it_is_needed() -> None:
+def test_a_lazy_order_is_read_only_as_far_as_needed() -> None:
     waiting, read = example_requests(5), []
 
     def lazily(given: Sequence[Request]) -> Iterator[Request]:
@@ -97,28 +97,28 @@ def test_a_lazy_order_is_read_as_far_as_it_is_needed() -> None:
     assert read == waiting[:2]
 
 
-def test_an_order_without_end_ends() -> None:
+def test_an_endless_order_is_cut() -> None:
     waiting = example_requests(5)
     assert list(GuardedPolicy(Faulty(lambda given: repeat(FOREIGN))).order(waiting, VIEW)) == []
 
 
-def test_a_policy_that_goes_on_failing_is_named_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_faults_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     policy = GuardedPolicy(Faulty(raises))
     for step in range(1000):
-        list(policy.order([], view(step * QUIET / 400)))
+        list(policy.order([], view(step * LOG_INTERVAL / 400)))
     assert len(caplog.records) == 3
 
 
 @pytest.mark.parametrize("name", [*FAILING, *EXCESSIVE])
-def test_requests_are_served_under_a_policy_at_fault(name: str) -> None:
+def test_requests_are_served_under_a_faulty_policy(name: str) -> None:
     made = SchedulerRig(config(max_running=2), Faulty((FAILING | EXCESSIVE)[name]))
     for i in range(8):
         made.add(prompt(9, i), params(max_tokens=5))
     made.run()
 
 
-class FaultyInChoice(SchedulingPolicy):
-    """Raises when it is asked who gives way."""
+class FaultyVictim(SchedulingPolicy):
+    """Raises when it is asked for a victim or about a preemption."""
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
@@ -130,17 +130,17 @@ class FaultyInChoice(SchedulingPolicy):
         raise KeyError("no such weight")
 
 
-def names_the_oldest(running: Sequence[Request]) -> Request | None:
+def chooses_the_oldest(running: Sequence[Request]) -> Request | None:
     return running[0]
 
 
-def names_a_stranger(running: Sequence[Request]) -> Request | None:
+def chooses_an_unknown_request(running: Sequence[Request]) -> Request | None:
     return FOREIGN
 
 
-@pytest.mark.parametrize("choose", [names_the_oldest, names_a_stranger, raises])
-def test_nobody_is_retracted_whom_the_policy_may_not_name(choose: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
-    class Chooses(FaultyInChoice):
+@pytest.mark.parametrize("choose", [chooses_the_oldest, chooses_an_unknown_request, raises])
+def test_an_invalid_victim_is_rejected(choose: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+    class Chooses(FaultyVictim):
         def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             found: Request | None = choose(running)
             return found
@@ -150,8 +150,8 @@ def test_nobody_is_retracted_whom_the_policy_may_not_name(choose: Callable[[Any]
     assert "asked for a victim" in record.getMessage()
 
 
-def test_the_policy_s_own_choice_counts() -> None:
-    class Second(FaultyInChoice):
+def test_a_valid_victim_is_used() -> None:
+    class Second(FaultyVictim):
         def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             return running[1]
 
@@ -164,10 +164,10 @@ def test_the_policy_s_own_choice_counts() -> None:
     assert policy.may_preempt and policy.preempts(FOREIGN, running[0], 0.0) and not policy.preempts(FOREIGN, FOREIGN, 0.0)
 
 
-def test_requests_are_served_when_pages_run_out_and_the_choice_of_who_gives_way_fails(caplog: pytest.LogCaptureFixture) -> None:
-    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyInChoice())
+def test_requests_are_served_when_pages_run_out_and_the_policy_fails(caplog: pytest.LogCaptureFixture) -> None:
+    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyVictim())
     for i in range(6):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()
-    assert made.scheduler.load()["preempted"] > 0
-    assert "FaultyInChoice" in caplog.records[0].getMessage()
+    assert made.scheduler.get_load()["preempted"] > 0
+    assert "FaultyVictim" in caplog.records[0].getMessage()

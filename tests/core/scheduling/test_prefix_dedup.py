@@ -1,4 +1,5 @@
-"""Prompts that begin alike and arrive together: one computes what they share, the others wait for it and find it cached."""
+"""In-batch prefix sharing: of prompts with a common prefix one computes it, and the others wait and
+read it from the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Generate
-from frame.core.scheduling.prefix_dedup import LEAST, InBatchPrefixSharing
+from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS, InBatchPrefixSharing
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
@@ -18,7 +19,7 @@ from frame.testing.fake_runner import FakeRunner, continuation
 from frame.testing.local_loop import LocalLoop
 
 VOCAB, PAGE = 97, 4
-SHARED = [(3 * place) % VOCAB for place in range(2 * LEAST)]
+SHARED = [(3 * place) % VOCAB for place in range(2 * MIN_SHARED_TOKENS)]
 
 
 def request(tokens, namespace=""):
@@ -34,13 +35,13 @@ def request(tokens, namespace=""):
         (SHARED, SHARED, len(SHARED)),
         (SHARED, [*SHARED, 1, 2], len(SHARED)),
         ([*SHARED, 5, 6], [*SHARED, 5, 7], len(SHARED) + 1),
-        ([*SHARED[:LEAST], 90, 1], [*SHARED[:LEAST], 91, 1], LEAST),
+        ([*SHARED[:MIN_SHARED_TOKENS], 90, 1], [*SHARED[:MIN_SHARED_TOKENS], 91, 1], MIN_SHARED_TOKENS),
         ([1, *SHARED], SHARED, 0),
-        (SHARED[:LEAST], SHARED, 0),
+        (SHARED[:MIN_SHARED_TOKENS], SHARED, 0),
         ([], SHARED, 0),
     ],
 )
-def test_common_tokens(one, other, shared):
+def test_find_the_longest_common_prefix(one, other, shared):
     running = request(one)
     assert InBatchPrefixSharing([running]).find(request(other)) == ((running, shared) if shared else (None, 0))
 
@@ -50,10 +51,10 @@ def test_tenants_share_nothing():
 
 
 def test_waiting_must_save_half_of_the_work():
-    starts = InBatchPrefixSharing([])
-    assert starts.is_worth_waiting(4096, 0, 4160)
-    assert not starts.is_worth_waiting(4096, 4000, 4160)
-    assert not starts.is_worth_waiting(LEAST, 0, 4 * LEAST)
+    sharing = InBatchPrefixSharing([])
+    assert sharing.is_worth_waiting(4096, 0, 4160)
+    assert not sharing.is_worth_waiting(4096, 4000, 4160)
+    assert not sharing.is_worth_waiting(MIN_SHARED_TOKENS, 0, 4 * MIN_SHARED_TOKENS)
 
 
 def make_loop(overlap, budget=2048, page=PAGE):
@@ -65,7 +66,7 @@ def make_loop(overlap, budget=2048, page=PAGE):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_prompts_share_is_computed_once(overlap):
+def test_a_common_prefix_is_computed_once(overlap):
     prompts = [[*SHARED, *range(row + 1)] for row in range(8)] + [[7, 8, 9]]
     loop = make_loop(overlap)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -75,10 +76,10 @@ def test_what_prompts_share_is_computed_once(overlap):
 
 
 def first_tokens(loop, limit=200):
-    """By request, the step that brings its first token."""
+    """By request, the number of the step that yields its first token."""
     scheduler, found, step = loop.scheduler, {}, 0
     while not scheduler.is_idle and step < limit:
-        batch = scheduler.next_batch()
+        batch = scheduler.schedule_batch()
         tokens = scheduler.commit(batch, loop.runner.launch(batch).wait())
         scheduler.check_integrity()
         step += 1
@@ -89,11 +90,12 @@ def first_tokens(loop, limit=200):
 
 def add(loop, rid, tokens, output=0, max_tokens=8):
     params = SamplingParams(temperature=0.0, max_tokens=output + max_tokens, ignore_eos=True)
-    assert loop.scheduler.add(Generate(rid=rid, token_ids=[*tokens, *[5] * output], params=params, output_len=output)) is None
+    assert loop.scheduler.add_request(Generate(rid=rid, token_ids=[*tokens, *[5] * output], params=params, output_len=output)) is None
 
 
-def test_recovered_requests_do_not_wait_for_each_other_s_end():
-    """A request that comes back with output is prefilled past its prompt; what it shares is cached when its prefill is done."""
+def test_recovered_requests_do_not_wait_for_each_other_to_end():
+    """The prefill of a recovered request covers its output; the shared prefix is cached when that
+    prefill is done."""
     loop = make_loop(False, budget=520)
     for number in range(6):
         add(loop, f"r{number}", [*SHARED, number, 2, 3, 4], output=300, max_tokens=300)
@@ -107,7 +109,7 @@ def test_a_new_request_does_not_wait_for_the_end_of_a_preempted_one():
     scheduler = loop.scheduler
     add(loop, "old", [*SHARED, 1, 2, 3, 4], max_tokens=1500)
     for _ in range(600):
-        batch = scheduler.next_batch()
+        batch = scheduler.schedule_batch()
         scheduler.commit(batch, loop.runner.launch(batch).wait())
     scheduler._planner.preempt(scheduler._requests["old"])
     scheduler.flush_cache()
@@ -115,7 +117,7 @@ def test_a_new_request_does_not_wait_for_the_end_of_a_preempted_one():
     assert first_tokens(loop, limit=20)["new"] <= 6
 
 
-def test_nobody_waits_behind_a_prefill_that_is_long_beside_what_it_saves():
+def test_no_request_waits_for_a_prefill_that_is_long_compared_to_the_shared_prefix():
     loop = make_loop(False, budget=640)
     add(loop, "long", [*SHARED[:300], *[7] * 3700])
     add(loop, "short", SHARED[:310])
@@ -123,7 +125,7 @@ def test_nobody_waits_behind_a_prefill_that_is_long_beside_what_it_saves():
     assert found == {"short": 2, "long": 7}
 
 
-def test_nobody_waits_for_less_than_a_page():
+def test_no_request_waits_for_less_than_a_page():
     loop = make_loop(False, page=1024)
     for number in range(2):
         add(loop, f"r{number}", [*SHARED, number])

@@ -1,4 +1,5 @@
-"""Slots, page-table rows and what waits for steps in flight, without a scheduler around them."""
+"""`RunningSet`, `RequestTable` and `KVCacheManager` without a scheduler: slots, page-table rows and
+deferred releases."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.request import Request, RequestStatus
-from frame.core.scheduling.request_slots import FIRST, LOGPROBS, MIN_STOP_WIDTH, TOKEN_BUFFER, RequestTable
-from frame.core.scheduling.running import InFlight, RunningSet
+from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, MIN_STOP_WIDTH, TOKEN_BUFFER, RequestTable
+from frame.core.scheduling.running import RunningSet, StepRecord
 from frame.testing.scheduler_rig import OldestFirst
 
 
@@ -40,63 +41,63 @@ def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), param
     return made
 
 
-def entered(on: RunningSet, made: Request) -> Request:
-    on.enter(made, on.kv_manager.lock_prefix(made))
+def added(on: RunningSet, made: Request) -> Request:
+    on.add_request(made, on.kv_manager.lock_prefix(made))
     return made
 
 
-def step(on: RunningSet, number: int, slots: list[int]) -> InFlight:
+def step(on: RunningSet, number: int, slots: list[int]) -> StepRecord:
     a, rows = on.table.arrays, np.array(slots, np.intp)
     a.last_step[rows] = number
     ones = np.ones(len(rows), np.int32)
-    record = InFlight(number, rows, a.epoch[rows], a.num_computed_tokens[rows], ones, ones.astype(np.bool_), len(rows))
+    record = StepRecord(number, rows, a.epoch[rows], a.num_computed_tokens[rows], ones, ones.astype(np.bool_), len(rows))
     on.in_flight.append(record)
     return record
 
 
-def test_the_row_of_a_request_from_start_to_end() -> None:
+def test_a_page_table_row_from_start_to_end() -> None:
     on = running()
-    made = entered(on, request(0, [1, 2, 3, 4, 5]))
+    made = added(on, request(0, [1, 2, 3, 4, 5]))
     kv_manager, a = on.kv_manager, on.table.arrays
-    assert kv_manager.grow(made.slot, 5)
+    assert kv_manager.grow_row(made.slot, 5)
     assert a.num_pages[made.slot] == 3
-    writes = kv_manager.take_writes()
+    writes = kv_manager.take_table_writes()
     assert writes[:, :2].tolist() == [[made.slot, 0], [made.slot, 1], [made.slot, 2]]
     assert a.page_table[made.slot, :3].tolist() == writes[:, 2].tolist()
-    assert not kv_manager.grow(made.slot, 16 + 8)
-    assert len(kv_manager.take_writes()) == 0
-    assert len(kv_manager.share(made, 5)) == 0
+    assert not kv_manager.grow_row(made.slot, 16 + 8)
+    assert len(kv_manager.take_table_writes()) == 0
+    assert len(kv_manager.cache_prefill(made, 5)) == 0
     assert kv_manager.shared_pages(made.slot).tolist() == writes[:2, 2].tolist()
     assert kv_manager.private_pages(made.slot).tolist() == writes[2:, 2].tolist()
-    kv_manager.write_again(np.array([made.slot]))
-    assert kv_manager.take_writes().tolist() == writes.tolist()
+    kv_manager.repeat_table_writes(np.array([made.slot]))
+    assert kv_manager.take_table_writes().tolist() == writes.tolist()
     a.num_computed_tokens[made.slot] = 5
-    on.leave(made, keep=True, state=RequestStatus.FINISHED)
+    on.remove_request(made, keep=True, state=RequestStatus.FINISHED)
     assert (kv_manager.cache.num_evictable, kv_manager.allocator.num_free) == (2, 7)
     assert on.take_released() == [0]
     assert on.take_released() == []
 
 
-def test_take_evicts_only_when_that_is_enough() -> None:
+def test_allocation_evicts_only_if_enough_pages_can_be_freed() -> None:
     on = running()
-    first = entered(on, request(0, [1, 2, 3, 4]))
-    on.kv_manager.grow(first.slot, 4)
+    first = added(on, request(0, [1, 2, 3, 4]))
+    on.kv_manager.grow_row(first.slot, 4)
     on.table.arrays.num_computed_tokens[first.slot] = 4
-    on.leave(first, keep=True, state=RequestStatus.FINISHED)
+    on.remove_request(first, keep=True, state=RequestStatus.FINISHED)
     assert on.kv_manager.num_available == 9
-    assert on.kv_manager.take(10) is None
+    assert on.kv_manager.allocate_pages(10) is None
     assert on.kv_manager.cache.num_evictable == 2
-    assert len(on.kv_manager.take(8) if on.kv_manager.num_available else []) == 8
+    assert len(on.kv_manager.allocate_pages(8) if on.kv_manager.num_available else []) == 8
     assert on.kv_manager.cache.num_evictable == 1
 
 
-def test_what_a_step_in_flight_uses_comes_back_after_it() -> None:
+def test_pages_and_slots_in_flight_are_freed_at_the_commit() -> None:
     on = running()
-    made = entered(on, request(0, [1, 2, 3, 4]))
-    on.kv_manager.grow(made.slot, 4)
+    made = added(on, request(0, [1, 2, 3, 4]))
+    on.kv_manager.grow_row(made.slot, 4)
     slot = made.slot
     step(on, 7, [slot])
-    on.leave(made, keep=False, state=RequestStatus.FINISHED)
+    on.remove_request(made, keep=False, state=RequestStatus.FINISHED)
     assert (on.num_deferred_pages, on.num_deferred_slots) == (2, 1)
     assert (on.kv_manager.allocator.num_free, on.table.num_free) == (7, 1)
     with pytest.raises(RuntimeError, match="step 8 is committed out of order: the oldest step in flight is 7"):
@@ -111,34 +112,34 @@ def test_what_a_step_in_flight_uses_comes_back_after_it() -> None:
 def test_requests_are_kept_in_order_of_arrival() -> None:
     on = running(slots=3)
     for index in (4, 1, 3):
-        entered(on, request(index, [index]))
+        added(on, request(index, [index]))
     assert [made.index for made in on.requests] == [1, 3, 4]
     assert [setup.slot for setup in on.take_setups()] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="request slot 1 is empty"):
-        on.leave(on.requests[0], keep=False, state=RequestStatus.WAITING)
-        on.table.request(1)
+        on.remove_request(on.requests[0], keep=False, state=RequestStatus.WAITING)
+        on.table.get_request(1)
 
 
-def test_the_table_moves_tokens_to_the_request_and_widens_for_stop_ids() -> None:
+def test_the_table_flushes_tokens_and_widens_for_stop_ids() -> None:
     on = running()
-    made = entered(on, request(0, [1, 2], params=SamplingParams(logprobs=1)))
+    made = added(on, request(0, [1, 2], params=SamplingParams(logprobs=1)))
     a, slots = on.table.arrays, np.array([made.slot])
-    assert a.special[made.slot] == FIRST | LOGPROBS
+    assert a.special[made.slot] == FIRST_TOKEN | LOGPROBS
     for token in range(TOKEN_BUFFER + 3):
-        known = on.table.append(slots, np.array([token], np.int32))
-    assert known.tolist() == [TOKEN_BUFFER + 5]
+        num_committed = on.table.append_tokens(slots, np.array([token], np.int32))
+    assert num_committed.tolist() == [TOKEN_BUFFER + 5]
     assert list(made.output) == list(range(TOKEN_BUFFER))
-    on.table.flush(made.slot)
+    on.table.flush_tokens(made.slot)
     assert list(made.output) == list(range(TOKEN_BUFFER + 3))
-    other = entered(on, request(1, [1], stop_ids=tuple(range(MIN_STOP_WIDTH + 2))))
+    other = added(on, request(1, [1], stop_ids=tuple(range(MIN_STOP_WIDTH + 2))))
     assert a.stop_ids[other.slot].tolist() == list(range(MIN_STOP_WIDTH + 2))
     assert set(a.stop_ids[made.slot].tolist()) == {-1}
 
 
-def test_a_result_of_another_size_is_refused() -> None:
+def test_a_result_of_the_wrong_size_is_refused() -> None:
     on = running()
-    made = entered(on, request(0, [1, 2]))
+    made = added(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
-    outcome = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8))
+    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8))
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 sampling rows"):
-        outcome.apply(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))
+        processor.process_step(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

@@ -1,4 +1,4 @@
-"""How the scheduler batches, and what stays bounded while it does."""
+"""Batches, stops, seeds and load counters of the scheduler, and that its state stays bounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from frame.core.interfaces.scheduling import SchedulerView
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate
-from frame.core.scheduling.planner import MATCH_WINDOW, WINDOW
+from frame.core.scheduling.planner import POLICY_MATCH_WINDOW, POLICY_WINDOW
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler
 from frame.testing.fake_runner import FakeRunner, continuation
@@ -21,15 +21,15 @@ from tests.core.scheduling.small_rig import GREEDY, VOCAB, Recorder, config, par
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_decodes_come_first_and_prompts_are_cut_to_the_budget(overlap: bool) -> None:
-    scheduler = rig(overlap=overlap, token_budget=10)
-    scheduler.add(prompt(4), params(max_tokens=20))
-    scheduler.step()
-    scheduler.add(prompt(25, 50), params())
+    made = rig(overlap=overlap, token_budget=10)
+    made.add(prompt(4), params(max_tokens=20))
+    made.step()
+    made.add(prompt(25, 50), params())
     seen = []
-    launch = scheduler.runner.launch
-    scheduler.runner.launch = lambda batch: (seen.append(batch), launch(batch))[1]  # type: ignore[method-assign]
+    launch = made.runner.launch
+    made.runner.launch = lambda batch: (seen.append(batch), launch(batch))[1]  # type: ignore[method-assign]
     for _ in range(4):
-        scheduler.step()
+        made.step()
     assert [(b.num_decodes, b.num_scheduled.tolist(), b.samples.tolist()) for b in seen] == [
         (1, [1, 10], [True, False]),
         (1, [1, 10], [True, False]),
@@ -38,21 +38,21 @@ def test_decodes_come_first_and_prompts_are_cut_to_the_budget(overlap: bool) -> 
     ]
     assert [len(b.token_ids) for b in seen] == [10, 10, 5, 0]
     assert [b.num_computed.tolist() for b in seen][:3] == [[4, 0], [5, 10], [6, 20]]
-    scheduler.run()
+    made.run()
 
 
-def test_overlap_builds_the_next_step_before_the_last_is_committed() -> None:
+def test_overlap_schedules_a_step_before_the_last_is_committed() -> None:
     made = rig(overlap=True)
     made.add(prompt(4), params(max_tokens=5))
     batches = []
     for _ in range(2):
-        batch = made.scheduler.next_batch(0.0)
+        batch = made.scheduler.schedule_batch(0.0)
         assert batch is not None
         batches.append((batch, made.runner.launch(batch)))
     assert batches[1][0].num_decodes == 1
     assert len(batches[1][0].token_ids) == 0
     with pytest.raises(RuntimeError, match="commit the oldest first"):
-        made.scheduler.next_batch(0.0)
+        made.scheduler.schedule_batch(0.0)
     with pytest.raises(RuntimeError, match="step 1 is committed out of order: the oldest step in flight is 0"):
         made.scheduler.commit(batches[1][0], batches[1][1].wait())
     for batch, step in batches:
@@ -63,12 +63,12 @@ def test_overlap_builds_the_next_step_before_the_last_is_committed() -> None:
 def test_without_overlap_only_one_step_is_in_flight() -> None:
     made = rig()
     made.add(prompt(4), GREEDY)
-    assert made.scheduler.next_batch(0.0) is not None
+    assert made.scheduler.schedule_batch(0.0) is not None
     with pytest.raises(RuntimeError, match="commit the oldest first"):
-        made.scheduler.next_batch(0.0)
+        made.scheduler.schedule_batch(0.0)
 
 
-def test_a_length_stop_wastes_no_row_and_an_eos_stop_wastes_one() -> None:
+def test_under_overlap_only_a_stop_token_wastes_a_row() -> None:
     for stops, rows in ((False, 0), (True, 1)):
         made = rig(overlap=True)
         whole = continuation(prompt(4), GREEDY, 0, VOCAB, 6)
@@ -81,7 +81,7 @@ def test_a_length_stop_wastes_no_row_and_an_eos_stop_wastes_one() -> None:
         assert finish == (Finish("stop", matched=whole[5]) if stops else Finish("length"))
 
 
-def test_one_slot_is_used_again_and_again_under_overlap() -> None:
+def test_a_single_slot_is_reused_under_overlap() -> None:
     made = rig(overlap=True, max_running=1, num_pages=8, max_context=28)
     for i in range(12):
         made.add(prompt(5 + i % 7, i), params(max_tokens=1 + i % 5, stop_token_ids=tuple(range(0, VOCAB, 5)), ignore_eos=False))
@@ -95,7 +95,7 @@ def test_stops(overlap: bool) -> None:
     by_eos = made.add(prompt(6), params(ignore_eos=False, max_tokens=40))
     ignoring = made.add(prompt(6), params(max_tokens=12))
     late = made.add(prompt(6), params(ignore_eos=False, max_tokens=12, min_tokens=5))
-    own = made.add(prompt(6), params(max_tokens=12, stop_token_ids=(*range(50, 60), whole[1])))  # they hold where EOS is ignored
+    own = made.add(prompt(6), params(max_tokens=12, stop_token_ids=(*range(50, 60), whole[1])))  # these also end a request that ignores EOS
     made.run()
     assert made.requests[by_eos].got == whole[:4]
     assert made.requests[by_eos].finish == Finish("stop", matched=whole[3])
@@ -105,7 +105,7 @@ def test_stops(overlap: bool) -> None:
     assert made.requests[own].finish.matched in (whole[1], *range(50, 60))
 
 
-def test_no_max_tokens_means_up_to_the_end_of_context_or_cache() -> None:
+def test_without_max_tokens_a_request_ends_at_the_context_or_cache_limit() -> None:
     made = rig(max_context=30)
     first = made.add(prompt(6), params(max_tokens=None))
     made.run()
@@ -116,15 +116,15 @@ def test_no_max_tokens_means_up_to_the_end_of_context_or_cache() -> None:
     assert len(made.requests[first].got) == 15
 
 
-def test_seeds_are_drawn_from_the_configured_one() -> None:
+def test_seeds_derive_from_the_configured_seed() -> None:
     def run(seed: int) -> list[list[int]]:
         made = Scheduler(config(seed=seed), RadixCache(4, OldestFirst()), PagedAllocator(65), policy())
         runner = FakeRunner(65, 4, 4, 25, VOCAB)
         for i in range(3):
-            assert made.add(Generate(rid=str(i), token_ids=prompt(5), params=SamplingParams(max_tokens=4))) is None
+            assert made.add_request(Generate(rid=str(i), token_ids=prompt(5), params=SamplingParams(max_tokens=4))) is None
         rows: dict[str, list[int]] = {}
         while not made.is_idle:
-            batch = made.next_batch()
+            batch = made.schedule_batch()
             assert batch is not None
             tokens = made.commit(batch, runner.launch(batch).wait())
             for rid, ids in zip(tokens.rids, tokens.token_ids, strict=True):
@@ -135,24 +135,24 @@ def test_seeds_are_drawn_from_the_configured_one() -> None:
     assert run(1)[0] != run(1)[1]
 
 
-def test_a_readmitted_request_goes_on_where_it_was() -> None:
+def test_a_recovered_request_continues_its_output() -> None:
     whole = continuation(prompt(6), params(temperature=1.0), 9, VOCAB, 12)
     made = rig()
     message = Generate(rid="again", token_ids=prompt(6) + whole[:5], output_len=5, params=params(max_tokens=12, temperature=1.0, seed=9))
-    assert made.scheduler.add(message) is None
+    assert made.scheduler.add_request(message) is None
     got: list[int] = []
     while not made.scheduler.is_idle:
-        batch = made.scheduler.next_batch(0.0)
+        batch = made.scheduler.schedule_batch(0.0)
         assert batch is not None
         assert not batch.setups or batch.setups[0].prompt_len == 6
         tokens = made.scheduler.commit(batch, made.runner.launch(batch).wait())
         got += tokens.token_ids[0] if tokens.rids else []
     assert got == whole[5:]
     done = Generate(rid="done", token_ids=prompt(6) + whole, output_len=12, params=params(max_tokens=12))
-    assert made.scheduler.add(done) == Finish("length")
+    assert made.scheduler.add_request(done) == Finish("length")
 
 
-def test_policies_see_a_bounded_window() -> None:
+def test_policies_see_at_most_a_window_of_the_queue() -> None:
     class Matching(Recorder):
         needs_matches = True
 
@@ -160,7 +160,7 @@ def test_policies_see_a_bounded_window() -> None:
             assert all(request.match is not None for request in waiting)
             return super().order(waiting, view)
 
-    for recorder, most in ((Recorder(), WINDOW), (Matching(), MATCH_WINDOW)):
+    for recorder, most in ((Recorder(), POLICY_WINDOW), (Matching(), POLICY_MATCH_WINDOW)):
         made = SchedulerRig(config(max_running=2, max_queued=1000), recorder)
         for i in range(300):
             made.add(prompt(3, i), params(max_tokens=1))
@@ -168,7 +168,7 @@ def test_policies_see_a_bounded_window() -> None:
         assert max(recorder.windows) == most
 
 
-def test_nothing_grows_with_the_number_of_requests_served() -> None:
+def test_state_does_not_grow_with_served_requests() -> None:
     made = rig(request_timeout=1e9)
     for i in range(400):
         made.add(prompt(4, i), params(max_tokens=1))
@@ -180,15 +180,15 @@ def test_nothing_grows_with_the_number_of_requests_served() -> None:
     made.check()
 
 
-def test_load_counts() -> None:
+def test_load_counters() -> None:
     made = rig()
     made.add(prompt(5), params(max_tokens=3))
     made.add(prompt(5), params(max_tokens=3))
-    assert made.scheduler.load()["waiting"] == 2
+    assert made.scheduler.get_load()["waiting"] == 2
     made.step()
-    load = made.scheduler.load()
+    load = made.scheduler.get_load()
     assert (load["running"], load["waiting"], load["total_pages"], load["used_pages"]) == (2, 0, 64, 3)
     while not made.scheduler.is_idle:
         made.step()
-    load = made.scheduler.load()
+    load = made.scheduler.get_load()
     assert (load["prompt_tokens"], load["generated_tokens"], load["used_pages"], load["evictable_pages"]) == (10, 6, 0, 1)

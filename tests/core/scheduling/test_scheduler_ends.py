@@ -1,4 +1,4 @@
-"""Refusals, deadlines, aborts, failures: whom they end, and whom they leave alone."""
+"""How requests end by refusal, deadline, abort or failure, without effect on others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.scheduling.small_rig import GREEDY, VOCAB, config, params, polic
 
 def refusal(message: Generate, **changes: Any) -> str:
     made = rig(**changes)
-    finish = made.scheduler.add(message)
+    finish = made.scheduler.add_request(message)
     assert finish is not None
     assert finish.reason == "error"
     assert made.scheduler.is_idle
@@ -21,7 +21,7 @@ def refusal(message: Generate, **changes: Any) -> str:
     return finish.error
 
 
-def test_refusals_do_the_arithmetic() -> None:
+def test_refusals_name_the_limits() -> None:
     one = Generate(rid="a", token_ids=prompt(90), params=params(max_tokens=20))
     assert refusal(one) == (
         "the prompt has 90 tokens and max_tokens is 20: 110 together, above the context of 100; "
@@ -41,7 +41,7 @@ def test_refusals_do_the_arithmetic() -> None:
     assert "it may have 64" in refusal(Generate(rid="a", token_ids=[1], params=params(stop_token_ids=tuple(range(65)))))
 
 
-def test_what_just_fits_runs_alone() -> None:
+def test_a_request_that_just_fits_runs() -> None:
     for overlap in (False, True):
         made = rig(num_pages=11, overlap=overlap)
         made.add(prompt(30), params(max_tokens=11))
@@ -53,13 +53,13 @@ def test_queue_is_bounded_and_ids_are_unique() -> None:
     made = rig(max_queued=2)
     for i in range(2):
         made.add(prompt(4, i), GREEDY)
-    full = made.scheduler.add(Generate(rid="third", token_ids=[1], params=GREEDY))
+    full = made.scheduler.add_request(Generate(rid="third", token_ids=[1], params=GREEDY))
     assert full is not None
     assert full.error is not None
     assert full.error.startswith("queue full: ")
     assert full.code == "queue_full"
     made.step()  # both are on the device now
-    twin = made.scheduler.add(Generate(rid="request-0", token_ids=[1], params=GREEDY))
+    twin = made.scheduler.add_request(Generate(rid="request-0", token_ids=[1], params=GREEDY))
     assert twin is not None
     assert twin.error == "request id request-0 is in use; choose another"
     assert (twin.code, twin.param) == ("invalid_request", "rid")
@@ -85,12 +85,12 @@ def test_deadlines_end_waiting_and_running_requests(overlap: bool) -> None:
     made.run()
 
 
-def test_a_deadline_runs_from_the_arrival() -> None:
-    """Not from the moment at which the request's grammar was ready."""
+def test_a_deadline_counts_from_the_arrival() -> None:
+    """It does not count from the time when the request's grammar was compiled."""
     made = rig(request_timeout=50.0)
     made.now = 100.0
     message = Generate(rid="late", token_ids=[1], params=params(max_tokens=60), deadline=5.0)
-    assert made.scheduler.add(message, None, 96.0) is None
+    assert made.scheduler.add_request(message, None, 96.0) is None
     assert made.scheduler._requests["late"].deadline == 101.0
 
 
@@ -102,19 +102,19 @@ def test_abort_in_every_state(overlap: bool) -> None:
     waiting = made.add(prompt(4, 2), params(max_tokens=50))
     for _ in range(3):
         made.step()
-    assert made.scheduler.load()["running"] == 2
+    assert made.scheduler.get_load()["running"] == 2
     for rid in (decoding, prefilling, waiting):
         made.abort(rid)
         made.abort(rid)
         made.scheduler.check_integrity()
         assert made.requests[rid].finish == Finish("abort")
-    made.scheduler.abort(["nobody"])
+    made.scheduler.abort(["unknown"])
     assert made.scheduler.drain_outputs() is None
     assert not made.scheduler.is_idle or not overlap
     made.run()
 
 
-def test_abort_of_all_and_with_a_reason() -> None:
+def test_abort_all_and_abort_with_a_reason() -> None:
     made = rig(max_running=1)
     for i in range(3):
         made.add(prompt(4, i), GREEDY)
@@ -129,7 +129,7 @@ def test_abort_of_all_and_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_row_that_is_not_finite_ends_alone(overlap: bool) -> None:
+def test_non_finite_logits_end_only_their_request(overlap: bool) -> None:
     bad = prompt(9, 3)
     made = SchedulerRig(config(overlap=overlap), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
     fine, broken = made.add(prompt(9), GREEDY), made.add(bad, GREEDY)
@@ -150,10 +150,10 @@ def test_a_failed_step_ends_its_requests_and_no_others(overlap: bool) -> None:
         made.add(prompt(8, i), params(max_tokens=20))
     made.step()
     made.commit()
-    batch = made.scheduler.next_batch(0.0)
+    batch = made.scheduler.schedule_batch(0.0)
     assert batch is not None
     made.runner.launch(batch).wait()
-    tokens = made.scheduler.fail(batch, "the device was lost")
+    tokens = made.scheduler.fail_step(batch, "the device was lost")
     assert sorted(tokens.rids) == ["request-0", "request-1"]
     assert {finish.error for finish in tokens.finishes.values()} == {"the device was lost"}
     made.scheduler.check_integrity()
@@ -163,7 +163,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(overlap: bool) -> None:
     assert made.requests["request-2"].got == made.requests["request-2"].whole
 
 
-def test_nothing_of_a_broken_step_is_cached() -> None:
+def test_a_failed_step_caches_nothing() -> None:
     bad = prompt(9, 3)
     made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: len(tokens) == 13)
     broken = made.add(bad, GREEDY)

@@ -1,4 +1,4 @@
-"""The prefix cache and a pool that runs full: what is shared, who is set back, and that no token changes."""
+"""Prefix sharing between requests, and preemption when pages run out: neither changes a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.scheduling.small_rig import GREEDY, Recorder, config, params, po
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_siblings_find_a_prefix_while_it_runs(overlap: bool) -> None:
+def test_a_request_shares_the_prefix_of_a_running_one(overlap: bool) -> None:
     made = rig(overlap=overlap)
     first = made.add(prompt(21), params(max_tokens=30))
     for _ in range(3):
@@ -26,7 +26,7 @@ def test_siblings_find_a_prefix_while_it_runs(overlap: bool) -> None:
     made.run()
 
 
-def test_the_answer_is_cached_too_and_the_last_token_is_always_computed() -> None:
+def test_output_is_cached_and_the_last_token_is_always_computed() -> None:
     made = rig()
     first = made.add(prompt(9), params(max_tokens=8))
     while not made.scheduler.is_idle:
@@ -36,26 +36,26 @@ def test_the_answer_is_cached_too_and_the_last_token_is_always_computed() -> Non
     elsewhere = made.add(prompt(9), GREEDY, namespace="another tenant")
     while not made.scheduler.is_idle:
         made.step()
-    assert made.requests[turn].cached == 16  # 17 tokens, 16 of them computed
-    assert made.requests[whole].cached == 7  # 8 are, but the last one must be computed
+    assert made.requests[turn].cached == 16  # of 17 tokens; K and V of the last one were not computed
+    assert made.requests[whole].cached == 7  # 8 are cached, but the last one is computed for its logits
     assert made.requests[elsewhere].cached == 0
-    assert made.scheduler.load()["cached_tokens"] == 23
+    assert made.scheduler.get_load()["cached_tokens"] == 23
     made.check()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_twins_that_start_together_end_up_sharing_pages(overlap: bool) -> None:
+def test_equal_prompts_that_start_together_end_up_sharing_pages(overlap: bool) -> None:
     made = rig(overlap=overlap, token_budget=64)
     for _ in range(2):
         made.add(prompt(16), params(max_tokens=12))
     for _ in range(4):
         made.step()
-    # 4 pages of prompt once, and a private page each
-    assert made.scheduler.load()["used_pages"] == 6
+    # 4 shared pages of the prompt, and one private page each
+    assert made.scheduler.get_load()["used_pages"] == 6
     made.run()
 
 
-def test_flush_keeps_what_is_in_use() -> None:
+def test_flush_keeps_pages_in_use() -> None:
     made = rig()
     for start in (10, 50):
         made.add(prompt(16, start), params(max_tokens=1))
@@ -63,31 +63,30 @@ def test_flush_keeps_what_is_in_use() -> None:
         made.step()
     running = made.add(prompt(16), params(max_tokens=9))
     made.step()
-    assert made.scheduler.flush_cache() == 4  # the prompt that nobody uses; the other's 4 pages are locked
+    assert made.scheduler.flush_cache() == 4  # of the unused prompt; the running request's 4 pages are locked
     made.run()
     assert made.requests[running].cached == 15
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_of_a_prompt_that_is_wholly_cached_one_token_is_computed_and_none_is_stored(overlap: bool, page_size: int) -> None:
+def test_a_fully_cached_prompt_computes_one_token_and_stores_none(overlap: bool, page_size: int) -> None:
     made = rig(overlap=overlap, page_size=page_size)
     made.add(prompt(16), params(max_tokens=9))
     while not made.scheduler.is_idle:
         made.step()
-    again = [made.add(prompt(16), params(max_tokens=9)) for _ in range(3)]  # which read one page in one step
+    again = [made.add(prompt(16), params(max_tokens=9)) for _ in range(3)]  # which read the same pages in one step
     computed = made.runner.num_tokens
     made.step()
     assert made.runner.num_tokens == computed + 3
-    assert made.scheduler.load()["used_pages"] == 16 // page_size
+    assert made.scheduler.get_load()["used_pages"] == 16 // page_size
     made.run()
     assert [made.requests[rid].cached for rid in again] == [15, 15, 15]
 
 
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_retraction_changes_no_token_and_spares_the_oldest(overlap: bool, page_size: int) -> None:
+def test_preemption_changes_no_token_and_spares_the_oldest(overlap: bool, page_size: int) -> None:
     recorder = Recorder()
     made = SchedulerRig(config(page_size=page_size, num_pages=1 + 48 // page_size, max_context=40, overlap=overlap), recorder)
     for i in range(6):
@@ -95,52 +94,52 @@ def test_retraction_changes_no_token_and_spares_the_oldest(overlap: bool, page_s
     made.run()
     assert recorder.victims
     assert all(victim != oldest for victim, oldest in recorder.victims)
-    assert made.scheduler.load()["preempted"] == len(recorder.victims)
-    # they come back cheaply: their computed prefix is still cached, unless it had to be evicted
+    assert made.scheduler.get_load()["preempted"] == len(recorder.victims)
+    # a preempted request recomputes little: its prefix stays cached unless it is evicted
     recomputed = made.runner.num_tokens - 6 * (8 + 27)
     assert recomputed < 30 * len(recorder.victims)
 
 
 @pytest.mark.parametrize("reserve", [0, 32])
-def test_the_growth_reserve_prevents_retraction(reserve: int) -> None:
+def test_the_growth_reserve_prevents_preemption(reserve: int) -> None:
     made = rig(num_pages=13, max_context=40, growth_reserve=reserve)
     for i in range(6):
         made.add(prompt(8, i), params(max_tokens=16))
     made.run()
-    assert (made.scheduler.load()["preempted"] == 0) == (reserve == 32)
+    assert (made.scheduler.get_load()["preempted"] == 0) == (reserve == 32)
 
 
-def test_long_answers() -> None:
+def test_long_outputs() -> None:
     made = rig(num_pages=200, max_context=400)
     for i in range(3):
         made.add(prompt(6, i), params(max_tokens=150 + 50 * i))
     made.run()
 
 
-def test_the_retracted_one_comes_back_before_others() -> None:
+def test_a_preempted_request_resumes_before_waiting_ones() -> None:
     ended: list[str] = []
     made = SchedulerRig(config(num_pages=13, max_running=3, max_context=41), policy())
     made.scheduler._on_finish = lambda request, finish: ended.append(request.rid)
     for i in range(5):
         made.add(prompt(8, i), params(max_tokens=30))
     made.run()
-    assert made.scheduler.load()["preempted"] > 0
+    assert made.scheduler.get_load()["preempted"] > 0
     assert ended == [f"request-{i}" for i in range(5)]
 
 
-def test_a_policy_that_names_nobody_cannot_stall_the_engine() -> None:
-    class Shy(Recorder):
+def test_a_policy_without_a_victim_does_not_stall_the_engine() -> None:
+    class NoVictim(Recorder):
         def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             return None
 
-    made = SchedulerRig(config(num_pages=11, max_context=40), Shy())
+    made = SchedulerRig(config(num_pages=11, max_context=40), NoVictim())
     for i in range(4):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()
-    assert made.scheduler.load()["preempted"] > 0
+    assert made.scheduler.get_load()["preempted"] > 0
 
 
-def test_a_policy_that_names_the_oldest_is_told_and_the_newest_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_chooses_the_oldest_is_logged_and_the_newest_is_preempted(caplog: pytest.LogCaptureFixture) -> None:
     class Wrong(Recorder):
         def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             return running[0]
@@ -149,12 +148,12 @@ def test_a_policy_that_names_the_oldest_is_told_and_the_newest_gives_way(caplog:
     for i in range(4):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()
-    assert made.scheduler.load()["preempted"] > 0
-    assert "Wrong, asked for a victim, named the oldest request" in caplog.records[0].getMessage()
+    assert made.scheduler.get_load()["preempted"] > 0
+    assert "Wrong, asked for a victim, returned the oldest request" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_priority_pushes_lower_ones_off(overlap: bool) -> None:
+def test_a_higher_priority_preempts_lower_ones(overlap: bool) -> None:
     ended: list[str] = []
     made = SchedulerRig(config(max_running=2, overlap=overlap), policy("priority"))
     made.scheduler._on_finish = lambda request, finish: ended.append(request.rid)
@@ -165,5 +164,5 @@ def test_priority_pushes_lower_ones_off(overlap: bool) -> None:
     urgent = made.add(prompt(8, 90), params(max_tokens=3), priority=5)
     made.run()
     assert ended[0] == urgent
-    assert made.scheduler.load()["preempted"] == 1
-    assert ended[1] == "request-0"  # the oldest was not pushed off
+    assert made.scheduler.get_load()["preempted"] == 1
+    assert ended[1] == "request-0"  # the oldest was not preempted

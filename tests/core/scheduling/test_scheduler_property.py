@@ -1,9 +1,9 @@
-"""Random life of a scheduler: adds, aborts, preemptions, steps, late commits, over tiny pools, all policies, overlap on and off.
+"""Property test of the scheduler: random adds, aborts, preemptions, steps and late commits, with
+tiny pools, all policies, and overlap on and off.
 
-The rig checks after each step that nobody waits without need, for a prefix that no step computes above all.
-
-The fake runner's tokens are hashes of what is read back through the page table, so whatever goes wrong with a page, a slot, a
-cached prefix or a retracted request shows as another token or as a refused step.
+The rig checks after each step that no request waits although there is room for it. The fake
+runner's tokens are hashes of what it reads back through the page table, so a fault with a page, a
+slot, a cached prefix or a preempted request shows as a wrong token or a refused step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         share=st.sampled_from([0.0, 0.5, 0.9]),
         preemption=st.booleans(),
         jump_forward=st.sampled_from([0, 2, 2, 4]),
-        least_shared=st.sampled_from([2, 4, 256]),
+        min_shared_tokens=st.sampled_from([2, 4, 256]),
     )
     def start(
         self,
@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         share: float,
         preemption: bool,
         jump_forward: int,
-        least_shared: int,
+        min_shared_tokens: int,
     ) -> None:
         config = SchedulerConfig(
             page_size=page_size,
@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             short_prompt_share=share,
             preemption=preemption,
             jump_forward=jump_forward,
-            least_shared=least_shared,
+            min_shared_tokens=min_shared_tokens,
         )
         self.rig = SchedulerRig(
             config, SCHEDULING[policy](), EVICTION[eviction](), prefix_cache=prefix_cache, is_invalid=is_invalid if invalid else None
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
         )
         tokens = [(stem * 11 + i) % VOCAB for i in range(stem_len)] + tail
-        if again and self.rig.requests:  # whole pages of what may be in the cache, all of it
+        if again and self.rig.requests:  # whole pages that may all be in the cache
             earlier = self.rig.requests[max(self.rig.requests)]
             known, size = [*earlier.message.token_ids, *earlier.got][:23], self.rig.config.page_size
             tokens = known[: len(known) // size * size] or tokens
@@ -172,7 +172,7 @@ TestScheduler = SchedulerMachine.TestCase
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", sorted(SCHEDULING))
 def test_crowd(policy: str, overlap: bool) -> None:
-    """Many requests over a pool that holds few: retraction, eviction and preemption all the time."""
+    """Many requests over a small pool: constant eviction and preemption."""
     rng = random.Random(policy)
     config = SchedulerConfig(
         page_size=4,
@@ -184,7 +184,7 @@ def test_crowd(policy: str, overlap: bool) -> None:
         eos_ids=(EOS,),
         overlap=overlap,
         growth_reserve=4,
-        least_shared=4,
+        min_shared_tokens=4,
     )
     rig = SchedulerRig(config, SCHEDULING[policy]())
     for i in range(80):
@@ -194,17 +194,18 @@ def test_crowd(policy: str, overlap: bool) -> None:
         for _ in range(rng.choice((0, 0, 2))):
             rig.step()
     rig.run()
-    assert rig.scheduler.load()["preempted"] > 0
-    assert rig.scheduler.load()["cached_tokens"] > 0
+    assert rig.scheduler.get_load()["preempted"] > 0
+    assert rig.scheduler.get_load()["cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", sorted(SCHEDULING))
 def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
-    """Room for everybody, and requests that come back past their prompts after their prefix was evicted: the rig sees that nobody waits."""
+    """Requests with a common prefix are preempted and their prefix is evicted, with room for all:
+    the rig checks that none waits."""
     rng = random.Random(policy)
     config = SchedulerConfig(
-        page_size=2, num_pages=1000, max_running=16, token_budget=12, max_context=64, vocab_size=VOCAB, overlap=overlap, least_shared=4
+        page_size=2, num_pages=1000, max_running=16, token_budget=12, max_context=64, vocab_size=VOCAB, overlap=overlap, min_shared_tokens=4
     )
     rig = SchedulerRig(config, SCHEDULING[policy]())
     planner = rig.scheduler._planner
@@ -218,4 +219,4 @@ def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
                 planner.preempt(request)
             rig.scheduler.flush_cache()
     rig.run()
-    assert rig.scheduler.load()["preempted"] > 0
+    assert rig.scheduler.get_load()["preempted"] > 0

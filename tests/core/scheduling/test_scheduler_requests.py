@@ -1,4 +1,4 @@
-"""What a request asks for besides tokens: log-probabilities and grammars."""
+"""Log-probabilities and grammars of requests in the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_logprobs_of_output_and_prompt(overlap: bool) -> None:
     plain = made.add(prompt(30, 4), params(max_tokens=20))
     made.run()
     found = made.requests[asked]
-    assert found.cached == 0  # logits of every prompt token are needed, so none comes from the cache
+    assert found.cached == 0  # prompt log-probabilities need every token's logits, so none is read from the cache
     assert [len(each.top[0]) for each in found.logprobs] == [2] * 4
     assert found.logprobs[0].top[0][0] == (found.got[0], found.logprobs[0].logprobs[0])
     assert found.prompt_logprobs is not None
@@ -31,7 +31,7 @@ def test_logprobs_of_output_and_prompt(overlap: bool) -> None:
 
 
 class Alternating:
-    """Allows even tokens, then odd ones, and so on; ends after `count`."""
+    """Allows even and odd tokens in turn; ends after `count` tokens."""
 
     def __init__(self, count: int) -> None:
         self.taken: list[int] = []
@@ -59,12 +59,12 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
         made.add(prompt(5, i), params(max_tokens=30))
     grammar = Alternating(20)
     message = Generate(rid="constrained", token_ids=prompt(5, 30), params=params(max_tokens=40))
-    assert made.scheduler.add(message, grammar) is None
+    assert made.scheduler.add_request(message, grammar) is None
     finishes = {}
     in_flight: list[Any] = []
     followed = 0
     while not made.scheduler.is_idle:
-        batch = made.scheduler.next_batch(0.0)
+        batch = made.scheduler.schedule_batch(0.0)
         if batch is not None:
             in_flight.append((batch, made.runner.launch(batch)))
         while len(in_flight) > (overlap and batch is not None):
@@ -73,13 +73,13 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
             finishes.update({tokens.rids[i]: finish for i, finish in tokens.finishes.items()})
         if batch is not None and batch.has_deferred_grammar_mask:
             followed += 1
-            in_flight[-1][1].sample(made.scheduler.mask(batch))
+            in_flight[-1][1].sample(made.scheduler.fill_deferred_mask(batch))
         made.scheduler.check_integrity()
     assert (followed > 15) == overlap
     assert len(grammar.taken) == 20
     assert [token % 2 for token in grammar.taken] == [0, 1] * 10
     assert finishes["constrained"] == Finish("stop")
-    assert made.scheduler.load()["preempted"] == 0 or pages == 14
+    assert made.scheduler.get_load()["preempted"] == 0 or pages == 14
 
 
 def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
@@ -88,8 +88,8 @@ def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
             return False
 
     made = rig()
-    assert made.scheduler.add(Generate(rid="a", token_ids=prompt(5), params=GREEDY), Never(3)) is None
-    batch = made.scheduler.next_batch(0.0)
+    assert made.scheduler.add_request(Generate(rid="a", token_ids=prompt(5), params=GREEDY), Never(3)) is None
+    batch = made.scheduler.schedule_batch(0.0)
     assert batch is not None
     tokens = made.scheduler.commit(batch, made.runner.launch(batch).wait())
     assert tokens.finishes[0].reason == "error"

@@ -1,4 +1,5 @@
-"""Tenants take turns: slots, prompts and pages of one do not keep another from its part, and a tenant alone is served as ever."""
+"""Fair sharing of slots, prompt budget and pages between tenants; a single tenant is served as
+without tenants."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ def steps_until(found: SchedulerRig, rid: str, most: int = 60, count: int = 1) -
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [("fcfs", False), *((name, True) for name in POLICIES)])
-def test_a_full_device_and_a_long_queue_of_another_are_no_hindrance(policy: str, overlap: bool) -> None:
+def test_a_tenant_is_served_beside_one_with_many_requests(policy: str, overlap: bool) -> None:
     found = rig(policy, overlap=overlap)
     for i in range(140):  # more than a policy sees of the queue
-        add(found, "greedy", 30, i, 90, salt=str(i))  # each salt a cache of its own: still one tenant
+        add(found, "greedy", 30, i, 90, salt=str(i))  # each salt is a namespace of its own, of one tenant
     for _ in range(10):
         found.step()
     first = add(found, "modest", 20, 50, 20)
@@ -51,10 +52,10 @@ def test_a_full_device_and_a_long_queue_of_another_are_no_hindrance(policy: str,
     rids = [add(found, "modest", 20, 60 + i, 100) for i in range(10)]
     for _ in range(30):
         found.step()
-    assert sum(len(found.requests[rid].got) > 0 for rid in rids) == 4  # half of the slots, no more
+    assert sum(len(found.requests[rid].got) > 0 for rid in rids) == 4  # half of the slots
 
 
-def test_long_prompts_of_another_do_not_take_the_budget() -> None:
+def test_long_prompts_of_one_tenant_do_not_take_the_budget() -> None:
     found = rig(short_prompt_share=0.0)
     for i in range(6):
         add(found, "greedy", 3000, i, 10)
@@ -63,7 +64,7 @@ def test_long_prompts_of_another_do_not_take_the_budget() -> None:
     assert steps_until(found, add(found, "modest", 100, 50, 5)) <= 4  # two steps' budget
 
 
-def test_the_tenant_with_most_running_gives_up_pages() -> None:
+def test_the_tenant_with_most_running_requests_is_preempted() -> None:
     found = rig(num_pages=65, max_running=8, growth_reserve=16)
     greedy = [add(found, "greedy", 100, i, 300) for i in range(6)]
     found.step()
@@ -75,7 +76,7 @@ def test_the_tenant_with_most_running_gives_up_pages() -> None:
     assert all(len(found.requests[rid].got) == 300 for rid in greedy)
 
 
-def test_a_tenant_alone_is_served_as_without_tenants() -> None:
+def test_a_single_tenant_is_served_as_without_tenants() -> None:
     def order(namespace: str) -> list[str]:
         found = rig()
         for i in range(40):
@@ -89,7 +90,7 @@ def test_a_tenant_alone_is_served_as_without_tenants() -> None:
     assert order("tenant") == order("")
 
 
-def test_usage_is_forgotten_with_the_last_request() -> None:
+def test_usage_is_removed_with_the_last_request() -> None:
     found = rig()
     for tenant in "abc":
         add(found, tenant, 20, 0, 5)
@@ -101,26 +102,26 @@ def test_usage_is_forgotten_with_the_last_request() -> None:
     assert (usage._served, usage.num_running, usage._num_alive) == ({}, {}, {})
 
 
-def test_who_comes_anew_has_saved_up_nothing() -> None:
+def test_a_new_tenant_starts_at_the_lowest_counter() -> None:
     usage = TenantUsage()
-    usage.arrive("old")
+    usage.add_request("old")
     usage.add_tokens("old", 500)
-    usage.arrive("new")
+    usage.add_request("new")
     assert usage.get_tokens("new") == usage.get_tokens("old") == 500
-    usage.arrive("new")
-    usage.leave("new")
+    usage.add_request("new")
+    usage.remove_request("new")
     usage.add_tokens("new", 1)
     assert usage.get_tokens("new") == 501
 
 
-def test_turns_count_what_is_running() -> None:
+def test_interleaving_counts_running_requests() -> None:
     usage, requests = TenantUsage(), example_requests(9)
     queues: dict[str, list[Any]] = {"a": requests[:4], "b": requests[4:7], "c": requests[7:]}
     for tenant, queue in queues.items():
         for request in queue:
             request.tenant = tenant
     usage.num_running.update({"a": 3, "b": 1})
-    taken = [request.tenant for request in usage.take_turns(queues.values())]
+    taken = [request.tenant for request in usage.interleave_tenants(queues.values())]
     assert taken == ["c", "b", "c", "b", "a", "b", "a", "a", "a"]
 
 

@@ -1,4 +1,4 @@
-"""The order of the queue, and deadlines."""
+"""The order of the waiting queue, and deadlines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
 from frame.testing.conformance_policies import example_requests
 
 
-def test_first_come_first_served_and_back_to_the_head() -> None:
+def test_arrival_order_and_return_to_the_head() -> None:
     queue, requests = WaitingQueue(), example_requests(6)
     for request in requests[:5]:
         queue.push(request)
@@ -22,7 +22,7 @@ def test_first_come_first_served_and_back_to_the_head() -> None:
     assert queue.head(3) == []
 
 
-def test_by_priority_the_head_is_that_of_the_level() -> None:
+def test_push_front_goes_to_the_head_of_its_priority() -> None:
     queue, requests = WaitingQueue(by_priority=True), example_requests(5)
     for request, priority in zip(requests, (0, 7, 0, -1, 7), strict=True):
         request.priority = priority
@@ -32,15 +32,15 @@ def test_by_priority_the_head_is_that_of_the_level() -> None:
     assert [request.index for request in queue] == [4, 1, 0, 2, 3]
 
 
-def test_deadlines_forget_who_ended() -> None:
+def test_deadlines_drop_ended_requests() -> None:
     deadlines, requests = Deadlines(), example_requests(300)
     for i, request in enumerate(requests):
         request.deadline = float(i % 10)
-        deadlines.watch(request, num_alive=10)
+        deadlines.add_request(request, num_alive=10)
         request.state = RequestStatus.FINISHED if i % 30 else RequestStatus.RUNNING
     assert len(deadlines) <= 2 * 10 + 64
-    assert deadlines.expired(-1.0) == []
-    assert {request.index for request in deadlines.expired(0.0)} == {i for i in range(300) if i % 30 == 0}
-    assert deadlines.expired(0.0) == []
-    deadlines.expired(9.0)
+    assert deadlines.pop_expired(-1.0) == []
+    assert {request.index for request in deadlines.pop_expired(0.0)} == {i for i in range(300) if i % 30 == 0}
+    assert deadlines.pop_expired(0.0) == []
+    deadlines.pop_expired(9.0)
     assert len(deadlines) == 0
