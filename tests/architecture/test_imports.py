@@ -74,7 +74,6 @@ REMAINING_CYCLES: tuple[tuple[str, ...], ...] = (
         "frame.core.interfaces.model",
         "frame.core.interfaces.moe",
     ),
-    ("frame.entrypoints.http.operations.metrics", "frame.entrypoints.http.services"),
 )
 
 # What core must not know, and what the parts that touch no tensor must not load when they are imported.

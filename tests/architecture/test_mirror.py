@@ -47,6 +47,7 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.http.services",
             "frame.entrypoints.http.native.classify",
             "frame.entrypoints.http.sse",
+            "frame.entrypoints.version",
             "frame.entrypoints.http.chat.structured_outputs",
         ),
         PART_OF_SERVER,

@@ -8,7 +8,7 @@ import pytest
 
 from frame.core.interfaces import sampling_params as limits
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.services import MAX_NAME_CHARS, MAX_TOOLS
+from frame.entrypoints.http.request_starter import MAX_NAME_CHARS, MAX_TOOLS
 from tests.entrypoints.inprocess import serving
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -13,7 +13,7 @@ import pytest
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai.completions_schema import MAX_ARGUMENT_PARTS
 from frame.entrypoints.http.protocol.bodies import LEAST_BODY, SMALL_BODY, TOKEN_BYTES, prompt_limit, value_limit
-from frame.entrypoints.http.services import COUNTED_TOKENS, MAX_TOOL_BYTES
+from frame.entrypoints.http.request_starter import COUNTED_TOKENS, MAX_TOOL_BYTES
 from tests.entrypoints.inprocess import serving
 
 SAMPLING = {"max_new_tokens": 1}

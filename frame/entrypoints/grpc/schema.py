@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.services import Chat
+from frame.entrypoints.http.request_starter import Chat
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -22,10 +22,11 @@ from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_o
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_ids, to_sampling_params
-from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.request_starter import countable_tokens, encode_prompt, limit_unread_tokens, start_request
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.version import package_version
 
 if TYPE_CHECKING:
     from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
@@ -75,7 +76,7 @@ class Service:
             raise ApiError(400, "send either text or chat", "text")
         prompt = chat_of(request.chat) if kind == "chat" else request.text
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await self._services.encode(prompt, special, self._services.countable_tokens)
+        ids = await encode_prompt(self._services, prompt, special, countable_tokens(self._services))
         return self._schema["TokenizeReply"](token_ids=ids)
 
     async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
@@ -137,10 +138,10 @@ class Service:
         try:
             salt, limit = request.cache_salt, caller.time_left()
             options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
-            state = await self._services.begin(caller, [prompt], params, options)
+            state = await start_request(caller, self._services, [prompt], params, options)
             name = request.id or state.rid
             overrun: list[ApiError] = []
-            self._services.set_backpressure_limit(state, partial(self._stop_slow_reader, state, overrun))
+            limit_unread_tokens(self._services, state, partial(self._stop_slow_reader, state, overrun))
             while state.num_unfinished or state.changed:
                 for sequence in await state.wait():
                     if len(state.sequences) == 1:

@@ -24,7 +24,6 @@ from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai import batches, conversations, embeddings, moderations, responses
 from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.operations import admin, api_docs, page
-from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import Access, Gate
 from frame.entrypoints.http.protocol.api_route import MAX_PATH_CHARS, ApiRoute, ApiRouter, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
@@ -33,6 +32,7 @@ from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
+from frame.entrypoints.version import package_version
 
 # The route that is counted for requests that no route took: no key, no such path, wrong method, or
 # a preflight

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
-from frame.entrypoints.http.fields import check_fields
 from frame.entrypoints.http.protocol.bodies import check_text_sizes
+from frame.entrypoints.http.protocol.fields import check_fields
 from frame.entrypoints.http.validation_errors import validation_error
 
 MAX_PAIRS = 4096  # entries of an object whose values are validated one by one

@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.fields import ignored_header
 from frame.entrypoints.http.protocol.bodies import PATIENCE, Bodies, problem_of
+from frame.entrypoints.http.protocol.fields import ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
 from frame.entrypoints.http.validation_errors import unreadable_json
 from frame.entrypoints.logs import HEADER

@@ -21,6 +21,7 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.services import Services
 
 _encode = msgspec.json.encode
@@ -57,9 +58,9 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
     try:
         response = MessageResponse(services, chat, state)
         if request.stream:
-            await services.stream(context, state, response.write_events, lambda: b"")
+            await stream_response(context, services, state, response.write_events, lambda: b"")
         else:
-            await services.complete(state)
+            await wait_complete(state)
             return response.build_message()
     finally:
         services.client.abandon_request(state)

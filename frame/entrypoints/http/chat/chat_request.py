@@ -16,7 +16,8 @@ from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, 
 from frame.entrypoints.http.chat.reasoning_tokens import count_reasoning_tokens
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
-from frame.entrypoints.http.services import Caller, Chat, Services
+from frame.entrypoints.http.request_starter import Caller, Chat, countable_tokens, encode_prompt, start_request
+from frame.entrypoints.http.services import Services
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import ReasoningParser
@@ -40,8 +41,9 @@ async def start_chats(
     params = request.to_sampling_params()
     use, first = request.resolve_tools(), make_chat(services, request)
     chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
-    return await services.begin(
+    return await start_request(
         context,
+        services,
         chats,
         [params] * len(chats),
         request,
@@ -63,7 +65,7 @@ async def render_chat(services: Services, request: ChatRequest) -> tuple[list[in
 async def encode_chat(services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
-    return await services.encode(make_chat(services, request), most=services.countable_tokens)
+    return await encode_prompt(services, make_chat(services, request), most=countable_tokens(services))
 
 
 async def count_prompt_tokens(services: Services, request: ChatRequest) -> int:
@@ -99,7 +101,7 @@ async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatReq
 
 async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
     try:
-        return len(await services.encode(make_chat(services, request), most=max(room, 0))) <= room
+        return len(await encode_prompt(services, make_chat(services, request), most=max(room, 0))) <= room
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise

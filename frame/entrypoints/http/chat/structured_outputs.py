@@ -13,7 +13,7 @@ import msgspec
 
 from frame.core.interfaces.sampling_params import WIDEST_SPACE
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.fields import check_nested_fields
+from frame.entrypoints.http.protocol.fields import check_nested_fields
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import Format

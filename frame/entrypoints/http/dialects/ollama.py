@@ -21,11 +21,12 @@ from frame.entrypoints.http.dialects.ollama_schema import ChatBody, EmbedBody, G
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
-from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.version import package_version
 
 LINES = b"application/x-ndjson"
 _encode = msgspec.json.encode
@@ -69,7 +70,7 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
         # OpenAI's default is 16, Ollama's the rest of the context
         if completion.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=None)
-        state = await services.begin(context, completion.to_prompts(), [params], completion, add_special_tokens=False)
+        state = await start_request(context, services, completion.to_prompts(), [params], completion, add_special_tokens=False)
         parser = None
     else:
         request = body.to_chat_request(name)
@@ -86,9 +87,9 @@ def _loaded(model: str, **empty: Any) -> dict[str, Any]:
 async def _send(context: RequestContext, services: Services, state: RequestState, lines: ResponseLines, is_streamed: bool) -> None:
     try:
         if is_streamed:
-            await services.stream(context, state, lines.write_events, lambda: b"", LINES)
+            await stream_response(context, services, state, lines.write_events, lambda: b"", LINES)
         else:
-            await services.complete(state)
+            await wait_complete(state)
             await context.respond(lines.build_response())
     finally:
         services.client.abandon_request(state)

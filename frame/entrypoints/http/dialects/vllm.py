@@ -20,10 +20,11 @@ from frame.entrypoints.http.native.pooling import compute_vectors, usage
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
-from frame.entrypoints.http.operations.metrics import package_version
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
-from frame.entrypoints.http.services import Services, paced
+from frame.entrypoints.http.request_starter import check_sequence_count, encode_prompt, paced
+from frame.entrypoints.http.services import Services
+from frame.entrypoints.version import package_version
 
 router = ApiRouter(access=Access.USER)
 
@@ -81,9 +82,9 @@ async def render_completion_request(request: CompletionRequest, services: Servic
     """Return the prompts and the sampling parameters of a completion request without running it."""
     services.check_model(request.model)
     params, prompts = request.to_sampling_params(), request.to_prompts()
-    services.check_count(len(prompts), "prompt")
+    check_sequence_count(services, len(prompts), "prompt")
     special = request.add_special_tokens
-    ids = [one if isinstance(one, list) else await services.encode(one, special) async for one in paced(prompts)]
+    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special) async for one in paced(prompts)]
     return [_rendered(services, request, one, params) for one in ids]
 
 

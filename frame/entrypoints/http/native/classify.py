@@ -11,7 +11,8 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
-from frame.entrypoints.http.services import Caller, Services
+from frame.entrypoints.http.request_starter import Caller
+from frame.entrypoints.http.services import Services
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,7 +28,19 @@ from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
-from frame.entrypoints.http.services import MAX_NAME_CHARS, Chat, Services, as_sent, paced
+from frame.entrypoints.http.request_starter import (
+    MAX_NAME_CHARS,
+    Chat,
+    as_sent,
+    check_sequence_count,
+    countable_tokens,
+    encode_prompt,
+    paced,
+    start_request,
+    stream_response,
+    wait_complete,
+)
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.validation_errors import validation_error
 
@@ -126,15 +138,15 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     """Generate from text or token ids. Each event of a stream has all text so far."""
     services.check_model(request.model)
     prompts, is_single = _prompts(request)
-    services.check_count(len(prompts), "input_ids" if request.text is None else "text")
+    check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = to_sampling_params(request, len(prompts))
-    state = await services.begin(context, prompts, params, request)
+    state = await start_request(context, services, prompts, params, request)
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
     try:
         if request.stream:
-            await services.stream(context, state, builder.write_events, lambda: DONE)
+            await stream_response(context, services, state, builder.write_events, lambda: DONE)
         else:
-            await services.complete(state)
+            await wait_complete(state)
             results = [builder.build_result(sequence) async for sequence in paced(state.sequences)]
             return results[0] if builder.is_single else results
     finally:
@@ -290,7 +302,7 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     if request.messages is not None:
         ids = await encode_chat(services, request.to_chat_request())
     else:
-        ids = await services.encode(text or "", request.add_special_tokens is not False, services.countable_tokens)
+        ids = await encode_prompt(services, text or "", request.add_special_tokens is not False, countable_tokens(services))
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
     if request.return_token_strs:
         result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.get_token_text(i) for i in ids])
@@ -311,7 +323,7 @@ async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens
 
     Raises ApiError 400 for too many ids or unknown ids.
     """
-    tokenizer, most = services.need_tokenizer(), services.countable_tokens
+    tokenizer, most = services.need_tokenizer(), countable_tokens(services)
     if len(ids) > most:
         raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
     if ids and not 0 <= min(ids) <= max(ids) < services.resolved.model.vocab_size:
@@ -350,9 +362,9 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     options = RequestOptions(rid=f"health-{uuid.uuid4().hex}")
-    state = await services.begin(context, [prompt], [params], options, tasks=(services.resolved.task,))
+    state = await start_request(context, services, [prompt], [params], options, tasks=(services.resolved.task,))
     try:
-        await asyncio.wait_for(services.complete(state), HEALTH_TIMEOUT)
+        await asyncio.wait_for(wait_complete(state), HEALTH_TIMEOUT)
     except TimeoutError:
         raise ApiError(503, f"the model generated nothing within {HEALTH_TIMEOUT:g} s") from None
     finally:

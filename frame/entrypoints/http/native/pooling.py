@@ -14,10 +14,11 @@ import numpy as np
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.request_starter import Caller, Prompt, start_request, wait_complete
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import Task
-    from frame.entrypoints.http.services import Caller, Prompt, Services
+    from frame.entrypoints.http.services import Services
 
 MAX_INPUTS = 2048  # of one request
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # pooling models sample no token
@@ -65,8 +66,9 @@ async def compute_vectors(
     """
     services.check_model(request.model)
     services.need_task(*tasks)
-    state = await services.begin(
+    state = await start_request(
         context,
+        services,
         prompts,
         [NOTHING_SAMPLED] * len(prompts),
         request,
@@ -75,7 +77,7 @@ async def compute_vectors(
         prefix=prefix,
     )
     try:
-        sequences = await services.complete(state)
+        sequences = await wait_complete(state)
         if len(state.vectors) < len(sequences):
             raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
         vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)

@@ -19,7 +19,8 @@ from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_co
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.services import Caller, Chat, Pair, Prompt, Services
+from frame.entrypoints.http.request_starter import Caller, Chat, Pair, Prompt
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, c
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.services import Services, paced
+from frame.entrypoints.http.request_starter import check_sequence_count, paced, start_request, stream_response, wait_complete
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
 
 router = ApiRouter(access=Access.USER)
@@ -89,9 +90,9 @@ class Response(ABC):
     async def send(self, context: RequestContext) -> dict[str, Any] | None:
         """The response, or None where it was streamed. Raises ApiError, DisconnectedError."""
         if self.request.stream:
-            await self.services.stream(context, self.state, self.write_events, self.closing_events)
+            await stream_response(context, self.services, self.state, self.write_events, self.closing_events)
             return None
-        await self.services.complete(self.state)
+        await wait_complete(self.state)
         choices = [self.build_choice(sequence) async for sequence in paced(self.state.sequences)]
         return {**self._head, "choices": choices, "usage": self.final_usage(), **self.extra_fields()}
 
@@ -235,11 +236,11 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
     """Create a text completion."""
     services.check_model(request.model)
     params, prompts = request.to_sampling_params(), request.to_prompts()
-    services.check_count(len(prompts) * params.n, "prompt" if params.n == 1 else "n")
+    check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
-    state = await services.begin(context, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    state = await start_request(context, services, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
     try:
         return await CompletionResponse(services, request, state).send(context)
     finally:

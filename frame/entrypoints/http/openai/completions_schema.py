@@ -18,8 +18,8 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.chat.structured_outputs import constraint_params
 from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.fields import check_nested_fields
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
+from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import Metadata, SamplingFields
 

@@ -15,7 +15,8 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
-from frame.entrypoints.http.services import Caller, Prompt, Services
+from frame.entrypoints.http.request_starter import Caller, Prompt
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.relevance import shortened
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_co
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.services import Caller, Chat, Services
+from frame.entrypoints.http.request_starter import Caller, Chat, start_request, wait_complete
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ async def _judged_by_policy(
     chats = [Chat([{"role": "system", "content": system}, {"role": "user", "content": text}]) for text in texts]
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
     params = SamplingParams(max_tokens=VERDICT_TOKENS, temperature=0.0, logprobs=0, regex=regex)
-    state = await services.begin(context, chats, [params] * len(chats), request)
+    state = await start_request(context, services, chats, [params] * len(chats), request)
     try:
-        return [_verdict(sequence) for sequence in await services.complete(state)]
+        return [_verdict(sequence) for sequence in await wait_complete(state)]
     finally:
         services.client.abandon_request(state)
 

@@ -25,6 +25,7 @@ from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.services import Services
 
 # Ids of responses and conversations in which one request's references are looked up
@@ -58,9 +59,9 @@ async def create(request: ResponsesRequest, context: ContextDep, services: Servi
     try:
         response.store()
         if request.stream:
-            await services.stream(context, state, response.write_events, lambda: b"")
+            await stream_response(context, services, state, response.write_events, lambda: b"")
         else:
-            await services.complete(state)
+            await wait_complete(state)
             return response.build_response()
     finally:
         services.client.abandon_request(state)

@@ -15,8 +15,8 @@ import msgspec
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.chat.structured_outputs import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.fields import check_nested_fields
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.request_options import Metadata
 
 LOGPROBS = "message.output_text.logprobs"

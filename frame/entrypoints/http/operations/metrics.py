@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -18,9 +17,12 @@ from prometheus_client.registry import Collector
 
 from frame.entrypoints.http.operations.metric_aliases import aliases_of
 from frame.entrypoints.logs import configured_writer
+from frame.entrypoints.version import package_version
 
 if TYPE_CHECKING:
-    from frame.entrypoints.http.services import Services
+    from frame.core.config.resolved import Resolved
+    from frame.entrypoints.engine_client.client import EngineClient
+    from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -113,10 +115,19 @@ class Throughput:
             self._count, self._since = count, now
 
 
+class MetricSources(Protocol):
+    """What metrics are read from, which `Services` has."""
+
+    resolved: Resolved
+    client: EngineClient
+    info: dict[str, Any]
+    watch: ResourceMonitor | None
+
+
 class ServerMetrics(Collector):
     """Everything of one server; `collect` is called by the exposition."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: MetricSources) -> None:
         self._services = services
         self._labels = [services.resolved.served_name]
         self._histograms = {source: Histogram(f"frame_{name}", text, bounds) for source, (name, text, bounds) in HISTOGRAMS.items()}
@@ -242,14 +253,6 @@ def exposition(metrics: ServerMetrics) -> bytes:
     registry.register(metrics)
     ProcessCollector(registry=registry)
     return generate_latest(registry)
-
-
-def package_version() -> str:
-    """Of the installed package."""
-    try:
-        return version("frame-serve")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _gauge(name: str, text: str, value: float, labels: list[str]) -> Metric:

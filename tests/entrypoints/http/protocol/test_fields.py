@@ -10,8 +10,8 @@ import pytest
 
 from frame.entrypoints.http.app import ROUTES
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.fields import MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
 from tests.entrypoints.inprocess import InProcess, Response, serving
 
 HI = [{"role": "user", "content": "hi"}]
