@@ -281,7 +281,7 @@ from types import SimpleNamespace
 from frame.attention_backends.flashinfer import library
 began = threading.Event()
 spec = SimpleNamespace(name="slow", is_aot=False, is_compiled=False, build_and_load=lambda: (began.set(), time.sleep(600)))
-library.Module.spec = lambda module: spec
+library.Module.make_spec = lambda module: spec
 module = library.Module("prefill", "fa2", None, None, 64, 64)
 threading.Thread(target=library.compile_modules, args=([module],), daemon=True).start()
 assert began.wait(60)
