@@ -28,5 +28,11 @@ class PluginError(ConfigurationError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The text "; did you mean 'x'?" with the nearest known word, or an empty string."""
+    near = nearest_word(word, known)
+    return f"; did you mean {near!r}?" if near is not None else ""
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
+    """The known word most similar to `word`; None if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return near[0] if near else None

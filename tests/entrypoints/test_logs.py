@@ -121,7 +121,7 @@ def full_pipe() -> tuple[int, int]:
     return read, write
 
 
-def test_what_nobody_reads_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_lines_are_dropped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = full_pipe()
     writer = LogWriter(write)
     monkeypatch.setattr("sys.stderr", writer)

@@ -61,7 +61,7 @@ def test_http_for_users_and_operators(checkpoint: Path, tmp_path: Path) -> None:
                 *parts, end = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
             assert end == "[DONE]" and "".join(json.loads(part)["choices"][0]["text"] for part in parts) == whole != ""
         with pytest.raises(httpx.ConnectError):
-            httpx.get(server.url + "/health/live")  # signed by nobody whom a client knows
+            httpx.get(server.url + "/health/live")  # signed by no authority that the client trusts
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(server.url.replace("https", "http") + "/health/live")
         url = next(line.split()[-1] for line in server.lines if "admin routes on https" in line)

@@ -168,7 +168,7 @@ def test_off_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         open_tracing(ServerSection(otlp_endpoint="localhost:4318"), "main")
 
 
-def test_a_collector_that_is_gone_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_is_gone_delays_no_request(caplog: pytest.LogCaptureFixture) -> None:
     tracing = open_tracing(ServerSection(otlp_endpoint="http://127.0.0.1:9"), "main")
     assert tracing is not None
     tracing.start("x", []).end({})

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from frame.core.config.schema import FrameConfig
-from frame.core.errors import ConfigError, did_you_mean
+from frame.core.errors import ConfigError, did_you_mean, nearest_word
 from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, by_key, by_keyword
 from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain, read_yaml
 
@@ -36,7 +36,7 @@ class LoadedConfig:
     reread: Callable[[], LoadedConfig] | None = None  # the same sources as they are now; raises ConfigError
 
     def source(self, key: str) -> str:
-        """Where the value of `key` came from; "default" when nobody set it."""
+        """The source of the value of `key`; "default" if it is not set."""
         return self.sources.get(key, "default")
 
 
@@ -164,8 +164,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, s
         section, _, rest = name.lower().partition("__")
         key = f"{section}.{rest}"
         if key not in known:
-            near = did_you_mean(key, known)
-            spelt = f"; did you mean {_variable(near.split(chr(39))[1])}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
+            near = nearest_word(key, known)
+            spelt = f"; did you mean {_variable(near)}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
             raise ConfigError(f"The environment variable {variable} names no setting{spelt}")
         yield from _from_text(known[key], environ[variable], source)
 

@@ -1,4 +1,4 @@
-"""Requests that are poison, clients that behave oddly, restarts that are refused or asked for at a bad moment."""
+"""Requests that are bad_token, clients that behave oddly, restarts that are refused or asked for at a bad moment."""
 
 from __future__ import annotations
 
@@ -63,31 +63,31 @@ def text_of(response: httpx.Response) -> str:
     return response.json()["choices"][0]["text"]
 
 
-@pytest.mark.parametrize(("poison", "company", "deaths"), [(KILL, 8, 3), (HANG, 0, 2)])
-def test_a_request_that_ends_the_engine_is_refused_alone(fragile: RunningServer, poison: int, company: int, deaths: int) -> None:
+@pytest.mark.parametrize(("bad_token", "company", "crashes"), [(KILL, 8, 3), (HANG, 0, 2)])
+def test_only_the_request_that_crashes_the_engine_is_refused(fragile: RunningServer, bad_token: int, company: int, crashes: int) -> None:
     innocent = [body_of(5, 6, number, max_tokens=400) for number in range(company)]
     calm = [text_of(asking.response()) for asking in ask(fragile, *innocent)]
     before = restarts(fragile)
     others = ask(fragile, *innocent)
-    killer = fragile.post("/v1/completions", body_of(poison, 9))
-    assert killer.status_code == 500
-    assert f"ended the engine {deaths} times" in killer.json()["error"]["message"]
+    crashing = fragile.post("/v1/completions", body_of(bad_token, 9))
+    assert crashing.status_code == 500
+    assert f"crashed the engine {crashes} times" in crashing.json()["error"]["message"]
     assert [text_of(asking.response()) for asking in others] == calm
     wait_until(fragile.ready)
-    assert restarts(fragile) - before == deaths
+    assert restarts(fragile) - before == crashes
     assert fragile.post("/check_integrity", {}).status_code == 200
-    if poison == HANG:
+    if bad_token == HANG:
         assert any("fake_engine.py" in line and "in launch" in line for line in fragile.lines)  # it said where
 
 
-def test_a_request_that_ends_the_detokenizer_is_refused_alone(fragile: RunningServer) -> None:
+def test_only_the_request_that_crashes_the_detokenizer_is_refused(fragile: RunningServer) -> None:
     innocent = [body_of(5, 8, number, max_tokens=400) for number in range(8)]
     calm = [text_of(asking.response()) for asking in ask(fragile, *innocent)]
     before = restarts(fragile)
     others = ask(fragile, *innocent)
-    killer = fragile.post("/v1/completions", body_of(TEXT_KILL, 9))
-    assert killer.status_code == 500
-    assert "ended the detokenizer 2 times at the same place; it is refused" in killer.json()["error"]["message"]
+    crashing = fragile.post("/v1/completions", body_of(TEXT_KILL, 9))
+    assert crashing.status_code == 500
+    assert "crashed the detokenizer 2 times at the same position; it is refused" in crashing.json()["error"]["message"]
     assert [text_of(asking.response()) for asking in others] == calm
     wait_until(fragile.ready)
     assert restarts(fragile) - before == 2

@@ -27,7 +27,7 @@ def is_ready(url: str) -> bool:
 
 
 def test_a_full_disk(checkpoint: Path) -> None:
-    """Neither log nor roster can be written; requests are served, and go on after a death."""
+    """Neither the log nor the in-flight file can be written; requests are served, and continue after a crash."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

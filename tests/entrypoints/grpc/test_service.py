@@ -135,7 +135,7 @@ async def test_many_requests_over_one_call() -> None:
             if reply.HasField("finish"):
                 ends.setdefault(reply.id, []).append(reply.finish)
             if reply.id == "bad":
-                written.put_nowait({"abort": {"ids": ["long", "nobody"]}})
+                written.put_nowait({"abort": {"ids": ["long", "unknown"]}})
             if reply.finish.reason == "abort":
                 await control("resume")
                 written.put_nowait(None)

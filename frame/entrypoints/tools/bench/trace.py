@@ -90,7 +90,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _assign(steps: Sequence[Step], starts: Sequence[float], kernels: Iterable[Span], calls: Mapping[int, Span]) -> int:
-    """Give each step its kernels; -> how many are nobody's."""
+    """Assign each kernel to its step; returns how many belong to none."""
     strays = 0
     for kernel in kernels:
         call = calls.get(kernel.correlation) if kernel.correlation is not None else None
