@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched
+from frame.core.interfaces.moe import DispatchOutput
 from frame.plugins.moe_runners.torch_native import prefers_dense, run_dense, run_each, run_grouped
 from frame.quantization.none import PlainExperts
 
@@ -52,10 +52,10 @@ def main() -> None:
             down = torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5
             layer = nn.Module()
             layer.gate_up, layer.down = gate_up, down
-            PlainExperts().finish(layer)
+            PlainExperts().process_weights(layer)
             for count in TOKENS:
                 weights, ids = torch.rand(count, experts).softmax(-1).topk(top)
-                tokens = Dispatched(torch.randn(count, hidden, dtype=dtype), ids, weights)
+                tokens = DispatchOutput(torch.randn(count, hidden, dtype=dtype), ids, weights)
                 row = []
                 for name, run in WAYS.items():
                     packed = getattr(layer, "packed_down", None)

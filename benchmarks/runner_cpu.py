@@ -86,7 +86,7 @@ def measure(arguments, rows, params):
     watched = StartDetokenize()
     watched.on(runner.inputs, "prepare", "prepare")
     watched.on(runner.sampler, "sample", "sampler")
-    watched.on(runner.model, "logits", "head")
+    watched.on(runner.model, "compute_logits", "head")
     watched.on(runner, "forward", "forward")
     steps, seconds = run("timed", watched)
     table = {name: round(1e3 * statistics.median(step.get(name, 0.0) for step in steps), 3) for name in steps[0]}

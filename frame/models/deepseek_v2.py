@@ -19,7 +19,7 @@ class DeepseekV2ForCausalLM(Decoder):
     """The first `first_k_dense_replace` layers are dense. V3 differs in its routing only
     (`build_routing`)."""
 
-    ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
+    ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
     def build_rotary(self) -> Rotary:
         interleaved = self.model_config.config.get("rope_interleave", True)

@@ -16,7 +16,7 @@ class LlamaForCausalLM(Decoder):
     """`attention_bias` and `mlp_bias` follow the config. Mistral's sliding window applies to all
     layers."""
 
-    ignored: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
+    ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config

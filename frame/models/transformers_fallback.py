@@ -74,7 +74,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         with self.attention.use_batch(batch):
             return self._hidden(batch.token_ids[None], batch.positions[None])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.parts[1](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 

@@ -20,33 +20,33 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_models(registry: KindRegistry) -> None:
-    """Add model architectures (`model/1`, frame.core.interfaces.model.Model)."""
+    """Add model architectures (`model/2`, frame.core.interfaces.model.Model)."""
 
 
 @hookspec
 def register_attention_backends(registry: KindRegistry) -> None:
-    """Add attention backends (`attention/1`, frame.core.interfaces.attention.AttentionBackend)."""
+    """Add attention backends (`attention/2`, frame.core.interfaces.attention.AttentionBackend)."""
 
 
 @hookspec
 def register_quantization_methods(registry: KindRegistry) -> None:
-    """Add quantization methods (`quantization/1`,
+    """Add quantization methods (`quantization/2`,
     frame.core.interfaces.quantization.QuantizationMethod)."""
 
 
 @hookspec
 def register_moe_runners(registry: KindRegistry) -> None:
-    """Add expert GEMMs (`moe_runner/1`, frame.core.interfaces.moe.MoERunner)."""
+    """Add expert GEMMs (`moe_runner/2`, frame.core.interfaces.moe.MoERunner)."""
 
 
 @hookspec
 def register_moe_dispatchers(registry: KindRegistry) -> None:
-    """Add token exchanges (`moe_dispatcher/1`, frame.core.interfaces.moe.MoEDispatcher)."""
+    """Add token exchanges (`moe_dispatcher/2`, frame.core.interfaces.moe.MoEDispatcher)."""
 
 
 @hookspec
 def register_scheduling_policies(registry: KindRegistry) -> None:
-    """Add scheduling policies (`scheduling_policy/1`,
+    """Add scheduling policies (`scheduling_policy/2`,
     frame.core.interfaces.scheduling.SchedulingPolicy)."""
 
 
@@ -58,7 +58,7 @@ def register_eviction_policies(registry: KindRegistry) -> None:
 
 @hookspec
 def register_logits_processors(registry: KindRegistry) -> None:
-    """Add logits processors (`logits_processor/1`,
+    """Add logits processors (`logits_processor/2`,
     frame.core.interfaces.sampling.LogitsProcessor)."""
 
 

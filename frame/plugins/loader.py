@@ -21,6 +21,7 @@ from frame.core.errors import PluginError, did_you_mean
 from frame.plugins import hookspecs
 from frame.plugins.kinds import KINDS
 from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
+from frame.plugins.renames import describe_import
 
 __all__ = ["OWN_DISTRIBUTION", "Observers", "load_registry", "observers"]
 
@@ -88,7 +89,9 @@ def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, 
     except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
         if plugin is not None and hooks.is_registered(plugin):
             hooks.unregister(plugin)
-        broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", cause_chain(error))
+        renames = describe_import(error)
+        problem = f"{cause_chain(error)}. {renames}" if renames else cause_chain(error)
+        broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", problem)
         registry.broken.append(broken)
         _log.debug("plugin not read: %s", broken)  # the main process warns once
         return

@@ -23,6 +23,7 @@ from frame.core.config.resolve_plugins import plugin_options
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
 from frame.plugins.kinds import KINDS, Kind
+from frame.plugins.renames import describe_import, describe_missing, describe_renames
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import PluginChoice
@@ -200,13 +201,16 @@ class Registry:
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # a plugin's import may raise any error, SystemExit included
-            raise PluginError(f"{who} was selected but does not load from {record.target}: {cause_chain(error)}") from error
+            sentence = f"{who} was selected but does not load from {record.target}: {cause_chain(error)}"
+            renames = describe_import(error)
+            raise PluginError(f"{sentence}. {renames}" if renames else sentence) from error
         base = _import(_kind(record.kind).interface)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             raise PluginError(f"{who}: {record.target} is no subclass of {_kind(record.kind).interface.replace(':', '.')}; derive it.")
         if inspect.isabstract(loaded):
             missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
-            raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}.")
+            renames = describe_missing(record.api, getattr(loaded, "__abstractmethods__", ()))
+            raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}{f'; {renames}' if renames else ''}.")
         return loaded
 
     def options(self, record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
@@ -293,7 +297,9 @@ def _with_clash(record: PluginRecord, same: Sequence[PluginRecord]) -> PluginRec
 def _api_problems(api: str, kind: Kind) -> tuple[Reason, ...]:
     if api == kind.api:
         return ()
-    return (Reason(f"it was written for interface {api}, this frame supports {kind.api}; install a version of the plugin for it"),)
+    sentence = f"it was written for interface {api}, this frame supports {kind.api}; install a version of the plugin for it"
+    renames = describe_renames(api, kind.api)
+    return (Reason(f"{sentence}, or in its code {renames}" if renames else sentence),)
 
 
 def _unmet(requires: tuple[str, ...]) -> tuple[Reason, ...]:

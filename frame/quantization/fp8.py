@@ -38,7 +38,7 @@ class Fp8(QuantizationMethod):
         self._format = read_format(checkpoint_config) if checkpoint_config else None
         if self._format is not None and self._format.input_scale:
             # dynamic per-token scales are finer than the checkpoint's one static scale
-            self.left_out = (rf".*\.{re.escape(self._format.input_scale)}$",)
+            self.ignored_weights = (rf".*\.{re.escape(self._format.input_scale)}$",)
         ignore = options.ignore if isinstance(options, Fp8Options) else Fp8Options().ignore
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignore)) if ignore else None
 
@@ -66,14 +66,14 @@ class Fp8Linear:
         self._stored = stored
         self._plain = PlainLinear()
 
-    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def create_weights(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         stored = self._stored
         weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
         layer.register_parameter("weight", Fp8Parameter(weight, ShardRule(output=0, input=1)))
         layer.register_parameter(stored.scale, make_scale_parameter(stored.sharing, stored.block, output_sizes, input_size))
         _init_layer(layer, dtype)
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         """Select how a weight that was loaded since the last call is multiplied."""
         weight: Fp8Parameter = layer.weight  # type: ignore[assignment]
         if not weight.numel():
@@ -105,9 +105,9 @@ class Fp8Linear:
 
     def _make_plain(self, weight: torch.Tensor) -> nn.Module:
         plain = nn.Module()
-        self._plain.create(plain, weight.shape[1], [weight.shape[0]], weight.dtype)
+        self._plain.create_weights(plain, weight.shape[1], [weight.shape[0]], weight.dtype)
         plain.weight = ShardedParameter(weight, ShardRule(output=0, input=1))
-        self._plain.finish(plain)
+        self._plain.process_weights(plain)
         return plain
 
 
@@ -117,7 +117,7 @@ class RoundedLinear(Fp8Linear):
     def __init__(self) -> None:
         super().__init__(Fp8Format("channel"))
 
-    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def create_weights(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=FP8)
         layer.register_parameter("weight", RoundedParameter(weight, ShardRule(output=0, input=1)))
         _init_layer(layer, dtype)
@@ -136,8 +136,8 @@ class Fp8Experts:
         self._stored = stored
         self._plain = PlainExperts()
 
-    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
-        self._plain.create(layer, num_experts, hidden, inner, dtype)
+    def create_weights(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        self._plain.create_weights(layer, num_experts, hidden, inner, dtype)
         stored = self._stored
         for name, outputs, inputs in (("gate_up", (inner, inner), hidden), ("down", (hidden,), inner)):
             weight = torch.empty(num_experts, sum(outputs), inputs, dtype=FP8)
@@ -146,7 +146,7 @@ class Fp8Experts:
             layer.register_parameter(name + stored.scale.removeprefix("weight"), scale)
         layer.plain_dtype = dtype  # type: ignore[assignment]
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         """Dequantize what was loaded since the last call, unless the runner multiplies it as fp8."""
         weights: list[Fp8Parameter] = [layer.gate_up, layer.down]  # type: ignore[list-item]
         if weights[0].dtype != FP8:
@@ -163,7 +163,7 @@ class Fp8Experts:
             for numbers, stored, values in zip(dense, weight, scale.values, strict=True):
                 numbers.copy_(dequantize(stored, Scales(values, scale.rows, scale.columns), dtype))
             weight.data = dense
-        self._plain.finish(layer)
+        self._plain.process_weights(layer)
 
     def _scales(self, layer: nn.Module, name: str) -> Scales:
         """The scales of all experts: one dimension more than those of a linear layer."""
@@ -195,8 +195,8 @@ class RoundedExperts(Fp8Experts):
     def __init__(self) -> None:
         super().__init__(Fp8Format("block"))
 
-    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
-        self._plain.create(layer, num_experts, hidden, inner, dtype)
+    def create_weights(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        self._plain.create_weights(layer, num_experts, hidden, inner, dtype)
         layer.plain_dtype = dtype  # type: ignore[assignment]
         if hidden % BLOCK or inner % BLOCK:
             return
@@ -204,11 +204,11 @@ class RoundedExperts(Fp8Experts):
         layer.register_parameter("gate_up", RoundedParameter(torch.empty(num_experts, 2 * inner, hidden, dtype=FP8), rule))
         layer.register_parameter("down", RoundedParameter(torch.empty(num_experts, hidden, inner, dtype=FP8), rule))
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         if layer.gate_up.dtype == FP8:
-            super().finish(layer)
+            super().process_weights(layer)
         else:
-            self._plain.finish(layer)
+            self._plain.process_weights(layer)
 
     def _scales(self, layer: nn.Module, name: str) -> Scales:
         weight: RoundedParameter = getattr(layer, name)

@@ -33,13 +33,13 @@ class Int8Linear:
     """`quantized` int8 [outputs, inputs] and `scale` [outputs], which replace `weight` after
     loading."""
 
-    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def create_weights(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=dtype)
         layer.register_parameter("weight", ShardedParameter(weight, ShardRule(output=0, input=1)))
         layer.register_buffer("quantized", None, persistent=False)
         layer.register_buffer("scale", None, persistent=False)
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         """Quantize a weight that was loaded since the last call, and free its memory."""
         weight: ShardedParameter = layer.weight  # type: ignore[assignment]
         if weight.numel():

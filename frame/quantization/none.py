@@ -25,13 +25,13 @@ class PlainLinear:
     """`weight` [outputs, inputs] and its `product`; `packed` instead where the CPU multiplies
     packed weights faster."""
 
-    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def create_weights(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
         weight = torch.empty(sum(output_sizes), input_size, dtype=dtype)
         layer.register_parameter("weight", ShardedParameter(weight, ShardRule(output=0, input=1)))
         layer.register_buffer("packed", None, persistent=False)
         layer.product = PlainMatmul(weight)  # type: ignore[assignment]
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         """Pack a weight that was loaded since the last call, or select its product."""
         weight: ShardedParameter = layer.weight  # type: ignore[assignment]
         if weight.numel() and can_pack(weight):
@@ -62,14 +62,14 @@ class PlainExperts:
     `packed_each_gate_up` and `packed_each_down`.
     """
 
-    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    def create_weights(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
         rule = ShardRule(expert=0, output=1, input=2)
         layer.register_parameter("gate_up", ShardedParameter(torch.empty(num_experts, 2 * inner, hidden, dtype=dtype), rule))
         layer.register_parameter("down", ShardedParameter(torch.empty(num_experts, hidden, inner, dtype=dtype), rule))
         layer.register_buffer("packed_gate_up", None, persistent=False)
         layer.register_buffer("packed_down", None, persistent=False)
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         """Pack small experts."""
         gate_up: torch.Tensor = layer.gate_up  # type: ignore[assignment]
         down: torch.Tensor = layer.down  # type: ignore[assignment]

@@ -112,7 +112,7 @@ def _constructor(subject: Subject) -> Any:
 
 
 def logits_processor(subject: Subject) -> Iterable[Check]:
-    """`logits_processor/1`, with the parameter sets among `EXAMPLES` (or the class's own `conformance_params`) that it wants."""
+    """`logits_processor/2`, with the parameter sets among `EXAMPLES` (or the class's own `conformance_params`) that it wants."""
     import torch
 
     from frame.core.interfaces.sampling_params import SamplingParams
@@ -136,12 +136,12 @@ def logits_processor(subject: Subject) -> Iterable[Check]:
 
     def wants_something() -> None:
         processor = make(suite.VOCAB, suite.SLOTS)
-        assert any(processor.wants(params) for params in given), (
-            "wants() is false for every example; give the class a tuple `conformance_params` of SamplingParams that it wants"
+        assert any(processor.applies_to(params) for params in given), (
+            "applies_to() is false for every example; give the class a tuple `conformance_params` of SamplingParams that it wants"
         )
 
     yield Check("wants_something", wants_something)
-    wanted = [params for params in given if make(suite.VOCAB, suite.SLOTS).wants(params)]
+    wanted = [params for params in given if make(suite.VOCAB, suite.SLOTS).applies_to(params)]
     if wanted:
         for check in (suite.check_wants, suite.check_rows_stand_alone, suite.check_readmission, suite.check_slots_are_reused):
             yield Check(check.__name__.removeprefix("check_"), lambda check=check: check(make, wanted))  # type: ignore[misc]

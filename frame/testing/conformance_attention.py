@@ -288,7 +288,7 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, case: Case, what: str) -
 
 
 def suite(subject: Subject) -> Iterator[Check]:
-    """`attention/1`: every case that the stated capabilities cover."""
+    """`attention/2`: every case that the stated capabilities cover."""
     capabilities, device = subject.record.capabilities, subject.setting.device
     found = list(cases(device, subject.setting.thorough, capabilities))
     if not found:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched, MoECapabilities, MoERequirements, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoECapabilities, MoERequirements, MoERunner
 from frame.testing.attention_batch import build_context
 from frame.testing.conformance import Check, Subject
 
@@ -45,11 +45,11 @@ class PlainExperts(nn.Module):
 
 
 def suite(subject: Subject) -> Iterator[Check]:
-    """`moe_runner/1`, in every dtype of the capabilities."""
+    """`moe_runner/2`, in every dtype of the capabilities."""
     setting, capabilities = subject.setting, subject.record.capabilities
     for name in getattr(capabilities, "dtypes", DTYPES):
         need = MoERequirements(
-            device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name, format="standard"
+            device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name
         )
         if isinstance(capabilities, MoECapabilities) and capabilities.unsupported(need):
             continue
@@ -94,7 +94,7 @@ def _run(
     x[skip] = torch.nan
     runner: MoERunner = subject.target(build_context(sizes.device, sizes.dtype, 16), subject.options)
     before = x.clone(), ids.clone(), weights.clone()
-    out = runner.run(Dispatched(x, ids, weights), PlainExperts(gate_up, down, hidden_first))
+    out = runner.run(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first))
     assert out.shape == x.shape, f"the result's shape is {tuple(out.shape)}, not {tuple(x.shape)}"
     assert out.dtype == sizes.dtype, f"the result's dtype is {out.dtype}, not {sizes.dtype}"
     same = [torch.equal(torch.nan_to_num(now), torch.nan_to_num(then)) for now, then in zip((x, ids, weights), before, strict=True)]

@@ -99,17 +99,17 @@ def _victim_is_never_the_oldest(policy: Callable[[], SchedulingPolicy]) -> None:
     for seed in range(20):
         running = example_requests(8, seed)
         for count in range(1, 9):
-            victim = policy().victim(running[:count], VIEW)
-            _require(victim is not running[0], "victim named the oldest running request, so progress is not guaranteed")
-            _require(victim is None or any(victim is r for r in running[:count]), "victim named a request that is not running")
-            _require(count == 1 or victim is not None, f"victim named nobody out of {count} when pages ran out")
+            victim = policy().select_victim(running[:count], VIEW)
+            _require(victim is not running[0], "select_victim named the oldest running request, so progress is not guaranteed")
+            _require(victim is None or any(victim is r for r in running[:count]), "select_victim named a request that is not running")
+            _require(count == 1 or victim is not None, f"select_victim named nobody out of {count} when pages ran out")
 
 
 def _preemption_has_no_cycle(policy: Callable[[], SchedulingPolicy]) -> None:
     requests = example_requests(30)
     for one in requests:
         for other in requests:
-            both = policy().preempts(one, other) and policy().preempts(other, one)
+            both = policy().can_preempt(one, other) and policy().can_preempt(other, one)
             _require(not both, "two requests preempt each other, so neither would ever finish")
 
 

@@ -30,9 +30,9 @@ def check_processor(make: Make, wanted: Sequence[SamplingParams]) -> None:
 def check_wants(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """`wants` is pure, and a request without special parameters pays nothing."""
     processor = make(VOCAB, SLOTS)
-    assert not processor.wants(SamplingParams()), "wants() is true for default parameters: every request would pay"
+    assert not processor.applies_to(SamplingParams()), "applies_to() is true for default parameters: every request would pay"
     for params in wanted:
-        assert processor.wants(params) and processor.wants(params), f"wants() is false for {params}"
+        assert processor.applies_to(params) and processor.applies_to(params), f"applies_to() is false for {params}"
 
 
 def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
@@ -41,7 +41,7 @@ def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None
     logits = _logits(2 * len(setups))
     processor = make(VOCAB, SLOTS)
     for setup in setups:
-        processor.admit(setup)
+        processor.add_slot(setup)
     rows = list(range(1, 2 * len(setups), 2))
     together = _apply(processor, logits, rows, setups)
     untouched = [row for row in range(len(logits)) if row not in rows]
@@ -51,7 +51,7 @@ def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None
     for row, setup in zip(rows, setups, strict=True):
         single = make(VOCAB, SLOTS)
         moved = SlotSetup((setup.slot + 5) % SLOTS, setup.params, setup.seed, setup.prompt_len, setup.token_ids)
-        single.admit(moved)
+        single.add_slot(moved)
         alone = _apply(single, logits[row : row + 1], [0], [moved])
         assert torch.allclose(alone[0], together[row]), f"row {row} differs when it is alone"
 
@@ -61,10 +61,10 @@ def check_readmission(make: Make, wanted: Sequence[SamplingParams]) -> None:
     for setup in _setups(wanted, len(wanted)):
         stayed, back = make(VOCAB, SLOTS), make(VOCAB, SLOTS)
         slots = torch.tensor([setup.slot])
-        stayed.admit(SlotSetup(setup.slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids[: setup.prompt_len]))
+        stayed.add_slot(SlotSetup(setup.slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids[: setup.prompt_len]))
         for token in setup.token_ids[setup.prompt_len :].tolist():
-            stayed.observe(slots, torch.tensor([token]))
-        back.admit(setup)
+            stayed.observe_tokens(slots, torch.tensor([token]))
+        back.add_slot(setup)
         logits = _logits(1)
         here, there = (_apply(processor, logits, [0], [setup]) for processor in (stayed, back))
         assert torch.allclose(here, there), f"a re-admitted request has other logits than one that stayed ({setup.params})"
@@ -77,16 +77,16 @@ def check_slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None
     for turn in range(0, len(setups), SLOTS // 2):
         group = setups[turn : turn + SLOTS // 2]
         for setup in group:
-            used.admit(setup)
-        used.observe(torch.tensor([setup.slot for setup in group]), torch.arange(len(group)))
+            used.add_slot(setup)
+        used.observe_tokens(torch.tensor([setup.slot for setup in group]), torch.arange(len(group)))
         for setup in group:
-            used.release(setup.slot)
+            used.remove_slot(setup.slot)
     fresh = make(VOCAB, SLOTS)
     last = setups[0]
     logits = _logits(1)
     results = []
     for processor in (used, fresh):
-        processor.admit(last)
+        processor.add_slot(last)
         results.append(_apply(processor, logits, [0], [last]))
     assert torch.equal(*results), "a slot's earlier request left something behind"
 

@@ -22,7 +22,7 @@ ROWS = (1, 2, 7, 64, 300)
 
 
 def suite(subject: Subject) -> Iterator[Check]:
-    """`quantization/1`, in every dtype of the capabilities."""
+    """`quantization/2`, in every dtype of the capabilities."""
     for name in _dtypes(subject):
         dtype = DTYPES[name]
         yield Check(f"create_registers_parameters-{name}", partial(_registers, subject, dtype))
@@ -55,7 +55,7 @@ def _linear(subject: Subject, dtype: torch.dtype) -> tuple[LinearMethod, nn.Modu
     method = _method(subject).linear("model.layers.0.mlp.up_proj", "linear")
     layer = nn.Module()
     with torch.device(subject.setting.device):
-        method.create(layer, INPUT, OUTPUTS, dtype)
+        method.create_weights(layer, INPUT, OUTPUTS, dtype)
     fill(layer, seed=0)
     return method, layer
 
@@ -100,7 +100,7 @@ def _close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what: 
 def _one_matrix(subject: Subject, dtype: torch.dtype) -> None:
     device = subject.setting.device
     method, layer = _linear(subject, dtype)
-    method.finish(layer)
+    method.process_weights(layer)
     matrix = _matrix(method, layer, dtype, device)
     assert tuple(matrix.shape) == (INPUT, sum(OUTPUTS)), f"apply yields {matrix.shape[-1]} outputs, not {sum(OUTPUTS)}"
     assert float(matrix.abs().max()) > 0, "all weights are zero"
@@ -115,7 +115,7 @@ def _one_matrix(subject: Subject, dtype: torch.dtype) -> None:
 
 def _parts(subject: Subject, dtype: torch.dtype) -> None:
     method, layer = _linear(subject, dtype)
-    method.finish(layer)
+    method.process_weights(layer)
     whole = _matrix(method, layer, dtype, subject.setting.device)
     assert torch.linalg.matrix_rank(whole) > INPUT // 2, "the merged parts repeat each other"
 
@@ -123,7 +123,7 @@ def _parts(subject: Subject, dtype: torch.dtype) -> None:
 def _bias(subject: Subject, dtype: torch.dtype) -> None:
     device = subject.setting.device
     method, layer = _linear(subject, dtype)
-    method.finish(layer)
+    method.process_weights(layer)
     bias = torch.randn(sum(OUTPUTS), generator=torch.Generator().manual_seed(1)).to(dtype=dtype, device=device)
     x = _input(5, dtype, device)
     _close(method.apply(layer, x, bias), method.apply(layer, x).double().cpu() + bias.double().cpu(), dtype, "with a bias")
@@ -132,7 +132,7 @@ def _bias(subject: Subject, dtype: torch.dtype) -> None:
 def _alone(subject: Subject, dtype: torch.dtype) -> None:
     device = subject.setting.device
     method, layer = _linear(subject, dtype)
-    method.finish(layer)
+    method.process_weights(layer)
     x = _input(9, dtype, device)
     expected = method.apply(layer, x).double().cpu()[:1]
     x[1:] = torch.nan
@@ -144,17 +144,17 @@ def _finish_again(subject: Subject, dtype: torch.dtype) -> None:
     device = subject.setting.device
     method, layer = _linear(subject, dtype)
     before = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-    method.finish(layer)
+    method.process_weights(layer)
     first = _matrix(method, layer, dtype, device)
-    method.finish(layer)
+    method.process_weights(layer)
     _close(_matrix(method, layer, dtype, device), first, dtype, "after a second finish")
     if {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()} != before:
         return  # repacked into other parameters: what an update loads is not known here
     fill(layer, seed=1)
-    method.finish(layer)
+    method.process_weights(layer)
     other, fresh = _linear(subject, dtype)
     fill(fresh, seed=1)
-    other.finish(fresh)
+    other.process_weights(fresh)
     _close(_matrix(method, layer, dtype, device), _matrix(other, fresh, dtype, device), dtype, "after an update")
 
 
@@ -162,10 +162,10 @@ def _experts(subject: Subject, dtype: torch.dtype) -> None:
     method = _method(subject).experts("model.layers.0.mlp.experts")
     layer = nn.Module()
     with torch.device(subject.setting.device):
-        method.create(layer, 4, 256, 128, dtype)
+        method.create_weights(layer, 4, 256, 128, dtype)
     names = [name for name, _ in layer.named_parameters()]
     for part in ("gate_up", "down"):
         assert any(name.startswith(part) for name in names), f"create registered no parameter whose name begins with {part}"
     fill(layer, seed=0)
-    method.finish(layer)
-    method.finish(layer)
+    method.process_weights(layer)
+    method.process_weights(layer)

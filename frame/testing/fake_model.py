@@ -24,7 +24,7 @@ _PRIME = 10007
 FAKE_SPEC = AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=2, v_head_dim=1, scale=1.0)
 
 
-def fake_facts(vocab_size: int = 128, max_context: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+def fake_model_config(vocab_size: int = 128, max_context: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The facts of the fake model: one layer, one KV head of size 2 (token id, position) and 1 (unused)."""
     return ModelConfig(
         architecture="FakeForCausalLM",
@@ -85,7 +85,7 @@ class FakeModel(nn.Module, CausalLM):
         sums = sums if wanted is None else sums[wanted.indices]
         return (sums % self.vocab_size).float().unsqueeze(-1)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return -((torch.arange(self.vocab_size, device=hidden.device) - hidden) % self.vocab_size)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:

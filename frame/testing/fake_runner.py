@@ -250,7 +250,7 @@ def continuation(
 
 
 def _is_cached(batch: ScheduledBatch, row: int) -> bool:
-    return batch.cached is not None and bool(batch.cached[row])
+    return batch.skip_kv_store is not None and bool(batch.skip_kv_store[row])
 
 
 def _allowed(mask: np.ndarray, vocab_size: int) -> list[int]:

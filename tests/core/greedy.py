@@ -109,13 +109,13 @@ def run(loop: LocalLoop, case: Case, params: SamplingParams) -> None:
 
 def check_logits(loop: LocalLoop, case: Case, prompts: Sequence[list[int]], params: SamplingParams) -> None:
     """Each prompt alone: the logits that its tokens are drawn from, beside those of transformers."""
-    head, seen = loop.runner.model.logits, []  # type: ignore[attr-defined]
+    head, seen = loop.runner.model.compute_logits, []  # type: ignore[attr-defined]
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(head(hidden))
         return seen[-1].clone()
 
-    loop.runner.model.logits = watched  # type: ignore[attr-defined]
+    loop.runner.model.compute_logits = watched  # type: ignore[attr-defined]
     for prompt in prompts:
         seen.clear()
         (output,) = loop.generate([prompt], params)

@@ -25,7 +25,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.scheduling_policies.fcfs import Fcfs
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_cpu(on_cpu, overlap, chunk, tokens):
 
 def test_no_launch_waits_for_the_device():
     """With a model that does not synchronise, neither builder nor sampler nor processors do, while steps are in flight."""
-    model_config, device = fake_facts(97, 256, (3,)), torch.device("cuda")
+    model_config, device = fake_model_config(97, 256, (3,)), torch.device("cuda")
     limits = Limits(ROWS, 2048, 256, 16)
     context = BuildContext(device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)
     context = dataclasses.replace(context, attention=FakeAttention(context))

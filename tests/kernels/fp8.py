@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from frame import kernels
-from frame.core.interfaces.moe import Dispatched
+from frame.core.interfaces.moe import DispatchOutput
 from frame.kernels.linear.fp8_linear import Plan, choose_plan, skinny_fp8_linear
 from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
 from frame.models.layers.parameter import Range, ShardedParameter
@@ -210,7 +210,7 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> No
         layer = torch.nn.Module()
         layer.takes_fp8 = runner.takes_fp8  # type: ignore[assignment]
         with DEVICE:
-            method.create(layer, 4, 256, 128, DTYPE)
+            method.create_weights(layer, 4, 256, 128, DTYPE)
         for name, weight in numbers.items():
             parameter = layer.get_parameter(name)
             assert isinstance(parameter, ShardedParameter)
@@ -225,10 +225,10 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> No
                 parameter.load(f"{name}.{expert}", rounded)
                 kept = layer.get_parameter(name + stored.scale.removeprefix("weight")).data
                 kept[expert] = scale.view(kept[expert].shape)
-        method.finish(layer)
-        method.finish(layer)
+        method.process_weights(layer)
+        method.process_weights(layer)
         assert (layer.gate_up.dtype == FP8) == bool(runner.takes_fp8)
-        outs[type(runner).__name__] = runner.run(Dispatched(x, ids, weights), layer)
+        outs[type(runner).__name__] = runner.run(DispatchOutput(x, ids, weights), layer)
     check(outs["Triton"], outs["TorchNative"].double(), 0.08)  # a runner may quantize activations too
 
 

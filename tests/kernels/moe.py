@@ -17,7 +17,7 @@ import torch
 
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.interfaces.moe import Dispatched
+from frame.core.interfaces.moe import DispatchOutput
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
@@ -204,7 +204,7 @@ def test_float8_experts_are_close_to_plain_ones() -> None:
     for name, (made, _) in zip(("gate_up", "down"), map(rounded, plain), strict=True):
         setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
         setattr(experts, f"{name}_fp8_scale", made.scale)
-    got, want = Triton(CONTEXT).run(Dispatched(x, ids, weights), experts).double(), reference(x, ids, weights, *plain)
+    got, want = Triton(CONTEXT).run(DispatchOutput(x, ids, weights), experts).double(), reference(x, ids, weights, *plain)
     assert (got - want).norm() < 0.08 * want.norm()
 
 
@@ -212,16 +212,16 @@ def test_float8_experts_are_close_to_plain_ones() -> None:
 def test_results_do_not_depend_on_token_order(tokens: int) -> None:
     x, ids, weights, first, second = drawn(tokens, (16, 4, 32, 16), torch.float32)
     runner, experts = Triton(CONTEXT), PlainExperts(first, second, hidden_first=False)
-    out = runner.run(Dispatched(x, ids, weights), experts)
+    out = runner.run(DispatchOutput(x, ids, weights), experts)
     order = torch.randperm(tokens, device=DEVICE)
-    torch.testing.assert_close(runner.run(Dispatched(x[order], ids[order], weights[order]), experts), out[order], rtol=0, atol=0)
+    torch.testing.assert_close(runner.run(DispatchOutput(x[order], ids[order], weights[order]), experts), out[order], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_parts_sum_to_the_result(tokens: int) -> None:
     x, ids, weights, first, second = drawn(tokens, (8, 2, 64, 32), torch.float32)
     runner, experts = Triton(CONTEXT), PlainExperts(first, second, hidden_first=False)
-    parts = runner.run_parts(Dispatched(x, ids, weights), experts)
+    parts = runner.run_parts(DispatchOutput(x, ids, weights), experts)
     assert parts.shape == ((9, 2, 64) if tokens > 1 else (1, 64))
     check(parts.sum(1) if tokens > 1 else parts, reference(x, ids, weights, first, second))
 
@@ -269,7 +269,7 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(experts, f"{name}_fp8_scale", made.scale)
             plain.copy_(numbers)
     want = reference(x, ids, weights, first, second)
-    error = runner.run(Dispatched(x, ids, weights), experts).double() - want
+    error = runner.run(DispatchOutput(x, ids, weights), experts).double() - want
     assert error.norm() < (0.08 if is_float8 else 1e-5) * want.norm()
 
 
@@ -284,12 +284,12 @@ def test_a_deep_gemm_error_names_the_library_and_the_remedy(monkeypatch: pytest.
     runner = importlib.import_module("frame.plugins.moe_runners.deep_gemm").DeepGemm(CONTEXT)
     x, ids, weights, first, second = drawn(7, (5, 2, 256, 128), torch.float32)
     with pytest.raises(RuntimeError, match=r"dim == 3\); is its wheel built for PyTorch .* moe\.runner: triton"):
-        runner.run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False))
+        runner.run(DispatchOutput(x, ids, weights), PlainExperts(first, second, hidden_first=False))
 
 
 def test_no_tokens() -> None:
     x, ids, weights, first, second = drawn(0, (4, 2, 32, 16), torch.float32)
-    assert Triton(CONTEXT).run(Dispatched(x, ids, weights), PlainExperts(first, second, hidden_first=False)).shape == (0, 32)
+    assert Triton(CONTEXT).run(DispatchOutput(x, ids, weights), PlainExperts(first, second, hidden_first=False)).shape == (0, 32)
 
 
 def test_every_kernel_variant_is_compiled_at_start_up() -> None:

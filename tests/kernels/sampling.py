@@ -285,7 +285,7 @@ def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingPar
         tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
         results.append(sampler.sample(logits.to(DEVICE, copy=True), plan, processing, tensors))
         if processing is not None:
-            processors.observe(results[-1].token_ids, processing, tensors)
+            processors.observe_tokens(results[-1].token_ids, processing, tensors)
     return results
 
 

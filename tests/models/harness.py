@@ -136,7 +136,7 @@ class Session:
         decodes = [row for row in rows if len(row[1]) == 1 and self.computed.get(row[0], 0)]
         ordered = decodes + [row for row in rows if row not in decodes]
         batch = self.batch(ordered, len(decodes))
-        logits = self.model.logits(self.model.forward(batch))
+        logits = self.model.compute_logits(self.model.forward(batch))
         for slot, tokens in ordered:
             self.computed[slot] = self.computed.get(slot, 0) + len(tokens)
         parts = dict(zip([slot for slot, _ in ordered], logits.split([len(tokens) for _, tokens in ordered]), strict=True))

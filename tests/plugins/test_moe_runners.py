@@ -11,14 +11,14 @@ from torch import nn
 
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.interfaces.moe import Dispatched, MoERequirements
+from frame.core.interfaces.moe import DispatchOutput, MoERequirements
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.plugins.loader import load_registry
 from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped
 from frame.quantization.none import PlainExperts
 
 
-def definition(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def definition(tokens: DispatchOutput, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """One token and one expert at a time, in float64."""
     out = torch.zeros(tokens.x.shape, dtype=torch.float64)
     for row, x in enumerate(tokens.x.double()):
@@ -28,9 +28,9 @@ def definition(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) ->
     return out
 
 
-def routed(count: int, experts: int, top: int, hidden: int, dtype: torch.dtype) -> Dispatched:
+def routed(count: int, experts: int, top: int, hidden: int, dtype: torch.dtype) -> DispatchOutput:
     weights, ids = torch.rand(count, experts).topk(top)
-    return Dispatched(torch.randn(count, hidden, dtype=dtype), ids, weights)
+    return DispatchOutput(torch.randn(count, hidden, dtype=dtype), ids, weights)
 
 
 @settings(max_examples=30, deadline=None)
@@ -83,7 +83,7 @@ def test_a_token_without_weight_contributes_nothing() -> None:
     """A dispatcher gives weight 0 for experts that live elsewhere."""
     experts = Plain(4, 8, 8, torch.float32)
     tokens = routed(6, 4, 2, 8, torch.float32)
-    none = Dispatched(tokens.x, tokens.ids, torch.zeros_like(tokens.weights))
+    none = DispatchOutput(tokens.x, tokens.ids, torch.zeros_like(tokens.weights))
     for run in (run_grouped, run_each):
         assert not run(none, experts.gate_up, experts.down).any()
 
@@ -91,7 +91,7 @@ def test_a_token_without_weight_contributes_nothing() -> None:
 def test_dense_is_for_small_experts_and_batches() -> None:
     def made(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Plain:
         layer = Plain(experts, hidden, inner, dtype)
-        PlainExperts().finish(layer)
+        PlainExperts().process_weights(layer)
         return layer
 
     small = made(8, 256, 128, torch.bfloat16)
@@ -107,15 +107,15 @@ def test_dense_is_for_small_experts_and_batches() -> None:
 def test_manifest_says_what_fits() -> None:
     registry = load_registry(installed=False)
     runner, dispatcher = registry.get("moe_runner", "torch_native"), registry.get("moe_dispatcher", "all_reduce")
-    requirements = MoERequirements("cpu", None, "bfloat16", "standard", tp=2)
+    requirements = MoERequirements("cpu", None, "bfloat16")
     assert runner.capabilities.unsupported(requirements) == []
     assert dispatcher.capabilities.unsupported(requirements) == []
-    assert "batched" in str(runner.capabilities.unsupported(MoERequirements("cpu", None, "bfloat16", "batched"))[0])
+    assert "does not compute in int8" in str(runner.capabilities.unsupported(MoERequirements("cpu", None, "int8"))[0])
 
 
 def test_kernels_run_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     record = load_registry(installed=False).get("moe_runner", "triton")
-    requirements = MoERequirements("cpu", None, "bfloat16", "standard")
+    requirements = MoERequirements("cpu", None, "bfloat16")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert [reason.sentence for reason in record.capabilities.unsupported(requirements)] == ["runs on cuda, not on cpu"]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -124,7 +124,7 @@ def test_kernels_run_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.Mon
 
 def test_a_gpu_takes_the_kernels_and_captures_them() -> None:
     registry = load_registry(installed=False)
-    requirements = MoERequirements("cuda", (9, 0), "bfloat16", "standard")
+    requirements = MoERequirements("cuda", (9, 0), "bfloat16")
     fitting = [record for record in registry.records("moe_runner") if not record.capabilities.unsupported(requirements)]
     assert {record.name for record in fitting} >= {"torch_native", "torch_grouped", "triton"}
     assert [record.name for record in fitting if not record.capabilities.graphs] == ["torch_native"]

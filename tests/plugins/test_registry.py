@@ -79,7 +79,7 @@ def test_the_kinds_table_agrees_with_the_interface_pages() -> None:
 
 def test_a_record_knows_who_brought_it_and_is_not_imported() -> None:
     record = registry_with("x", target="no_such_module:Nothing", summary="s", rank=3).get(KIND, "x")
-    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/1")
+    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/2")
 
 
 def test_records_are_ranked_then_named() -> None:
@@ -132,12 +132,12 @@ def test_a_clash_is_fatal_when_asked_for_and_names_both_owners_and_the_remedy() 
 
 
 def test_another_interface_version_is_listed_and_refused_only_when_asked_for() -> None:
-    registry = registry_with("new", api="scheduling_policy/2")
+    registry = registry_with("new", api="scheduling_policy/3")
     (record,) = registry.records(KIND)
-    assert "written for interface scheduling_policy/2, this frame supports scheduling_policy/1" in record.problems[0].sentence
-    with pytest.raises(PluginError, match="scheduling_policy/2"):
+    assert "written for interface scheduling_policy/3, this frame supports scheduling_policy/2" in record.problems[0].sentence
+    with pytest.raises(PluginError, match="scheduling_policy/3"):
         registry.get(KIND, "new")
-    with pytest.raises(PluginError, match="scheduling_policy/2"):
+    with pytest.raises(PluginError, match="scheduling_policy/3"):
         registry.load(record)
 
 
@@ -174,7 +174,7 @@ def test_load_gives_the_class(module: types.ModuleType) -> None:
         ("frame_no_such_module:X", "ModuleNotFoundError: No module named 'frame_no_such_module'"),
         (f"{MODULE}:Missing", "has no attribute 'Missing'"),
         (f"{MODULE}:Unrelated", "is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy"),
-        (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/1"),
+        (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/2"),
     ],
 )
 def test_what_does_not_load_says_why(module: types.ModuleType, target: str, words: str) -> None:

@@ -50,10 +50,10 @@ def test_priority() -> None:
         request.priority = value
     one = policy("priority")
     assert indices("priority", requests) == [4, 1, 3, 0, 2]
-    assert one.victim(requests, VIEW) is requests[2]
-    assert one.victim(requests[:1], VIEW) is None
-    assert one.preempts(requests[1], requests[0])
-    assert not one.preempts(requests[0], requests[2])
+    assert one.select_victim(requests, VIEW) is requests[2]
+    assert one.select_victim(requests[:1], VIEW) is None
+    assert one.can_preempt(requests[1], requests[0])
+    assert not one.can_preempt(requests[0], requests[2])
 
 
 def test_random_is_a_new_order_each_moment_and_the_same_for_the_same() -> None:

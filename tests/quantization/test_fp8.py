@@ -110,7 +110,7 @@ class Layer(nn.Module):
         self, method: Fp8Linear, inputs: int, parts: list[int], dtype: torch.dtype = torch.float32, ranks: int = 1, rank: int = 0
     ) -> None:
         super().__init__()
-        method.create(self, inputs, [part // ranks for part in parts], dtype)
+        method.create_weights(self, inputs, [part // ranks for part in parts], dtype)
         local = 0
         for index, part in enumerate(parts):
             span = Range.split(part, rank, ranks, local)
@@ -135,12 +135,12 @@ def test_parts_that_end_inside_a_block_are_concatenated(parts: list[int], inputs
         tensors += [(f"{index}.weight", weight), (f"{index}.weight_scale_inv", scale)]
         wanted.append(dequantize(weight, Scales(scale, 128, 128), torch.float32))
     load_parameters(layer, tensors)
-    layer.method.finish(layer)
+    layer.method.process_weights(layer)
     x = torch.randn(3, inputs)
     torch.testing.assert_close(layer(x), x @ torch.cat(wanted).T, rtol=1e-4, atol=1e-3)
     assert layer.weight.numel() == 0, "fp8 and plain numbers are both kept"  # type: ignore[operator]
     load_parameters(layer, [(name, -tensor.float() if "scale" in name else tensor) for name, tensor in tensors])
-    layer.method.finish(layer)
+    layer.method.process_weights(layer)
     torch.testing.assert_close(layer(x), -x @ torch.cat(wanted).T, rtol=1e-4, atol=1e-3)
 
 
@@ -162,7 +162,7 @@ def test_scales_are_as_coarse_as_their_parts_allow() -> None:
 def test_a_rank_whose_part_starts_inside_a_block_is_refused() -> None:
     method = Fp8Linear(Fp8Format("block", "weight_scale_inv"))
     layer = nn.Module()
-    method.create(layer, 128, [128], torch.float32)
+    method.create_weights(layer, 128, [128], torch.float32)
     with pytest.raises(Exception, match="set parallel.tp to a smaller number"):
         layer.weight_scale_inv.bind("0.weight_scale_inv", Range(384, 64, 128), Range.whole(128))  # type: ignore[union-attr, operator]
 
@@ -186,7 +186,7 @@ def test_a_rounded_layer_multiplies(dtype: torch.dtype, rows: int) -> None:
     for sign in (1, -1):
         load_parameters(layer, [(f"{index}.weight", sign * part) for index, part in enumerate(parts)])
         for _ in range(2):
-            layer.method.finish(layer)
+            layer.method.process_weights(layer)
             want = x.float() @ torch.cat(parts).float().T * sign
             assert ((layer(x).float() - want).norm() / want.norm()) < 0.035
     assert layer(x[:0]).shape == (0, 128)
@@ -251,7 +251,7 @@ def test_unquantized_layers() -> None:
     assert isinstance(method.experts("model.layers.0.mlp.experts"), PlainExperts)
     assert isinstance(method.linear("lm_head", "head"), PlainLinear)
     assert isinstance(method.linear("model.layers.1.mlp.up_proj"), RoundedLinear)
-    assert Fp8(dict(CONFIGS["tensor"])).left_out == (r".*\.input_scale$",)
+    assert Fp8(dict(CONFIGS["tensor"])).ignored_weights == (r".*\.input_scale$",)
 
 
 def test_fp8_values_are_not_loaded_as_unquantized() -> None:

@@ -24,14 +24,14 @@ class Layer(nn.Module):
 
     def __init__(self, method: PlainLinear | Int8Linear, weight: torch.Tensor) -> None:
         super().__init__()
-        method.create(self, weight.shape[1], [weight.shape[0]], weight.dtype)
+        method.create_weights(self, weight.shape[1], [weight.shape[0]], weight.dtype)
         self.weight.bind("layer.weight")  # type: ignore[operator]
         self.method = method
         self.load(weight)
 
     def load(self, weight: torch.Tensor) -> None:
         assert load_parameters(self, [("layer.weight", weight)]) == {"weight"}
-        self.method.finish(self)
+        self.method.process_weights(self)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,7 +46,7 @@ def test_a_layer_multiplies(method: type[PlainLinear | Int8Linear], dtype: torch
     for _ in range(2):
         error = (method().apply(layer, x, bias).float() - want).norm() / want.norm()
         assert error < tolerance, error
-        layer.method.finish(layer)  # again, without a load: nothing changes
+        layer.method.process_weights(layer)  # again, without a load: nothing changes
     assert layer.method.apply(layer, x[:0]).shape == (0, 96)
     layer.load(-weight)
     assert (layer.method.apply(layer, x, -bias).float() + want).norm() / want.norm() < tolerance

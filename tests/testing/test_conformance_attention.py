@@ -74,7 +74,7 @@ class ClaimsBatchInvariance(TorchNativeBackend):
 
 def failures(target: type[TorchNativeBackend]) -> dict[str, str]:
     """The checks that a backend fails, with what they say."""
-    record = PluginRecord("attention_backend", "broken", "tests:Broken", "attention/1", target.capabilities)
+    record = PluginRecord("attention_backend", "broken", "tests:Broken", "attention/2", target.capabilities)
     subject = conformance.Subject(record, target, None, conformance.Setting())
     found = {}
     for check in conformance.checks("attention", subject):
@@ -105,7 +105,7 @@ def test_a_broken_backend_is_caught(target: type[TorchNativeBackend], check: str
 
 
 def test_a_record_that_differs_from_its_class_is_caught() -> None:
-    record = PluginRecord("attention_backend", "b", "m:C", "attention/1", AttentionCapabilities(devices=("cpu",)))
+    record = PluginRecord("attention_backend", "b", "m:C", "attention/2", AttentionCapabilities(devices=("cpu",)))
     subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
     first = conformance.checks("attention", subject)[0]
     with pytest.raises(AssertionError, match="the record states"):
@@ -120,7 +120,7 @@ def test_only_what_the_capabilities_cover_is_asked() -> None:
 
 
 def test_a_backend_for_another_device_cannot_be_checked_here() -> None:
-    record = PluginRecord("attention_backend", "b", "m:C", "attention/1", AttentionCapabilities(devices=("cuda",)))
+    record = PluginRecord("attention_backend", "b", "m:C", "attention/2", AttentionCapabilities(devices=("cuda",)))
     subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
     with pytest.raises(PluginError, match="No conformance check"):
         conformance.checks("attention", subject)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from tests.testing.failures import failures
 
 
@@ -19,7 +19,7 @@ class Loop(MoERunner):
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
 
-    def run(self, tokens: Dispatched, experts: Any) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
         out = torch.zeros_like(tokens.x)
         for token, (ids, weights) in enumerate(zip(tokens.ids.tolist(), tokens.weights, strict=True)):
             for expert, weight in zip(ids, weights, strict=True):
@@ -34,19 +34,19 @@ class SwappedHalves(Loop):
 
 
 class InPlace(Loop):
-    def run(self, tokens: Dispatched, experts: Any) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
         return tokens.x.copy_(super().run(tokens, experts))
 
 
 class Unweighted(Loop):
-    def run(self, tokens: Dispatched, experts: Any) -> torch.Tensor:
-        return super().run(Dispatched(tokens.x, tokens.ids, torch.ones_like(tokens.weights)), experts)
+    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
+        return super().run(DispatchOutput(tokens.x, tokens.ids, torch.ones_like(tokens.weights)), experts)
 
 
 class ContiguousOnly(Loop):
     """Takes the memory of `down` for its shape."""
 
-    def run(self, tokens: Dispatched, experts: Any) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
         flat = torch.as_strided(experts.down, experts.down.shape, torch.empty(experts.down.shape, device="meta").stride())
         holder = nn.Module()
         holder.gate_up, holder.down = experts.gate_up, nn.Parameter(flat, requires_grad=False)

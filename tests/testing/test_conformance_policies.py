@@ -53,10 +53,10 @@ class KillsTheOldest(SchedulingPolicy):
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
 
-    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         return running[0]
 
-    def preempts(self, waiting: Request, running: Request) -> bool:
+    def can_preempt(self, waiting: Request, running: Request) -> bool:
         return True
 
 

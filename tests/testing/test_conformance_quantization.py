@@ -23,7 +23,7 @@ class Half:
 
     experts = linear
 
-    def create(self, layer: nn.Module, *arguments: Any) -> None:
+    def create_weights(self, layer: nn.Module, *arguments: Any) -> None:
         if len(arguments) == 3:
             inputs, outputs, dtype = arguments
             layer.weight = nn.Parameter(torch.empty(sum(outputs), inputs, dtype=dtype), requires_grad=False)
@@ -32,7 +32,7 @@ class Half:
             layer.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden, dtype=dtype), requires_grad=False)
             layer.down = nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype), requires_grad=False)
 
-    def finish(self, layer: nn.Module) -> None:
+    def process_weights(self, layer: nn.Module) -> None:
         return None
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Half:
 
 
 class FinishesTwice(Half):
-    def finish(self, layer: Any) -> None:
+    def process_weights(self, layer: Any) -> None:
         if hasattr(layer, "weight"):
             layer.weight.data.mul_(2)
 

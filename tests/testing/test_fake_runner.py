@@ -132,8 +132,8 @@ def test_what_is_cached_is_read_and_not_written() -> None:
         num_scheduled=np.ones(2, np.int32),
         samples=np.ones(2, np.bool_),
         new_pages=np.array([(0, 2, 6), *again.new_pages.tolist()], np.int32),
-        cached=np.array([False, True]),
+        skip_kv_store=np.array([False, True]),
     )
     assert fake.launch(both).wait().token_ids.tolist()[1] == token
     with pytest.raises(FakeRunnerError, match="reads a wrong token at position 1"):
-        fake.launch(msgspec.structs.replace(extend(2, 1, [3, 2], [5], 1, released=[1]), cached=np.array([True])))
+        fake.launch(msgspec.structs.replace(extend(2, 1, [3, 2], [5], 1, released=[1]), skip_kv_store=np.array([True])))

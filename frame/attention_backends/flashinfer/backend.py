@@ -21,7 +21,7 @@ from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, MHAShape, ML
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
 from frame.attention_backends.shared import allow_sync, expand_latents, locate_keys, make_rows_contiguous, replace_non_finite
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import AttentionOut, ForwardBatch
+from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 
 EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
@@ -122,7 +122,7 @@ class FlashInferBackend(AttentionBackend):
         if expanded is None:
             assert absorbed is not None  # a step has at least one row
             return _attend_absorbed(absorbed, layer, q_nope, q_rope, cached)
-        out = AttentionOut.of(batch, q_nope, spec.num_heads, spec.v_head_dim)
+        out = AttentionOutput.get_buffer(batch, q_nope, spec.num_heads, spec.v_head_dim)
         first = plan.num_decodes
         if absorbed is not None:
             out[:first] = _attend_absorbed(absorbed, layer, q_nope[:first], q_rope[:first], cached)
@@ -240,7 +240,7 @@ def _attend(
     (decodes, extends), first = plan.heads[shape], plan.num_decodes
     scales = {} if shape.kv_dtype == shape.dtype else {"k_scale": spec.k_scale, "v_scale": spec.v_scale}
     q = make_rows_contiguous(step[0])
-    out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
+    out = AttentionOutput.get_buffer(batch, q, spec.num_heads, spec.v_head_dim)
     if decodes is not None:
         decodes.run(q[:first], cache, out=out[:first], **scales)
     if extends is None:

@@ -20,7 +20,7 @@ from frame.attention_backends.triton.plan import StepPlan
 from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import AttentionOut, ForwardBatch
+from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
@@ -80,7 +80,7 @@ class TritonBackend(AttentionBackend):
             cached = Operands(q, None, cached_k, None, cached_v, page_size)
             if use_ragged:
                 ragged = Operands(q, None, k, None, v, 0)
-        out = AttentionOut.of(batch, q, spec.num_heads, spec.v_head_dim)
+        out = AttentionOutput.get_buffer(batch, q, spec.num_heads, spec.v_head_dim)
         self._launch(spec, cached, ragged, out, batch)
         return out
 
@@ -102,7 +102,7 @@ class TritonBackend(AttentionBackend):
             decoded = layer.unabsorb(attended)
             if absorbed == q_nope.shape[0]:
                 return decoded
-        out = AttentionOut.of(batch, q_nope, spec.num_heads, spec.v_head_dim)
+        out = AttentionOutput.get_buffer(batch, q_nope, spec.num_heads, spec.v_head_dim)
         if decoded is not None:
             out[:absorbed] = decoded
         self._extend_expanded(layer, q_nope, q_rope, latent, cached, batch, out)

@@ -16,7 +16,7 @@ from typing import Any
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
 from frame.core.config.resolve_machine import budgets, choose_device, dtypes_to_try, graph_sizes, indivisible
-from frame.core.config.resolve_plugins import KEYS, Choices, choose_moe, choose_parser, choose_processors, plugin_choice
+from frame.core.config.resolve_plugins import KEYS, Choices, choose_parser, choose_processors, plugin_choice
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import PHASES, FrameConfig
 from frame.core.config.selection import PlainRequirements, ResolveError, Selection, by_rank, nearest_change, select
@@ -122,8 +122,9 @@ class _Solver:
         self._attention(kv_dtype)
         page_size = self._page_size()
         if self.model_config.num_experts:
-            requirements = MoERequirements(self.device, self._capability(), self.dtype, tp=config.parallel.tp)
-            choose_moe(self.chosen, self.records, config.moe, requirements)
+            requirements = MoERequirements(self.device, self._capability(), self.dtype)
+            for kind, named in (("moe_dispatcher", config.moe.dispatcher), ("moe_runner", config.moe.runner)):
+                self._select(kind, requirements, named, f"No {kind} serves experts on {self.device} in {self.dtype}")
         self._policies(task)
         max_context = self._max_context(page_size)
         path = str(find_model(config.model.path))

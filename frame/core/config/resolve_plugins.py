@@ -8,17 +8,16 @@ plugin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from frame.core.config.resolved import PluginChoice
-from frame.core.config.schema import FrameConfig, MoESection
-from frame.core.config.selection import Rejected, ResolveError, Selection, UnknownPluginError, by_rank, nearest_change, objections, select
+from frame.core.config.schema import FrameConfig
+from frame.core.config.selection import Rejected, Selection, UnknownPluginError, by_rank, objections, select
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 
@@ -69,53 +68,6 @@ class Choices:
     def _record_rejected(self, key: str, rejected: Sequence[Rejected]) -> None:
         for candidate in rejected:
             self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
-
-
-def choose_moe(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: MoESection, requirements: MoERequirements) -> None:
-    """Choose the best pair of a dispatcher and a runner that takes the dispatcher's activation
-    format. Raises ResolveError if none fits."""
-    dispatchers, runners = records.get("moe_dispatcher", ()), records.get("moe_runner", ())
-    if wanted.dispatcher is not None:
-        select(KEYS["moe_dispatcher"], dispatchers, requirements, wanted.dispatcher)  # raises for an unknown or unfit name
-        dispatchers = [record for record in dispatchers if record.name == wanted.dispatcher]
-    pairs: list[tuple[tuple[int, int], Selection, Selection]] = []
-    rejected: list[Rejected] = chosen.reject(KEYS["moe_dispatcher"], "moe_dispatcher", records, requirements)
-    for dispatcher in sorted(dispatchers, key=by_rank):
-        if objections(dispatcher, requirements):
-            continue
-        for form in _formats(dispatcher):
-            asked = replace(requirements, format=form)
-            unfit = chosen.reject(KEYS["moe_runner"], "moe_runner", records, asked)
-            rejected += [Rejected(candidate.record, candidate.reasons) for candidate in unfit]
-            found = _runner(runners, asked, wanted.runner)
-            if found is not None:
-                left = Selection(dispatcher, f"the best-ranked with an activation format that {found.record.name} takes")
-                pairs.append(((found.record.rank, dispatcher.rank), found, left))
-    if not pairs:
-        known = {record.name for record in runners}
-        if wanted.runner is not None and wanted.runner not in known:
-            raise UnknownPluginError(KEYS["moe_runner"], "moe_runner", wanted.runner, known)
-        raise ResolveError(
-            f"No pair of a MoE dispatcher and a MoE runner serves experts on {requirements.device} in {requirements.dtype}.",
-            rejected,
-            nearest_change(rejected),
-        )
-    _, runner, dispatcher_found = max(pairs, key=lambda pair: pair[0])
-    chosen.note("moe_runner", KEYS["moe_runner"], runner, is_open=wanted.runner is None)
-    chosen.note("moe_dispatcher", KEYS["moe_dispatcher"], dispatcher_found, is_open=wanted.dispatcher is None)
-
-
-def _runner(runners: Sequence[PluginRecord], requirements: MoERequirements, named: str | None) -> Selection | None:
-    """The runner for this format; None also if the named one does not take it, since another
-    dispatcher may fit."""
-    if named is not None:
-        runners = [record for record in runners if record.name == named and not objections(record, requirements)]
-    return select(KEYS["moe_runner"], runners, requirements, None)
-
-
-def _formats(dispatcher: PluginRecord) -> tuple[Any, ...]:
-    capabilities = dispatcher.capabilities
-    return capabilities.formats if isinstance(capabilities, MoECapabilities) else ("standard",)
 
 
 def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend
-from frame.core.interfaces.batch import AttentionOut, HostView
+from frame.core.interfaces.batch import AttentionOutput, HostView
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec, LatentProjections
@@ -208,7 +208,7 @@ def _only(plan: SplitPlan) -> SplitPart:
 
 def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) -> torch.Tensor:
     """Both results as one, which they are already if both went to the batch's own place."""
-    place = batch.get(AttentionOut)
+    place = batch.get(AttentionOutput)
     if place is not None:
         own = place.tensor, place.tensor[len(decoded) :]
         if (decoded.data_ptr(), extended.data_ptr()) == (own[0].data_ptr(), own[1].data_ptr()):
@@ -229,8 +229,8 @@ def _extends(batch: ForwardBatch) -> ForwardBatch:
 def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.Tensor, num_decodes: int) -> ForwardBatch:
     host = batch.host
     extensions = dict(batch.extensions)
-    if (place := batch.get(AttentionOut)) is not None:
-        extensions[AttentionOut] = place.part(tokens)
+    if (place := batch.get(AttentionOutput)) is not None:
+        extensions[AttentionOutput] = place.slice_tokens(tokens)
     return replace(
         batch,
         num_decodes=num_decodes,

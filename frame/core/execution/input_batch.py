@@ -16,7 +16,7 @@ import torch
 
 from frame import kernels
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
-from frame.core.interfaces.runner import MOST_SINGLE
+from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.kv_pool import DeviceTable
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
 from frame.core.sampling.prompt_logprobs import plan_prompts
@@ -277,7 +277,7 @@ class InputBatch:
         """Whether a decode graph may run the step, with each prompt token as a row of its own: the prompt tokens are few, and either
         read few keys or read those that they share once."""
         given = len(batch.token_ids)
-        if layout.num_tokens > self.max_graph_rows or given > MOST_SINGLE:
+        if layout.num_tokens > self.max_graph_rows or given > MAX_SINGLE_TOKEN_ROWS:
             return False
         keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
         return self._reads_prefixes_once or keys <= _MAX_PROMPT_KEYS
@@ -355,8 +355,8 @@ class InputBatch:
             kv_slots -= column
             kv_slots *= size  # (page - column) * size + position = page * size + position % size
             kv_slots += positions
-        if batch.cached is not None:
-            kv_slots[np.repeat(batch.cached, batch.num_scheduled)] = 0
+        if batch.skip_kv_store is not None:
+            kv_slots[np.repeat(batch.skip_kv_store, batch.num_scheduled)] = 0
         return kv_slots
 
     def _move(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

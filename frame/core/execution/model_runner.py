@@ -195,12 +195,13 @@ class TorchModelRunner(ModelRunner):
             hidden = hidden.index_select(0, inputs.logits_indices)
         rows, prompts = plans.sampling.num_rows, None
         if plans.prompts is not None:
-            prompts = PromptScores(plans.prompts, hidden[rows:], inputs.tensors["prompt_targets"], self.model.logits, self.vocab_size)
-        return self.model.logits(hidden[:rows]) if rows else None, prompts
+            targets = inputs.tensors["prompt_targets"]
+            prompts = PromptScores(plans.prompts, hidden[rows:], targets, self.model.compute_logits, self.vocab_size)
+        return self.model.compute_logits(hidden[:rows]) if rows else None, prompts
 
     def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """What a graph captures."""
-        logits = self.model.logits(self.forward(batch))
+        logits = self.model.compute_logits(self.forward(batch))
         last_tokens = (self.inputs.table.last_token, slots)
         return self._drawn(logits, draw_plain(logits, params["temperature"], params["uniform"], last_tokens), slots)
 
@@ -241,5 +242,5 @@ class TorchModelRunner(ModelRunner):
             sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:
-            self._processors.observe(sampled.token_ids, plans.processing, tensors)
+            self._processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled

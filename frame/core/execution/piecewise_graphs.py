@@ -21,7 +21,7 @@ import torch
 
 from frame.core.execution.decode_graphs import InputBuffers, uncollected
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.batch import AttentionOut, ForwardBatch, HostView
+from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
@@ -129,7 +129,7 @@ class PiecewiseGraphs:
         """Where attention leaves its results, if it can, and they are of one shape in all layers."""
         if len(self._outs) != 1:
             return {}
-        return {AttentionOut: AttentionOut(next(iter(self._outs.values()))[:tokens])}
+        return {AttentionOutput: AttentionOutput(next(iter(self._outs.values()))[:tokens])}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """The hidden states of a batch whose tokens were placed; good until the next replay of any graph."""

@@ -94,7 +94,8 @@ def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pool
     pooling = resolved.pooling
     if pooling is None:
         raise ValueError("the task has no vectors")
-    return Pooler(pooling, model.logits if resolved.task == "classify" else None, _label_ids(resolved, pooling.label_tokens), device)
+    head = model.compute_logits if resolved.task == "classify" else None
+    return Pooler(pooling, head, _label_ids(resolved, pooling.label_tokens), device)
 
 
 def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:

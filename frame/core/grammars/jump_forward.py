@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from frame.core.grammars.grammar_masks import get_grammar_state
-from frame.core.interfaces.runner import MOST_SINGLE
+from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.scheduling.request_slots import GRAMMAR
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class JumpForward:
     """Appends forced tokens to running requests. `fewest`: minimum length of a run; 0: off. `rows`:
     a run must have one token for each `rows` rows of the step, since a longer row delays the
     others; 0: no such limit. `tokens`: maximum tokens of a step with runs, which is then computed
-    as single rows (at most `MOST_SINGLE` of its runs); 0: unlimited."""
+    as single rows (at most `MAX_SINGLE_TOKEN_ROWS` of its runs); 0: unlimited."""
 
     def __init__(self, running: RunningSet, fewest: int, rows: int = 0, tokens: int = 0) -> None:
         self.num_tokens = 0  # jumped over: no step sampled them
@@ -142,7 +142,7 @@ class JumpForward:
             return
         table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
         a = table.arrays
-        room = min(MOST_SINGLE, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)
+        room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)
         for slot in slots[(a.special[slots] & GRAMMAR) != 0].tolist():
             request = table.requests[slot]  # None: it has finished
             if request is None or not isinstance(request.grammar, LookaheadGrammar):

@@ -1,4 +1,4 @@
-"""What every plugin family implements, one page each.
+"""The interfaces that plugins implement, one page per plugin kind, and the data that crosses them.
 
-Importing these pages imports no torch: capability records are read without a GPU and without loading a kernel.
+Importing these pages imports no torch, so that capability records can be read without a GPU.
 """

@@ -1,7 +1,7 @@
-"""What an attention backend is and what it says of itself (`attention/1`).
+"""The interface of attention backends, and the capabilities that they declare (`attention/2`).
 
-A backend computes attention over the paged KV cache. It knows no request, no scheduler and no model file:
-it sees one `ForwardBatch` a step, and one layer's queries at a time.
+A backend computes attention over the paged KV cache. It gets one `ForwardBatch` a step and one layer's queries at a time. It must not
+know a request, the scheduler or a model file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from frame.core.interfaces.attention_spec import AttentionSpec, LatentProjections
 from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
@@ -19,9 +20,21 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.rank_context import RankContext
 
-API = "attention/1"
+__all__ = [
+    "API",
+    "AttentionBackend",
+    "AttentionCapabilities",
+    "AttentionKind",
+    "AttentionRequirements",
+    "AttentionSpec",
+    "LatentProjections",
+    "Measured",
+    "Phase",
+]
+
+API = "attention/2"
 
 AttentionKind = Literal["mha", "mla"]
 Phase = Literal["extend", "decode", "mixed", "verify"]
@@ -29,7 +42,7 @@ Phase = Literal["extend", "decode", "mixed", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """What a model, a device and a configuration ask of a backend. `None` = left open or not used."""
+    """What a model, a device and a configuration require of a backend. None: left open, or not used."""
 
     device: str  # "cpu", "cuda"
     compute_capability: tuple[int, int] | None
@@ -38,53 +51,51 @@ class AttentionRequirements:
     v_head_dim: int
     latent: tuple[int, int] | None  # mla only: (kv_lora_rank, qk_rope_head_dim)
     dtype: str  # "float32", "bfloat16", "float16"
-    kv_dtype: str
-    page_size: int | None
+    kv_dtype: str  # of the cache: as `dtype`, or "fp8_e4m3"
+    page_size: int | None  # tokens
     sliding_window: bool = False
     soft_cap: bool = False
     sinks: bool = False
-    bidirectional: bool = False  # an encoder: every token sees the whole row
+    bidirectional: bool = False  # an encoder: every token attends to the whole row
     graphs: bool = False  # CUDA-graph capture of decode
     batch_invariant: bool = False
-    phases: tuple[Phase, ...] = ("extend", "decode")  # one of them where another backend has the other
-    group: int | None = None  # heads of a key; nobody refuses one, but speeds differ
-    device_name: str | None = None  # as the driver names the card, for figures that were measured on such a one
+    phases: tuple[Phase, ...] = ("extend", "decode")  # one of them, where another backend computes the other
+    group: int | None = None  # query heads per KV head; no backend refuses one, but speeds differ
+    device_name: str | None = None  # the driver's name of the card, for speeds that were measured on it
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How fast a backend was in one phase on one card: what `auto` compares when several backends fit.
+    """The measured speed of a backend in one phase on one card, which `auto` compares when several backends fit.
 
-    `device_name` is the driver's name of the card. `speed` is in TFLOP/s of extends and in TB/s of decodes; backends are comparable that
-    were measured on the same card with the same shapes. `group`: of layers with so many heads a key; None: of all that have no figure of
-    their own.
+    Speeds are comparable if they were measured on the same card with the same shapes.
     """
 
-    device_name: str
+    device_name: str  # the driver's name of the card
     compute_capability: tuple[int, int]
     kind: AttentionKind
     phase: Phase
-    speed: float
-    group: int | None = None
+    speed: float  # TFLOP/s of extends, TB/s of decodes
+    group: int | None = None  # query heads per KV head; None: layers of any other number
 
     def __str__(self) -> str:
         unit = "TB/s" if self.phase == "decode" else "TFLOP/s"
-        group = "" if self.group is None else f" ({self.group} heads a key)"
+        group = "" if self.group is None else f" ({self.group} heads per KV head)"
         return f"{self.device_name} {self.kind} {self.phase}{group}: {self.speed:g} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
-    """What a backend can do, as plain data. `None` means "any"."""
+    """What a backend can do, as plain data. None: any."""
 
     devices: tuple[str, ...]
     compute_capability: tuple[tuple[int, int], tuple[int, int]] | None = None  # inclusive range, cuda only
     kinds: tuple[AttentionKind, ...] = ("mha",)
     phases: tuple[Phase, ...] = ("extend", "decode", "mixed")
     head_dims: tuple[int, ...] | None = None
-    head_dim_multiple: int = 1
+    head_dim_multiple: int = 1  # head sizes are multiples of it
     max_head_dim: int | None = None
-    latents: tuple[tuple[int, int], ...] | None = None
+    latents: tuple[tuple[int, int], ...] | None = None  # mla: (kv_lora_rank, qk_rope_head_dim)
     page_sizes: tuple[int, ...] | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     kv_dtypes: tuple[str, ...] | None = None  # None: only the model's own dtype
@@ -93,17 +104,16 @@ class AttentionCapabilities:
     sinks: bool = False
     tree_mask: bool = False
     bidirectional: bool = False
-    graphs: Literal["none", "decode", "full"] = "none"
+    graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
     batch_invariant: bool = False
-    shared_prefixes: bool = False  # decodes read keys that rows have in common once
+    shared_prefixes: bool = False  # decodes read a prefix that rows share once
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
     compiles_at_start: bool = False  # `prepare` may take minutes the first time; another backend may serve meanwhile
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
 
     def speeds(self, requirements: AttentionRequirements, phase: Phase) -> dict[str, float]:
-        """By card: the speed measured on cards of the needed compute capability with a cache of the model's own type, in the phase's
-        unit."""
+        """Measured speed by card, in the phase's unit: cards of the required compute capability, a cache of the model's own dtype."""
         if requirements.kv_dtype != requirements.dtype:
             return {}
         fits = [
@@ -115,7 +125,7 @@ class AttentionCapabilities:
         return found | {m.device_name: m.speed for m in fits if m.group is not None and m.group == requirements.group}
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
-        """Every reason why these capabilities do not serve `requirements`."""
+        """All reasons why these capabilities do not meet `requirements`; empty: they do."""
         checks = (self._device, self._shape, self._types, self._features)
         return [reason for check in checks for reason in check(requirements)]
 
@@ -163,109 +173,59 @@ class AttentionCapabilities:
     def _features(self, requirements: AttentionRequirements) -> list[Reason]:
         missing = [_PHASE_WORDS[phase] for phase in requirements.phases if phase not in self.phases]
         wanted = (
-            (bool(missing), f"does not compute {' and '.join(missing)}; name another for these beside it"),
+            (bool(missing), f"does not compute {' and '.join(missing)}; name another backend for them as well"),
             (requirements.sliding_window and not self.sliding_window, "has no sliding window"),
             (requirements.soft_cap and not self.soft_cap, "has no logit soft cap"),
             (requirements.sinks and not self.sinks, "has no attention sinks"),
-            (requirements.bidirectional and not self.bidirectional, "attends backwards only, and the model is an encoder"),
+            (requirements.bidirectional and not self.bidirectional, "computes causal attention only, and the model is an encoder"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
             (requirements.batch_invariant and not self.batch_invariant, "is not batch invariant"),
         )
         return [Reason(sentence) for missing, sentence in wanted if missing]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """The facts of one attention layer on this rank, fixed at construction.
-
-    `layer` indexes the KV cache. For MLA `head_dim` is nope + rope, `num_kv_heads` is 1.
-    `sliding_window` is in tokens and includes the query's own position. With `causal` False, an encoder's layer, every token
-    sees its whole row, which is computed in one step: `run` takes this step's K and V, and there is no cache to read.
-    In an fp8 cache a key stands for itself times `k_scale`, a value for itself times `v_scale`; for MLA the whole latent row has
-    `k_scale`. Caches of other types take no notice of them. They are set when the model has been loaded, and are constants from then on.
-    """
-
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    scale: float
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-    sinks: torch.Tensor | None = None
-    causal: bool = True
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-
-class LatentProjections(Protocol):
-    """The two forms of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1), offered by the layer to the backend.
-
-    Absorbed: attend over the latent with `absorb`ed queries, then `unabsorb`. Expanded: `expand` the latent to keys and values.
-    A backend takes the form that suits the phase; both give the same result.
-    """
-
-    spec: AttentionSpec
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-
-    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, nope] -> [tokens, heads, rank]."""
-        ...
-
-    def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, rank] -> [tokens, heads, v_head_dim]."""
-        ...
-
-    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, rank] -> (k_nope [n, heads, nope], v [n, heads, v_head_dim])."""
-        ...
-
-
 class AttentionBackend(ABC):
-    """Computes causal attention of a mixed batch over the paged cache, and, where it says `bidirectional`, an encoder's.
+    """Computes causal attention of a mixed batch over the paged cache, and bidirectional attention where it says `bidirectional`.
 
-    Laws:
-    - `plan` is called once a step, before any `run` of that step, on the host; its value arrives as `batch.plan`. It may run while
-      the previous step is on the device, so it reads `batch.host` and never synchronises.
-    - `run` and `run_mla` do device work only. Row r's query tokens are positions `seq_len - query_len … seq_len - 1` and see all
-      cached positions up to their own. When they are called, this step's K and V are already in the cache,
-      unless the capabilities say `stores_kv`.
-    - Rows `[0, num_decodes)` have one query token each, the rest are extends; both kinds may be absent. Several decodes may be of one
+    Contract:
+    - `plan` is called once a step on the host, before any `run` of that step; its value arrives as `batch.plan`. It may run while the
+      previous step is on the device, so it reads `batch.host` and never synchronises.
+    - `run` and `run_mla` do device work only. Row r's query tokens are positions `seq_len - query_len … seq_len - 1` and attend to all
+      cached positions up to their own. This step's K and V are already in the cache, unless the capabilities say `stores_kv`.
+    - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be absent. Several decodes may be of one
       slot, at one position each: a prompt's tokens one by one.
-    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`: `capture_plan` gives the plan that the
-      captured `run`s see, and no others do, so that what the first layer computes for all is captured with it; `replay_plan` makes
-      it describe another batch of as many rows before each replay. The batch's own tensors are at the same addresses in all of
-      them; its host view and Python numbers are the captured ones.
-    - A batch may have an extension `AttentionOut`: a result of `run` or `run_mla` that is left there, by `AttentionOut.of`, is not copied.
+    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`. Only the captured `run`s see the plan of
+      `capture_plan`, so that what the first layer computes for all layers is captured with it. `replay_plan` makes the plan describe
+      another batch of as many rows before each replay. The batch's tensors are at the same addresses in all replays; its host view and
+      Python numbers are the captured ones.
+    - A batch may have the extension `AttentionOutput`. A result that `run` or `run_mla` writes to `AttentionOutput.get_buffer` is not
+      copied.
     - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.
     - `prepare` is called once, after construction and before the first `plan`. Where the capabilities say `compiles_at_start`, it may run
-      in a thread of its own while another backend serves: it uses no stream and no buffer of the device.
+      in its own thread while another backend serves: it uses no stream and no buffer of the device.
     """
 
     capabilities: ClassVar[AttentionCapabilities]
 
-    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
-        """Import, compile and load the kernels that `layers` need. Calls `on_compile` with their names before a compilation that may take
-        minutes. Raises ConfigurationError when they cannot be compiled. By default there is nothing to do."""
+        """Import, compile and load the kernels for `layers`; by default nothing. Calls `on_compile` with the kernels' names before a
+        compilation that may take minutes. Raises ConfigurationError where the compilation fails."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Any:
-        """Host work of one step for all layers; whatever it returns is `batch.plan` in `run`."""
+        """Host work of one step for all layers. -> `batch.plan` of the step's `run`s."""
 
     def capture_plan(self, batch: ForwardBatch) -> Any:
-        """The plan of a batch of decodes that is about to be captured: good for any sequence lengths up to the limits. What the kernels
-        read of it lies on the device at addresses that stay. Only for backends whose capabilities say `graphs`."""
+        """The plan of a batch of decodes for capture, valid for any sequence lengths up to the limits. The tensors that kernels read keep
+        their device addresses. Called only if the capabilities say `graphs`."""
         raise TypeError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
     def replay_plan(self, plan: Any, batch: ForwardBatch) -> None:
-        """Make a captured plan describe `batch`, by copies on the current stream; never synchronises. Nothing to do where the kernels
+        """Update a captured plan to `batch`, by copies on the current stream; never synchronises. By default nothing, for kernels that
         read all they need from the batch."""
 
     @abstractmethod

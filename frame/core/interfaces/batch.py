@@ -1,7 +1,7 @@
 """The three values of a step: `ScheduledBatch` (host) -> `ForwardBatch` (device, frozen) -> `StepResult` (host).
 
-The scheduler writes the first, the batch builder makes the second of it, the runner returns the third.
-Arrays are one row a request; rows `[0, num_decodes)` are decodes (one query token each), the rest extends.
+The scheduler makes the first, `InputBatch` turns it into the second, the model runner returns the third. Arrays have one row per
+request; rows `[0, num_decodes)` are decodes (one query token each), the rest are extends.
 """
 
 from __future__ import annotations
@@ -17,38 +17,31 @@ from frame.core.interfaces.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from frame.core.interfaces.attention import AttentionSpec
+    from frame.core.interfaces.attention_spec import AttentionSpec
 
 T = TypeVar("T")
 
 
 class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
-    """What a request slot starts from when a request enters (or re-enters) the device.
+    """The state of a request slot when a request enters the device, or enters it again.
 
-    `token_ids` is the prompt followed by the output so far (int32); `prompt_len` divides them. `seed` is always set:
-    the scheduler draws one for requests without. Sampling of the token at position p depends on (seed, p) alone,
-    so a request that comes back goes on exactly where it was. `second_text_start` is where a pair's second text begins (0: there is one).
-    `rid` names the request where somebody traces it.
+    The token at position p is sampled from (seed, p) alone, so that a preempted request continues with the same tokens.
     """
 
     slot: int
     params: SamplingParams
-    seed: int
+    seed: int  # the scheduler draws one for requests without
     prompt_len: int
-    token_ids: np.ndarray
-    second_text_start: int = 0
-    rid: str = ""
+    token_ids: np.ndarray  # int32; the prompt, then the output so far
+    second_text_start: int = 0  # index of the first token of a pair's second text; 0: there is one text
+    rid: str = ""  # request id, set for traced requests
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens run in one step, as host arrays; crosses to the other ranks as bytes.
+    """The tokens that one step computes, as host arrays. Other ranks receive it as bytes.
 
-    `num_computed[r]` tokens of row r are in the cache already, `num_scheduled[r]` are computed now.
-    `token_ids` are the ids of the extend rows, flattened; a decode row's one id is read from the device's last-token table
-    (it may have been sampled by a step that is still in flight). `samples[r]` says whether row r yields a token
-    (a prompt's inner chunk does not). `new_pages` are page-table writes, int32 [n, 3] of (slot, index in the row, page).
-    `prompt_logprobs[r]` asks for the log-probabilities of row r's own tokens. `cached[r]` says that K and V of the tokens computed now are
-    in the cache too, where others may read them: only the logits are wanted, and nothing is stored.
+    Row r has `num_computed[r]` tokens in the cache and computes `num_scheduled[r]` more. The id of a decode row is read from the device's
+    last-token table, because the step that samples it may still be in flight.
     """
 
     step: int
@@ -56,42 +49,42 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     slots: np.ndarray  # int32 [rows]
     num_computed: np.ndarray  # int32 [rows]
     num_scheduled: np.ndarray  # int32 [rows]
-    token_ids: np.ndarray  # int32 [sum of num_scheduled over extend rows]
-    samples: np.ndarray  # bool [rows]
-    new_pages: np.ndarray  # int32 [n, 3]
+    token_ids: np.ndarray  # int32 [sum of num_scheduled over extend rows]; the extend rows' tokens, flattened
+    samples: np.ndarray  # bool [rows]; whether the row samples a token (False for all but the last chunk of a prompt)
+    new_pages: np.ndarray  # int32 [n, 3]; page-table writes: (slot, index in the row, page)
     setups: list[SlotSetup] = []
     released: list[int] = []  # slots whose request left since the last step
-    prompt_logprobs: np.ndarray | None = None  # bool [rows]
-    cached: np.ndarray | None = None  # bool [rows]; None: no row's are
+    prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
+    skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
     grammar_mask: np.ndarray | None = None  # int32 [sampling rows, ceil(vocab / 32)]; bit set = allowed
-    has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight: it comes by `UnsampledStep.sample`
+    has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step yields, on the host. One entry a sampling row, in row order."""
+    """The result of a step on the host. One entry per sampling row, in row order."""
 
     step: int
     token_ids: np.ndarray  # int32 [sampling rows]
     logprobs: np.ndarray | None = None  # float32 [sampling rows]; of the sampled token
-    top_ids: np.ndarray | None = None  # int32 [sampling rows, k]; k = the largest asked for in the batch
+    top_ids: np.ndarray | None = None  # int32 [sampling rows, k]; k = the largest number asked for in the batch
     top_logprobs: np.ndarray | None = None  # float32 [sampling rows, k]
-    prompt_logprobs: list[PromptLogprobs | None] | None = None  # one a batch row
-    invalid: np.ndarray | None = None  # bool [sampling rows]: the logits were not finite; None when all were
-    pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of tasks without tokens, whose `token_ids` are empty
+    prompt_logprobs: list[PromptLogprobs | None] | None = None  # one per batch row
+    invalid: np.ndarray | None = None  # bool [sampling rows]; whether a logit was not finite; None: no row has one
+    pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of pooling tasks, whose `token_ids` are empty
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens `first, first+1, …` (the first token of a prompt has none)."""
+    """Log-probabilities of consecutive prompt tokens. The first token of a prompt has none."""
 
-    first: int
+    first: int  # index of the first of these tokens in the prompt
     logprobs: np.ndarray  # float32 [n]
     top_ids: np.ndarray  # int32 [n, k]
     top_logprobs: np.ndarray  # float32 [n, k]
-    ranks: np.ndarray | None = None  # int32 [n]; 1 + how many tokens are likelier; None from a runner that does not count them
+    ranks: np.ndarray | None = None  # int32 [n]; 1 + the number of likelier tokens; None: not counted
 
 
 class KVCache(Protocol):
-    """The token-to-KV pool as layers and backends see it; pages are rows of every tensor."""
+    """The token-to-KV pool, as layers and backends see it. Every tensor has one row per page."""
 
     page_size: int
 
@@ -108,7 +101,7 @@ class KVCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """Host copies of what plans need, so that no plan synchronises with the device."""
+    """Host copies of the arrays that plans read, so that no plan synchronises with the device."""
 
     slots: np.ndarray  # int32 [rows]
     query_lens: np.ndarray  # int32 [rows]
@@ -118,59 +111,59 @@ class HostView:
 
 @dataclass(frozen=True, slots=True)
 class TokenTypes:
-    """Extension of a batch for encoders: 0 for the tokens of a pair's first text, 1 for those of its second. int64 [tokens]."""
+    """Extension for encoders with pairs of texts."""
 
-    types: torch.Tensor
+    types: torch.Tensor  # int64 [tokens]; 0: first text of the pair, 1: second text
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedTokens:
-    """Extension of a batch for models that narrow: whose hidden states to return, in this order. int64 [n], where n may be 0."""
+    """Extension for models with `supports_token_selection`: the tokens whose hidden states `forward` returns, in this order."""
 
-    indices: torch.Tensor
+    indices: torch.Tensor  # int64 [n]; n may be 0
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionOut:
-    """Extension of a batch: where `AttentionBackend.run` may leave its result, which saves a copy to there, [tokens, heads, v_head_dim]."""
+class AttentionOutput:
+    """Extension: a buffer for the result of `AttentionBackend.run`, which saves a copy."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # [tokens, heads, v_head_dim]
 
     @staticmethod
-    def of(batch: ForwardBatch, like: torch.Tensor, heads: int, width: int) -> torch.Tensor:
-        """The place for a result of the type of `like` and as many tokens, which is the batch's if that is of this shape, else new."""
+    def get_buffer(batch: ForwardBatch, like: torch.Tensor, heads: int, width: int) -> torch.Tensor:
+        """A tensor [tokens of `like`, heads, width] of its dtype: the batch's buffer where it fits, else a new tensor."""
         shape = (like.shape[0], heads, width)
-        place = batch.extensions.get(AttentionOut)
-        if place is not None and place.tensor.shape == shape and place.tensor.dtype == like.dtype:
-            found: torch.Tensor = place.tensor
+        output = batch.extensions.get(AttentionOutput)
+        if output is not None and output.tensor.shape == shape and output.tensor.dtype == like.dtype:
+            found: torch.Tensor = output.tensor
             return found
         return like.new_empty(shape)
 
-    def part(self, tokens: slice) -> AttentionOut:
-        """Of these tokens alone."""
-        return AttentionOut(self.tensor[tokens])
+    def slice_tokens(self, tokens: slice) -> AttentionOutput:
+        """The buffer of these tokens."""
+        return AttentionOutput(self.tensor[tokens])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """The only thing that a model, a layer or a backend gets at run time. Device tensors, frozen after the build.
+    """All that a model, a layer or a backend gets at run time: device tensors, frozen after construction.
 
-    A feature's further tensors are typed extensions: `batch.get(CascadePlan)`.
+    The tensors of a feature are typed extensions: `batch.get(SelectedTokens)`.
     """
 
     num_decodes: int
     token_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    kv_slots: torch.Tensor  # int64 [tokens]; page * page_size + offset where this token's K and V go
-    request_slots: torch.Tensor  # int64 [rows]; row of the page table
+    kv_slots: torch.Tensor  # int64 [tokens]; page * page_size + offset of the token's K and V
+    request_slots: torch.Tensor  # int64 [rows]; rows of the page table
     seq_lens: torch.Tensor  # int32 [rows]; cached tokens after this step
     query_lens: torch.Tensor  # int32 [rows]
     query_starts: torch.Tensor  # int32 [rows + 1]
     page_table: torch.Tensor  # int32 [slots, max pages]
-    logits_indices: torch.Tensor  # int64 [n]; tokens whose logits are wanted
+    logits_indices: torch.Tensor  # int64 [n]; tokens that need logits
     kv: KVCache
     host: HostView
-    plan: Any = None  # what the attention backend's `plan` returned
+    plan: Any = None  # the value of the attention backend's `plan`
     extensions: dict[type, Any] = field(default_factory=dict)
 
     @property

@@ -1,6 +1,6 @@
-"""The prefix cache, its eviction order, and the page allocator: laws, no tensors (`cache/1`, `eviction_policy/1`).
+"""The interfaces of the prefix cache, eviction policies (`eviction_policy/1`) and the page allocator.
 
-A page is an index into the KV pool; token sequences are int32 arrays. Nothing here knows requests, devices or models.
+A page is an index into the KV pool; token sequences are int32 arrays. Must not know requests, devices or models.
 """
 
 from __future__ import annotations
@@ -18,62 +18,57 @@ API = "eviction_policy/1"
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: `num_tokens` (a multiple of the page size) and its pages, in order. `handle` is the cache's own."""
+    """A cached prefix."""
 
-    num_tokens: int
-    pages: np.ndarray  # int32 [num_tokens // page_size]
-    handle: Any
+    num_tokens: int  # a multiple of the page size
+    pages: np.ndarray  # int32 [num_tokens // page_size], in order
+    handle: Any  # the cache's own, for `lock`
 
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """`num_cached` leading tokens were in the cache before: the caller's pages for the part that it did not take from the cache
-    are duplicates, which the caller frees. `handle` names the end of the inserted sequence, unlocked."""
+    """The result of `insert`."""
 
-    num_cached: int
-    handle: Any
+    num_cached: int  # leading tokens that were cached before; the caller frees its duplicate pages of them
+    handle: Any  # the end of the inserted sequence, unlocked
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRun:
-    """A run of cached tokens as an operator may see it. `parent` is the index of the run before it in the same list, or -1; `start` and
-    `tokens` place it in its sequences; `hidden` counts the runs behind it that the list leaves out; `first_ids` are its first tokens."""
+    """A node of the prefix cache, for display."""
 
-    parent: int
-    start: int
-    tokens: int
+    parent: int  # index of the parent in the same list; -1: none
+    start: int  # position of its first token
+    tokens: int  # number of its tokens
     locks: int
     hits: int
-    age: int  # logical clock: how many accesses of the cache ago it was last used
-    hidden: int
+    age: int  # accesses of the cache since its last use
+    hidden: int  # children that the list leaves out
     namespace: str
-    first_ids: list[int]
+    first_ids: list[int]  # its first tokens
 
 
 def owner_of(namespace: str) -> str:
-    """The tenant to which a namespace belongs; "" where it belongs to none."""
+    """The tenant that a namespace belongs to; "" for none."""
     owner, colon, _ = namespace.partition(":")
     return owner if colon else ""
 
 
 class PrefixCache(ABC):
-    """Which token sequences have their K and V in which pages. One that never keeps a page sets `reuses` to False:
-    its `match` finds nothing and its `insert` calls every page a duplicate.
+    """Maps token sequences to the pages of their K and V.
 
-    Laws:
-    - `match` changes nothing that another caller can see but recency; it may find the whole sequence.
+    Contract:
+    - `match` changes only recency; it may find the whole sequence.
     - A locked handle's pages, and those of all its ancestors, are not evicted; `lock` and `unlock` nest.
-    - `insert` takes ownership of the pages past `num_cached`; only whole pages are kept; tokens beyond the last whole page
-      stay the caller's.
+    - `insert` takes ownership of the pages past `num_cached`. Only whole pages are kept; the page of later tokens stays the caller's.
     - Sequences under different `namespace`s never match each other (tenant, adapter, image hash). A namespace is "OWNER:SALT"; one without
       a colon has no owner.
-    - `evict(n)` frees at least n pages if that many are evictable, else all that are; `evict(0)` does nothing; it returns pages
-      and the caller gives them back to the allocator.
-    - num_evictable + num_locked = pages owned; `check_integrity` raises on any breach.
-    - A match is good until the next `insert` or `evict`: lock it at once.
+    - `evict(n)` returns at least n pages if that many are evictable, else all that are; `evict(0)` does nothing. The caller frees them.
+    - num_evictable + num_locked = pages owned; `check_integrity` raises otherwise.
+    - A match is valid until the next `insert` or `evict`: lock it at once.
     """
 
-    reuses: ClassVar[bool] = True
+    reuses: ClassVar[bool] = True  # False: `match` finds nothing, and `insert` returns every page as a duplicate
 
     @abstractmethod
     def match(self, tokens: np.ndarray, namespace: str = "") -> Match: ...
@@ -92,25 +87,25 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> np.ndarray:
-        """Forget all unlocked sequences; returns their pages."""
+        """Remove all unlocked sequences. -> their pages."""
 
     @abstractmethod
     def audit(self) -> Iterator[np.ndarray]:
-        """`check_integrity` a part at a time, so that requests need not wait for the whole: each `next` looks at a bounded part, and yields
-        pages that the cache owns, int32, together all of them, in any order. Void when anything but `match` is called in between."""
+        """`check_integrity` in parts of bounded time, so that steps can run in between. Each part yields pages that the cache owns, int32,
+        together all of them, in any order. Invalid once any method but `match` is called in between."""
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError on any breach of the laws, all at once."""
+        """Raise RuntimeError if the contract is violated."""
         for _ in self.audit():
             pass
 
     def outline(self, limit: int) -> list[CachedRun]:
-        """Up to `limit` runs for display, parents before children, the lately used first. Requests wait meanwhile, so of a large cache it
-        looks at a part. A cache without structure has none."""
+        """Up to `limit` nodes for display, parents before children, the most recently used first. Reads a bounded part of a large cache,
+        because requests wait meanwhile. By default none."""
         return []
 
     def relock(self, handles: Iterable[Any]) -> None:
-        """Forget all locks and lock these handles instead: the repair of a lost or doubled `unlock`."""
+        """Replace all locks by locks of these handles, which repairs a missing or repeated `unlock`."""
         raise NotImplementedError(f"{type(self).__name__} cannot repair its locks")
 
     @property
@@ -125,26 +120,28 @@ class PrefixCache(ABC):
 
 
 class EvictableNode(Protocol):
-    """What an eviction policy may read of a leaf."""
+    """The fields of a leaf that an eviction policy may read."""
 
     last_access: int  # logical clock, larger = later
-    created: int
+    created: int  # the same clock
     hits: int
-    priority: int
+    priority: int  # the highest of its requests
 
 
 class EvictionPolicy(ABC):
-    """The order in which unlocked leaves go: smallest key first. Pure: the key depends on the node alone and changes only when
-    the node is touched (matched, inserted, locked), so that a heap may hold it. One whose record has `options` is constructed with them
-    as its one argument."""
+    """The eviction order of unlocked leaves: smallest key first.
+
+    Contract: `key` depends on the node alone and changes only when the node is matched, inserted or locked, so that a heap may hold it.
+    A policy whose record has `options` is constructed with them as its one argument.
+    """
 
     @abstractmethod
     def key(self, node: EvictableNode) -> tuple[float, ...]: ...
 
 
 class PageAllocator(ABC):
-    """Hands out pages. `alloc` returns int32 [n] or None, never fewer; `free` of a page that is not out is an error
-    that names it. num_free + pages out = capacity, always."""
+    """Allocates pages. `alloc` returns int32 [n], or None when fewer are free. `free` of a page that is not allocated raises an error
+    that names it. Contract: num_free + allocated pages = capacity."""
 
     @property
     @abstractmethod
@@ -158,8 +155,8 @@ class PageAllocator(ABC):
 
     @abstractmethod
     def pages_out(self) -> np.ndarray:
-        """All pages that are handed out, int32, ascending."""
+        """All allocated pages, int32, ascending."""
 
     @abstractmethod
     def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
-        """Raise unless `held` (all pages that callers say they hold) are exactly the pages that are out."""
+        """Raise unless `held` (the pages that callers hold) are exactly the allocated pages."""

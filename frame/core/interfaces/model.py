@@ -1,6 +1,6 @@
-"""What a model architecture is (`model/1`), and the facts of a checkpoint that need no torch to read.
+"""The interface of model architectures (`model/2`), and the configuration of a checkpoint, which needs no torch to read.
 
-A model file holds names and wiring. It knows no parallel arithmetic, no config section and no backend by name.
+A model file holds names and wiring. It must not know parallel arithmetic, a config section or a backend by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.rank_context import Task
 
 if TYPE_CHECKING:
     import torch
@@ -18,54 +19,65 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
 
-API = "model/1"
+__all__ = [
+    "API",
+    "CausalLM",
+    "LazyTensor",
+    "Model",
+    "ModelCapabilities",
+    "ModelConfig",
+    "ModelRequirements",
+    "Pooling",
+    "PoolingMode",
+    "SentenceTransformersConfig",
+    "Task",
+    "checkpoint_tasks",
+    "is_classifier",
+]
 
-Task = Literal["generate", "embed", "classify"]
+API = "model/2"
+
 PoolingMode = Literal["cls", "last", "mean", "max"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How a sequence becomes one vector: `mode` says of which tokens (first, last, all), `normalize` whether its length is made 1.
+    """How the hidden states of a sequence become one vector."""
 
-    A classifier's vector goes through its head, then `activation`. With `label_tokens` the head is the language model's own,
-    of which only these tokens' logits count.
-    """
-
-    mode: PoolingMode
-    normalize: bool = False
-    activation: Literal["none", "sigmoid", "softmax"] = "none"
-    label_tokens: tuple[str, ...] = ()
+    mode: PoolingMode  # the first token ("cls"), the last token, or the mean or maximum of all
+    normalize: bool = False  # to length 1
+    activation: Literal["none", "sigmoid", "softmax"] = "none"  # after a classifier's head
+    label_tokens: tuple[str, ...] = ()  # classify with the language model's head: the logits of these tokens alone
 
     def needs_whole_prompts(self, is_encoder: bool) -> bool:
-        """Whether a prompt must be computed in one step and never from a cached prefix: all its hidden states are looked at."""
+        """Whether one step must compute the whole prompt, without a cached prefix, because pooling reads all its hidden states."""
         return is_encoder or self.mode != "last"
 
 
 @dataclass(frozen=True, slots=True)
-class SentenceFacts:
-    """What a folder in the layout of sentence-transformers says beside `config.json`. `prompts` are texts put before an input, by name."""
+class SentenceTransformersConfig:
+    """The files of a sentence-transformers folder beside `config.json`."""
 
-    mode: PoolingMode | None = None
+    mode: PoolingMode | None = None  # None: the folder names none
     normalize: bool = False
-    max_tokens: int | None = None
-    prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
+    max_tokens: int | None = None  # of an input
+    prompts: dict[str, str] = field(default_factory=dict)  # name -> text put before an input
+    default_prompt: str | None = None  # name of the prompt for inputs that name none
 
     def lead(self, name: str | None = None) -> str:
-        """The text that is put before an input: the named prompt, or the default one. Raises ValueError, a sentence."""
+        """The text put before an input: the named prompt, or the default one. Raises ValueError for an unknown name."""
         chosen = self.default_prompt if name is None else name
         if chosen is None:
             return ""
         if chosen not in self.prompts:
-            known = f"it has {', '.join(self.prompts)}" if self.prompts else "it has none; put the text before the input yourself"
+            known = f"it has {', '.join(self.prompts)}" if self.prompts else "it has none; write the text before the input"
             raise ValueError(f"prompt_name {chosen!r} is no prompt of this model: {known}")
         return self.prompts[chosen]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What `config.json` says, in one vocabulary; read without torch by `frame.core.loading.model_config`. Sizes of the whole model."""
+    """`config.json` in one vocabulary, read without torch by `frame.core.loading.model_config`. Sizes are of the whole model."""
 
     architecture: str
     num_layers: int
@@ -73,21 +85,21 @@ class ModelConfig:
     vocab_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # for mla: nope + rope
+    head_dim: int  # for mla: qk_nope_head_dim + qk_rope_head_dim
     v_head_dim: int
     kind: Literal["mha", "mla"]
     latent: tuple[int, int] | None  # mla: (kv_lora_rank, qk_rope_head_dim)
-    max_context: int
-    dtype: str
+    max_context: int  # tokens that the model was trained for
+    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
     num_experts: int = 0
-    sliding_window: int | None = None
-    quantization: str | None = None  # quant_method of the checkpoint
+    sliding_window: int | None = None  # tokens
+    quantization: str | None = None  # quant_method of the checkpoint; None: plain weights
     eos_token_ids: tuple[int, ...] = ()
-    encoder: bool = False  # attends in both directions and keeps no cache; set by `resolve` of the model's record
+    encoder: bool = False  # bidirectional attention, no KV cache; `resolve` sets it from the model's record
     labels: tuple[str, ...] = ()  # of a sequence classifier, in the order of its outputs
-    sentence: SentenceFacts | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # the whole of config.json (text part)
-    chat_template: str = ""  # its source, which shows how the model writes tool calls and thinking
+    sentence: SentenceTransformersConfig | None = None  # None: not a sentence-transformers folder
+    config: dict[str, Any] = field(default_factory=dict)  # all of config.json (text part)
+    chat_template: str = ""  # its source; shows how the model writes tool calls and reasoning
 
     @property
     def num_labels(self) -> int:
@@ -96,23 +108,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """Which checkpoints a model plugin serves: names in `architectures`, or any (the fallback).
+    """Which checkpoints a model plugin serves.
 
-    `tasks` are what it can be asked for; what a checkpoint can do, its architecture's name says.
-    `expands_mla`: it caches the expanded keys and values of latent attention, so for the cache and the backend the model is mha.
-    `encoder`: it attends in both directions, computes a prompt in one piece and uses no KV cache.
-    `graphs`: steps can be captured in CUDA graphs: no shape depends on data, nothing waits for the device, and outside of attention the
-    model reads of the batch only what each token has (id, position, place in the cache).
+    `graphs`: CUDA graphs can capture its steps. No shape depends on data, nothing synchronises with the device, and outside of attention
+    the model reads only token ids, positions and KV slots of the batch.
     """
 
-    architectures: tuple[str, ...] | None
+    architectures: tuple[str, ...] | None  # names in config.json; None: any (the fallback)
     tensor_parallel: bool = True
-    expands_mla: bool = False
-    tasks: tuple[Task, ...] = ("generate",)
-    encoder: bool = False
+    expands_mla: bool = False  # caches the expanded K and V of latent attention: the cache and the backend see an mha model
+    tasks: tuple[Task, ...] = ("generate",)  # tasks that the plugin implements; `checkpoint_tasks` says what a checkpoint can do
+    encoder: bool = False  # bidirectional attention, whole prompts in one step, no KV cache
     graphs: bool = True
 
     def unsupported(self, requirements: ModelRequirements) -> list[Reason]:
+        """All reasons why these capabilities do not meet `requirements`; empty: they do."""
         reasons = []
         if self.architectures is not None and requirements.architecture not in self.architectures:
             reasons.append(Reason(f"implements {', '.join(self.architectures)}, not {requirements.architecture}"))
@@ -125,28 +135,28 @@ class ModelCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequirements:
-    """What a checkpoint and a configuration ask of a model plugin."""
+    """What a checkpoint and a configuration require of a model plugin."""
 
     architecture: str
-    tp: int = 1
+    tp: int = 1  # tensor-parallel ranks
     task: Task = "generate"
 
 
 def is_classifier(architecture: str) -> bool:
-    """Whether the checkpoint has a head over labels, by the name that its `config.json` gives."""
+    """Whether a checkpoint of this architecture has a head over labels."""
     return architecture.endswith("ForSequenceClassification")
 
 
 def checkpoint_tasks(architecture: str) -> tuple[Task, ...]:
-    """What a checkpoint can be asked for, by its architecture's name: a body alone embeds, a head over labels classifies, and a language
-    model does everything."""
+    """The tasks of a checkpoint, by its architecture: a model without a head embeds, one with a head over labels classifies, and a
+    language model serves all tasks."""
     if is_classifier(architecture):
         return ("classify",)
     return ("embed",) if architecture.endswith("Model") and "LMHead" not in architecture else ("generate", "embed", "classify")
 
 
 class LazyTensor(Protocol):
-    """A tensor of a checkpoint that is read (mmapped) only as far as it is sliced."""
+    """A tensor of a checkpoint. Slicing reads (mmaps) only the slice."""
 
     shape: tuple[int, ...]
 
@@ -154,30 +164,29 @@ class LazyTensor(Protocol):
 
 
 class Model(ABC):
-    """A model, built on the meta device from facts and a build context, which also holds the task that it is built for.
+    """A model, built on the meta device from a model config and a build context, which also names the task.
 
-    Laws:
+    Contract:
     - `forward` reads nothing but the batch and its own parameters, and returns hidden states after the final norm: of all tokens, or
-      if the model `supports_token_selection`, of the batch's `SelectedTokens` where it has them.
-    - `logits` is called with the rows that need logits only. A decoder that generates (or is asked for label tokens) returns the full
-      vocabulary on every rank, a sequence classifier its labels. A model for embeddings is not asked.
-    - `load_weights` consumes every (name, tensor) it is given and returns the names of parameters it set, so that the loader
-      can name what is missing; a name that it does not know is an error, unless `ignored` matches it.
-    Implementations also derive from `torch.nn.Module`. One whose record has `options` gets them as a third constructor argument.
+      if the model has `supports_token_selection`, of the batch's `SelectedTokens` where present.
+    - `compute_logits` gets the rows that need logits only. A decoder that generates (or classifies by label tokens) returns the full
+      vocabulary on every rank, a sequence classifier its labels. It is not called for embeddings.
+    - `load_weights` consumes every (name, tensor) and returns the names of the parameters that it set, so that the loader can name the
+      missing ones. An unknown name is an error, unless `ignored_weights` matches it.
+    Implementations also derive from `torch.nn.Module`. A plugin whose record has `options` gets them as a third constructor argument.
     """
 
-    ignored: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are left out on purpose
-    # leaves out of the last layer what only other tokens than the wanted ones have use for
-    supports_token_selection: ClassVar[bool] = False
+    ignored_weights: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are not loaded
+    supports_token_selection: ClassVar[bool] = False  # the last layer computes the `SelectedTokens` alone
 
     def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """-> hidden states [tokens or wanted tokens, hidden_size]."""
+        """-> hidden states [tokens or selected tokens, hidden_size]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], of a sequence classifier [n, labels]."""
         raise TypeError(f"{type(self).__name__} has no head")
 
@@ -190,5 +199,5 @@ class CausalLM(Model):
     """A decoder with a head over the vocabulary."""
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size]."""

@@ -1,6 +1,6 @@
-"""The two halves of a mixture-of-experts layer: expert GEMMs and token exchange (`moe_runner/1`, `moe_dispatcher/1`).
+"""The two halves of a mixture-of-experts layer: expert GEMMs (`moe_runner/2`) and token exchange (`moe_dispatcher/2`).
 
-Routing is the model's; a dispatcher brings tokens to where their experts are and back, a runner multiplies.
+The model routes. A dispatcher moves tokens to the ranks of their experts and back; a runner computes the experts.
 """
 
 from __future__ import annotations
@@ -16,46 +16,38 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
-    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.rank_context import RankContext
 
-RUNNER_API = "moe_runner/1"
-DISPATCHER_API = "moe_dispatcher/1"
+RUNNER_API = "moe_runner/2"
+DISPATCHER_API = "moe_dispatcher/2"
 
-# standard: tokens × hidden with expert ids; batched: experts × capacity × hidden
-ActivationFormat = Literal["standard", "batched"]
-
-Fp8Scale = Literal["block", "output"]  # what has one scale: 128 x 128 weights, or an output
+Fp8Scale = Literal["block", "output"]  # one scale for 128 x 128 weights, or one for each output
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
-    """Tokens where their experts are. Format "standard": x [tokens, hidden], ids int64 and weights float32 [tokens, k]
-    (ids are of this rank's experts; a token's expert that lives elsewhere has weight 0). `state` is the dispatcher's own."""
+class DispatchOutput:
+    """Tokens on the rank of their experts."""
 
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    format: ActivationFormat = "standard"
-    state: Any = None
+    x: torch.Tensor  # [tokens, hidden]
+    ids: torch.Tensor  # int64 [tokens, k]; indices of this rank's experts
+    weights: torch.Tensor  # float32 [tokens, k]; 0 for an expert of another rank
+    state: Any = None  # the dispatcher's own, for `combine`
 
 
 @dataclass(frozen=True, slots=True)
 class MoERequirements:
-    """What resolve asks of MoE runners and dispatchers for a model on a device."""
+    """What a model and a device require of MoE runners and dispatchers."""
 
-    device: str
+    device: str  # "cpu", "cuda"
     compute_capability: tuple[int, int] | None
     dtype: str
-    format: ActivationFormat | None = None  # what the dispatcher yields (asked of a runner)
-    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MoECapabilities:
-    """For a runner `formats` are those it takes, for a dispatcher the one it yields."""
+    """What a MoE runner or dispatcher can do."""
 
     devices: tuple[str, ...]
-    formats: tuple[ActivationFormat, ...] = ("standard",)
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
@@ -66,8 +58,6 @@ class MoECapabilities:
             reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {requirements.device}"))
         if requirements.dtype not in self.dtypes:
             reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
-        if requirements.format is not None and requirements.format not in self.formats:
-            reasons.append(Reason(f"takes {' or '.join(self.formats)} activations, the dispatcher yields {requirements.format}"))
         low = self.min_compute_capability
         if low and requirements.compute_capability and requirements.compute_capability < low:
             reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
@@ -75,35 +65,40 @@ class MoECapabilities:
 
 
 class MoERunner(ABC):
-    """Runs experts over dispatched tokens. Laws: the result is the weighted sum over each token's experts, before any reduction
-    over ranks; `experts` holds `gate_up` and `down` as its `ExpertsMethod` created them; activation is SiLU(gate) * up.
+    """Computes the experts over dispatched tokens.
 
-    `takes_fp8`: they may be e4m3, with `gate_up_fp8_scale` and `down_fp8_scale` beside them, float32, of these forms: "block",
-    [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. What a runner does not take, methods make plain."""
+    Contract: the result is the weighted sum over each token's experts, before any reduction over ranks. `experts` holds `gate_up` and
+    `down` as its `ExpertsMethod` created them. The activation is SiLU(gate) * up.
+
+    `takes_fp8`: the weights may be e4m3, with float32 scales `gate_up_fp8_scale` and `down_fp8_scale` beside them, in these forms:
+    "block", [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. Quantization methods dequantize other forms.
+    """
 
     takes_fp8: ClassVar[tuple[Fp8Scale, ...]] = ()
 
-    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context
 
     @abstractmethod
-    def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
-        """-> [tokens, hidden] for "standard"."""
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        """-> [tokens, hidden]."""
 
-    def run_parts(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
-        """What `run` gives, or what it would add up for it, [tokens, parts, hidden], where the sum is better left to what comes next."""
+    def run_parts(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        """The result of `run`, or its summands [tokens, parts, hidden], where the next operation adds them at less cost."""
         return self.run(tokens, experts)
 
 
 class MoEDispatcher(ABC):
-    """Moves tokens to their experts' ranks and the results back. Law: combine(run(dispatch(x))) is the layer's output on every
-    rank that needs it, whatever the placement."""
+    """Moves tokens to the ranks of their experts and the results back.
 
-    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
+    Contract: combine(run(dispatch(x))) is the layer's output on every rank that needs it, for any placement of the experts.
+    """
+
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context
 
     @abstractmethod
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched: ...
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput: ...
 
     @abstractmethod
-    def combine(self, out: torch.Tensor, tokens: Dispatched) -> torch.Tensor: ...
+    def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor: ...

@@ -1,11 +1,11 @@
-"""Parsers of model output: reasoning and tool calls, as incremental text filters (`reasoning_parser/2`, `tool_call_parser/2`).
+"""The interfaces of reasoning parsers (`reasoning_parser/2`) and tool-call parsers (`tool_call_parser/2`): incremental text filters.
 
-Laws:
+Contract:
 - For every split of a text into chunks, the concatenated deltas are those of the whole text.
-- A text that `grammar` allows, is read by the same parser as what the grammar was made for: calls that the rule allows, or the answer.
-- A parser never raises on any text, and spends time and memory in proportion to it.
+- The parser reads every text that its `grammar` allows as the calls or the answer that the grammar was built for.
+- A parser raises on no text, and its time and memory are linear in the text.
 
-A grammar here is a format of a structural tag: a JSON object whose `type` says what it is (`json_schema`, `tag`, `sequence`, `or`, …).
+A grammar here is a format of a structural tag: a JSON object with a `type` (`json_schema`, `tag`, `sequence`, `or`, …).
 """
 
 from __future__ import annotations
@@ -25,41 +25,39 @@ Format = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ParserCapabilities:
-    """How a parser is recognised: `marks` are texts that a chat template holds (all of them) when its model writes this form, `never`
-    are texts that it does not hold. Without marks a parser is used only where it is named. `is_general`: it may stand in where a template
-    shows no form at all, since it takes nothing for a call by mistake and its calls can be enforced."""
+    """How `auto` recognises the parser of a chat template. A parser without marks is used only by name."""
 
-    marks: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
-    is_general: bool = False
+    marks: tuple[str, ...] = ()  # texts that are all in the template of a model that writes this format
+    never: tuple[str, ...] = ()  # texts that are not
+    is_general: bool = False  # used for templates that show no format: it has no false positives, and its grammar enforces calls
 
     def suits(self, template: str) -> bool:
         return bool(self.marks) and all(mark in template for mark in self.marks) and not any(mark in template for mark in self.never)
 
     def unsupported(self, requirements: Any) -> list[Reason]:
-        """Nothing: who names a parser gets it."""
+        """Empty: a parser that is named is used."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """What a piece of text adds to the reasoning and to the answer."""
+    """The reasoning and the answer in a piece of text."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ReasoningParser(ABC):
-    """Separates a model's thinking from its answer; one object a response."""
+    """Separates a model's reasoning from its answer. One object per response."""
 
-    keeps_special_tokens: ClassVar[bool] = False  # its marks are special tokens, which have to stay in the text
+    keeps_special_tokens: ClassVar[bool] = False  # its marks are special tokens, which must stay in the text
 
     def begin(self, prompt_end: str, may_think: bool = True) -> None:
-        """Told before the first `feed` how the prompt ends, special tokens included: it may have opened the thinking, or closed it.
-        `may_think` is false where the client switched thinking off."""
+        """Called before the first `feed` with the end of the prompt, special tokens included, which may open or close the reasoning.
+        `may_think` is False where the client switched reasoning off."""
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        """The format of a whole output whose `answer` (or calls) is constrained: what comes before and after it is this parser's to say."""
+        """The format of a whole output, around the format of its `answer` (with `is_calls`: of its tool calls)."""
         return answer
 
     @abstractmethod
@@ -67,54 +65,54 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def finish(self) -> ReasoningDelta:
-        """What was held back."""
+        """The text that was held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the model may call. `parameters` is a JSON schema; with `is_strict` arguments have to follow it."""
+    """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object"})
-    is_strict: bool = False
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object"})  # JSON schema
+    is_strict: bool = False  # the arguments must follow the schema
 
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """Which calls an answer may hold: of `functions`; `is_required`: calls and nothing else; without `is_parallel` one at most."""
+    """The calls that an answer may contain."""
 
     functions: tuple[Function, ...]
-    is_required: bool = False
-    is_parallel: bool = True
+    is_required: bool = False  # the answer is calls alone
+    is_parallel: bool = True  # False: at most one call
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """Call `index`; `name` once, at its start; `arguments` are further characters of the JSON text."""
+    """A piece of one tool call."""
 
-    index: int
-    name: str | None = None
-    arguments: str = ""
+    index: int  # of the call in the answer
+    name: str | None = None  # once, at the start of the call
+    arguments: str = ""  # further characters of the JSON text
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """What a piece of text adds to the answer and to its tool calls."""
+    """The answer and the tool calls in a piece of text."""
 
     content: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
 
 
 class ToolCallParser(ABC):
-    """Finds tool calls in an answer; one object a response."""
+    """Finds tool calls in an answer. One object per response."""
 
     keeps_special_tokens: ClassVar[bool] = False
 
     def begin(self, functions: Sequence[Function]) -> None:
-        """Told before the first `feed` what may be called."""
+        """Called before the first `feed` with the functions that may be called."""
 
     def grammar(self, rule: CallRule) -> Format | None:
-        """The format of answers that hold calls as `rule` wants them; None when this form cannot be constrained."""
+        """The format of answers with calls by `rule`; None: this parser's format cannot be constrained."""
         return None
 
     @abstractmethod
@@ -124,11 +122,10 @@ class ToolCallParser(ABC):
     def finish(self) -> ToolDelta: ...
 
     def finish_cut(self) -> ToolDelta:
-        """Called instead of `finish` when the answer was cut off, by `max_tokens` or an abort: marks and beginnings of calls are not
-        content."""
+        """Called instead of `finish` when `max_tokens` or an abort cut the answer off: marks and the start of a call are not content."""
         return self.finish()
 
 
 def held_back(text: str, *marks: str) -> int:
-    """How many characters at the end of `text` may be the start of one of `marks`."""
+    """The number of characters at the end of `text` that may be the start of one of `marks`."""
     return max(next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0) for mark in marks)

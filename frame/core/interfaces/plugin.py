@@ -1,6 +1,6 @@
-"""The record that a plugin registers: light, frozen, readable without importing the plugin itself.
+"""`PluginRecord`: what a plugin registers. It is readable without importing the plugin.
 
-Knows neither pluggy nor entry points; `frame.plugins` fills records in, `frame.core.config.resolve` chooses among them.
+`frame.plugins` makes records and `frame.core.config.resolve` chooses among them. Must not know pluggy or entry points.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a plugin cannot serve a need.
+    """Why a plugin does not meet a requirement."""
 
-    `sentence` says what does not fit; `change` is the nearest configuration line that would make it fit
-    (`cache.page_size: 64`), or None when no setting helps (wrong chip).
-    """
-
-    sentence: str
-    change: str | None = None
+    sentence: str  # what does not fit
+    change: str | None = None  # the nearest setting that fits ("cache.page_size: 64"); None: no setting helps
 
     def __str__(self) -> str:
         return f"{self.sentence} (try {self.change})" if self.change else self.sentence
@@ -28,16 +24,16 @@ class Reason:
 
 @runtime_checkable
 class Capabilities(Protocol):
-    """Plain frozen data about what a plugin can do. Every family has its own dataclass with this one method."""
+    """Frozen data about what a plugin can do. Every kind has its own dataclass with this method."""
 
     def unsupported(self, requirements: Any) -> list[Reason]:
-        """All reasons why `requirements` cannot be served; an empty list means that they can."""
+        """All reasons why the plugin does not meet `requirements`; empty: it does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """The capabilities of a plugin that serves every need."""
+    """The capabilities of a plugin that meets all requirements."""
 
     def unsupported(self, requirements: Any) -> list[Reason]:
         return []
@@ -45,23 +41,17 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One plugin, as listed, validated and explained; `target` is imported only when the plugin is selected.
-
-    `target` is "package.module:Class", `api` the version of the interface it was written for ("attention/1"),
-    `requires` PEP 508 strings that are checked without an import, `rank` orders candidates for `auto`
-    (higher is better), `options` the plugin's own settings. `distribution` and `version` say who brought it.
-    `problems` are the registry's findings that hold whatever is asked for: wrong interface version, unmet requirement, name clash.
-    """
+    """One plugin, as listed, checked and explained. `target` is imported only when the plugin is selected."""
 
     kind: str
     name: str
-    target: str
-    api: str
+    target: str  # "package.module:Class"
+    api: str  # the interface version that it was written for ("attention/2")
     capabilities: Capabilities = field(default_factory=Anything)
-    options: type[BaseModel] | None = None
-    requires: tuple[str, ...] = ()
+    options: type[BaseModel] | None = None  # the plugin's own settings
+    requires: tuple[str, ...] = ()  # PEP 508 strings, checked without an import
     summary: str = ""
-    rank: int = 0
-    distribution: str = ""
+    rank: int = 0  # orders the candidates of `auto`, higher first
+    distribution: str = ""  # the package that registered it, and its version
     version: str = ""
-    problems: tuple[Reason, ...] = ()
+    problems: tuple[Reason, ...] = ()  # why it can never be used: interface version, missing requirement, name clash

@@ -1,6 +1,6 @@
-"""How a layer's weights are stored, loaded and multiplied (`quantization/1`).
+"""The interface of quantization methods: how a layer's weights are stored, loaded and multiplied (`quantization/2`).
 
-A method knows one linear layer (or one set of experts) at a time and nothing of the model around it.
+A method sees one linear layer, or the experts of one layer, at a time. It must not know the model.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
-API = "quantization/1"
+API = "quantization/2"
 
 LayerKind = Literal["linear", "experts", "head", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRequirements:
-    """What a checkpoint and a device ask of a method. `checkpoint` is its `quant_method`, None for plain weights."""
+    """What a checkpoint and a device require of a method."""
 
     device: str
     compute_capability: tuple[int, int] | None
-    checkpoint: str | None
-    dtype: str
+    checkpoint: str | None  # `quant_method` of the checkpoint; None: plain weights
+    dtype: str  # of the computations
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationCapabilities:
-    """`checkpoints`: the `quant_method`s that the method loads; None among them: plain weights, quantized while loading."""
+    """What a quantization method can do."""
 
     devices: tuple[str, ...]
-    checkpoints: tuple[str | None, ...]
+    checkpoints: tuple[str | None, ...]  # `quant_method`s that it loads; None: plain weights, quantized while loading
     min_compute_capability: tuple[int, int] | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    graphs: bool = True  # can be captured in a CUDA graph
+    graphs: bool = True  # CUDA graphs can capture it
 
     def unsupported(self, requirements: QuantizationRequirements) -> list[Reason]:
         reasons = []
@@ -58,17 +58,18 @@ class QuantizationCapabilities:
 
 
 class LinearMethod(Protocol):
-    """The acts for one linear layer. `output_sizes` are the merged parts (q, k, v …) on this rank.
+    """The weights of one linear layer.
 
-    A method may have a fourth, `apply_gated` (`GatedApply`), which layers whose outputs are gate and up ask for first.
+    A method may also have `apply_gated` (`GatedApply`). Layers whose outputs are gate and up call it before `apply`.
     """
 
-    def create(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
-        """Register the layer's parameters, each with its shard rule (see `frame.models.layers.parameter`)."""
+    def create_weights(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """Register the layer's parameters, each with its shard rule (see `frame.models.layers.parameter`). `output_sizes` are the sizes
+        of the merged parts (q, k, v …) on this rank."""
         ...
 
-    def finish(self, layer: nn.Module) -> None:
-        """Repack after loading; may run again after a weight update."""
+    def process_weights(self, layer: nn.Module) -> None:
+        """Process the weights after loading (repack, quantize). Called again after a weight update."""
         ...
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,23 +78,18 @@ class LinearMethod(Protocol):
 
 
 class GatedApply(Protocol):
-    """`apply_gated(layer, x, bias)`: SiLU(first half of the outputs) * second half, […, sum(output_sizes) // 2], in one go.
+    """`apply_gated(layer, x, bias)`: SiLU(first half of the outputs) * second half, […, sum(output_sizes) // 2], in one operation.
 
-    None where the method has nothing better than `apply` and the activation after it, for these rows. Optional in `quantization/1`:
-    a method without it is complete.
+    None where `apply` and a separate activation are as fast for these rows. Optional.
     """
 
     def __call__(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None: ...
 
 
 class QuantizationMethod(ABC):
-    """Chooses what each layer gets; mixed schemes and ignore lists live here.
+    """Chooses the method of each layer, which covers mixed schemes and ignore lists."""
 
-    `experts` returns the method that creates and finishes expert weights in a format that the MoE runner takes. `left_out` are regular
-    expressions, matched from the start, of checkpoint tensors that the method has no use for.
-    """
-
-    left_out: tuple[str, ...] = ()
+    ignored_weights: tuple[str, ...] = ()  # regular expressions, matched from the start, of checkpoint names that are not loaded
 
     def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None: ...
 
@@ -103,12 +99,12 @@ class QuantizationMethod(ABC):
 
     @abstractmethod
     def experts(self, prefix: str) -> ExpertsMethod:
-        """The method of the experts under `prefix`."""
+        """The method of the experts under `prefix`, in a format that the MoE runner takes."""
 
 
 class ExpertsMethod(Protocol):
-    """The acts for one layer's experts: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] on this rank."""
+    """The weights of one layer's experts: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] on this rank."""
 
-    def create(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None: ...
+    def create_weights(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None: ...
 
-    def finish(self, layer: nn.Module) -> None: ...
+    def process_weights(self, layer: nn.Module) -> None: ...

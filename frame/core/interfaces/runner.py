@@ -1,4 +1,4 @@
-"""What runs a scheduled batch on a device (`runner/1`). Knows no request: slots, tokens and pages only."""
+"""The interface of model runners, which run scheduled batches on a device. Slots, tokens and pages only; must not know a request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_PROFILE_STEPS = 2000
-MOST_SINGLE = 64  # given tokens of a step that may be computed as rows of one token each; of more, each is a row of attention too many
+MAX_SINGLE_TOKEN_ROWS = 64  # prompt tokens of a step that a decode graph may compute as rows of one token each
 
 
-class DeviceLost(RuntimeError):  # noqa: N818 - the name of what happened
-    """The device cannot run another step; the engine ends. Any other error of a step ends that step's requests only."""
+class DeviceLost(RuntimeError):  # noqa: N818 - named after the event
+    """The device cannot run another step, and the engine ends. Any other error of a step ends only the requests of that step."""
 
 
 class PendingStep(Protocol):
-    """A step that was launched; the device may still be at work."""
+    """A launched step, which may still run on the device."""
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -29,14 +29,14 @@ class PendingStep(Protocol):
 
 
 class ProfileError(RuntimeError):
-    """A recording cannot be started or stopped; the sentence says why."""
+    """A profile cannot be started or stopped."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be recorded: this many steps, at most `MAX_PROFILE_STEPS`, under this name."""
+    """A profile of the next steps."""
 
-    num_steps: int = 50
-    name: str = "frame"
+    num_steps: int = 50  # 1 to `MAX_PROFILE_STEPS`
+    name: str = "frame"  # of the trace file
 
     def problem(self) -> str | None:
         if not 1 <= self.num_steps <= MAX_PROFILE_STEPS:
@@ -45,11 +45,11 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnsampledStep(ABC):
-    """A `PendingStep` of a batch whose `has_deferred_grammar_mask`: the device is at work on the logits, or has them."""
+    """A `PendingStep` of a batch with `has_deferred_grammar_mask`: the forward pass is launched, the tokens are not drawn."""
 
     @abstractmethod
     def sample(self, mask: np.ndarray | None) -> None:
-        """Draw the tokens; called once, before the next batch is launched. mask: as `ScheduledBatch.grammar_mask`."""
+        """Draw the tokens. Called once, before the next batch is launched. mask: as `ScheduledBatch.grammar_mask`."""
 
     @abstractmethod
     def wait(self) -> StepResult: ...
@@ -58,10 +58,9 @@ class UnsampledStep(ABC):
 class ModelRunner(ABC):
     """Runs steps in the order of their launch.
 
-    Laws: `launch` returns before the device is done, where the device allows it; the next batch may be launched before the last
-    was waited for, and then reads last tokens on the device. Of a batch whose `has_deferred_grammar_mask`, `launch` gives an
-    `UnsampledStep`. State of a slot is set up by `ScheduledBatch.setups`,
-    which come before the slot's first use, and is forgotten by `released`.
+    Contract: `launch` is asynchronous where the device allows it. The next batch may be launched before the last one is waited for; it
+    reads last tokens on the device. For a batch with `has_deferred_grammar_mask`, `launch` returns an `UnsampledStep`.
+    `ScheduledBatch.setups` sets up a slot before its first use, `released` ends its use.
     """
 
     @abstractmethod
@@ -70,14 +69,14 @@ class ModelRunner(ABC):
 
     @property
     def can_switch_backend(self) -> bool:
-        """Whether a backend whose kernels were compiled while another one served is ready to take over."""
+        """Whether an attention backend that was compiled in the background is ready for use."""
         return False
 
     def switch_backend(self) -> None:
-        """Let that backend take over, on all ranks. Called between two steps, when none is in flight; may take seconds."""
+        """Use that backend from now on, on all ranks. Called when no step is in flight; may take seconds."""
 
     def profile(self, request: ProfileRequest | None) -> str:
-        """Start recording, or (None) stop it; the trace's path. Raises ProfileError."""
+        """Start a profile, or stop it (None). -> path of the trace. Raises ProfileError."""
         raise ProfileError("profiling is off; serve with --profile-dir FOLDER")
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""Logits processors (`logits_processor/1`) and grammars (`grammar/2`): what changes the distribution before a token is drawn.
+"""The interfaces of logits processors (`logits_processor/2`) and grammar backends (`grammar/2`), which change logits before sampling.
 
-Both work by slot and on whole batches; a request that needs none of them pays nothing.
+Processors keep state by slot and work on whole batches. A request that uses none of them costs nothing.
 """
 
 from __future__ import annotations
@@ -19,70 +19,71 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
     from frame.core.interfaces.sampling_params import SamplingParams
 
-PROCESSOR_API = "logits_processor/1"
+PROCESSOR_API = "logits_processor/2"
 GRAMMAR_API = "grammar/2"
 
 
 class LogitsProcessor(ABC):
-    """Changes logits in place for the rows that want it.
+    """Changes logits in place for the rows whose request it applies to.
 
-    Laws: `wants` is pure and decides per request; `admit` and `release` keep state by slot, allocated on first use;
-    `apply` is called only when a row of the batch wants it, with tensors (no per-request loop), and never synchronises;
-    `observe` sees every token that is sampled for wanting slots, so that a re-admitted request has the same state.
-    `eos_token_ids` are the model's end tokens, set once before the first `admit`.
+    Contract: `applies_to` is pure and decides per request. `add_slot` and `remove_slot` keep state by slot, allocated on first use.
+    `apply` is called only if the processor applies to a row of the batch; it works on tensors, without a loop over requests, and never
+    synchronises. `observe_tokens` gets every token sampled for its slots, so that a resumed request has the same state.
     """
 
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()  # of the model; set once before the first `add_slot`
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
-    def wants(self, params: SamplingParams) -> bool: ...
+    def applies_to(self, params: SamplingParams) -> bool: ...
 
     @abstractmethod
-    def admit(self, setup: SlotSetup) -> None: ...
+    def add_slot(self, setup: SlotSetup) -> None: ...
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """logits float32 [n, vocab]; the wanting rows int64 [m], their slots int64 [m], and the positions
-        int64 [m] of the tokens to be sampled (prompt + output so far)."""
+        """Change rows of logits, float32 [n, vocab]. rows, slots: int64 [m], the rows that it applies to and their slots.
+        positions: int64 [m], of the tokens to be sampled (prompt + output so far)."""
 
     @abstractmethod
-    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The tokens sampled for wanting slots, both int64 [m], on the device."""
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """The tokens sampled for these slots. Both int64 [m], on the device."""
 
     @abstractmethod
-    def release(self, slot: int) -> None: ...
+    def remove_slot(self, slot: int) -> None: ...
 
 
 class Grammar(Protocol):
-    """One request's constraint; host state. `fill` and `accept` may raise ValueError, one sentence: the request ends with it. So it
-    does with any other error, which is reported as the backend's fault. Calls for one request never overlap; `fill` for different
-    requests of a step may, in threads of their own, so that what they share must bear it."""
+    """The constraint of one request; host state.
+
+    `fill` and `accept` may raise ValueError with one sentence, which ends the request. Any other error also ends it, as a fault of the
+    backend. Calls for one request never overlap. Threads call `fill` for different requests at once, so shared data must be thread-safe.
+    """
 
     def fill(self, mask: np.ndarray) -> bool:
-        """Write the allowed-token bits into int32 [ceil(vocab / 32)]; False when everything is allowed."""
+        """Write the bits of the allowed tokens into int32 [ceil(vocab / 32)]. -> False when every token is allowed."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Advance; False when the token breaks the grammar."""
+        """Advance by one token. -> False when the grammar does not allow it."""
         ...
 
     def is_finished(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether only an end token may follow."""
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar, ready for any number of requests."""
+    """A compiled grammar, which any number of requests may use."""
 
     @property
     def num_bytes(self) -> int:
-        """Roughly the memory that it holds."""
+        """Approximate memory use."""
         ...
 
     def start(self) -> Grammar:
-        """A constraint at its beginning; cheap."""
+        """A new constraint at the start of the output; cheap."""
         ...
 
 
@@ -91,19 +92,19 @@ GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "struc
 
 @dataclass(frozen=True, slots=True)
 class GrammarCapabilities:
-    """Which kinds of grammars a backend compiles."""
+    """The grammar kinds that a backend compiles."""
 
     kinds: tuple[str, ...] = GRAMMAR_KINDS
 
     def unsupported(self, requirements: Any) -> list[Reason]:
-        return []  # a kind is a request's choice, not the server's
+        return []  # each request chooses its kind
 
 
 class GrammarBackend(ABC):
-    """Compiles grammars. Law: a bad grammar raises ValueError with one sentence, and harms no other request.
+    """Compiles grammars. Contract: an invalid grammar raises ValueError with one sentence, and affects no other request.
 
-    `compile` runs in a process of its own that ends when it takes too long or too much memory. What it made comes to the engine as
-    `load(kind, source, dump(compiled))`, which must be quick: by default it compiles again, now that this is known to do no harm.
+    `compile` runs in a separate process with limits on time and memory. The engine then calls `load(kind, source, dump(compiled))`,
+    which must be fast. By default `load` compiles again, after `compile` has shown that the limits suffice.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None: ...

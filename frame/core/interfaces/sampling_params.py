@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request's tokens are drawn and when it ends. A wire struct; knows no tokenizer and no tensor."""
+"""`SamplingParams`: how the tokens of one request are sampled, and when it ends. A wire struct; must not know a tokenizer or a tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_CUSTOM = 64
 MAX_CUSTOM_CHARS = 64 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_LOGPROBS = 20
-LEAST_REPETITION = 0.01
-WIDEST_SPACE = 8  # characters between JSON's parts, where they are free: enough for indented objects, too few to go on with for ever
-LARGEST = 2**31 - 1  # of whole numbers that are counts or ids: engines keep them in 32 bits
+MIN_REPETITION_PENALTY = 0.01
+MAX_JSON_WHITESPACE = 8  # characters between the parts of JSON; without a limit a model may write whitespace without end
+MAX_INT = 2**31 - 1  # of counts and ids, which engines keep in 32 bits
 
 
 class ParamProblem(NamedTuple):
@@ -30,15 +30,14 @@ class ParamProblem(NamedTuple):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters, named as the OpenAI API and SGLang name them.
+    """Sampling parameters, with the names of the OpenAI API and SGLang.
 
-    `max_tokens=None` means up to the context's end. `temperature=0` is greedy. `top_k=-1` (or 0) and `top_p=1` are off.
-    `seed=None` draws one. `stop` are strings, matched on text; `stop_token_ids` end a request too,
-    also where `ignore_eos` switches the model's own end tokens off.
-    `logprobs=k` returns the sampled token's log-probability and the k likeliest (0: the sampled one only, None: none).
-    `prompt_logprobs` does the same for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`, `json_object`,
-    `regex`, `ebnf`, `choice` (one of these texts) and `structural_tag` (JSON that says where in free text which grammar holds)
-    constrains the output. JSON is compact unless `disable_any_whitespace` is false.
+    `max_tokens=None`: up to the end of the context. `temperature=0`: greedy. `top_k=-1` (or 0) and `top_p=1`: off. `seed=None`: random.
+    `stop` strings are matched on text. `stop_token_ids` end a request even where `ignore_eos` disables the model's end tokens.
+    `logprobs=k` returns the log-probabilities of the sampled token and of the k likeliest (0: of the sampled token only; None: none);
+    `prompt_logprobs` does so for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`, `json_object`, `regex`,
+    `ebnf`, `choice` (one of these texts) and `structural_tag` (JSON: which grammar holds where in free text) constrains the output.
+    JSON has no whitespace unless `disable_any_whitespace` is false.
     """
 
     max_tokens: int | None = None
@@ -73,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     custom: dict[str, str] = {}  # for third-party logits processors
 
     def __post_init__(self) -> None:
-        # One string would be read as its letters: `stop="END"` means one stop string.
+        # `stop="END"` is one stop string, not three letters
         for name, value in (("stop", self.stop), ("bad_words", self.bad_words), ("choice", self.choice)):
             if isinstance(value, str):
                 msgspec.structs.force_setattr(self, name, (value,))
@@ -93,11 +92,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return found
 
     def _out_of_range(self) -> Iterator[ParamProblem]:
-        """What has no meaning. Asked positively throughout, so that what is no number is found."""
+        """Values out of range. Each condition states the valid range, so that NaN fails it."""
         if not (self.max_tokens is None or self.max_tokens >= 1):
             yield ParamProblem("max_tokens", f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.min_tokens <= LARGEST:
-            yield ParamProblem("min_tokens", f"min_tokens is {self.min_tokens}; it must be from 0 to {LARGEST}")
+        if not 0 <= self.min_tokens <= MAX_INT:
+            yield ParamProblem("min_tokens", f"min_tokens is {self.min_tokens}; it must be from 0 to {MAX_INT}")
         if not (self.max_tokens is None or self.min_tokens <= self.max_tokens):
             yield ParamProblem("min_tokens", f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens})")
         if not 1 <= self.n <= 128:
@@ -106,17 +105,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield ParamProblem("temperature", f"temperature is {self.temperature}; it must be from 0 to 100")
         if not 0.0 < self.top_p <= 1.0:
             yield ParamProblem("top_p", f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not (self.top_k == -1 or 1 <= self.top_k <= LARGEST):
-            yield ParamProblem("top_k", f"top_k is {self.top_k}; it must be 0 or -1 (off), or from 1 to {LARGEST}")
+        if not (self.top_k == -1 or 1 <= self.top_k <= MAX_INT):
+            yield ParamProblem("top_k", f"top_k is {self.top_k}; it must be 0 or -1 (off), or from 1 to {MAX_INT}")
         if not 0.0 <= self.min_p <= 1.0:
             yield ParamProblem("min_p", f"min_p is {self.min_p}; it must be from 0 to 1")
         if not -2.0 <= self.frequency_penalty <= 2.0:
             yield ParamProblem("frequency_penalty", f"frequency_penalty is {self.frequency_penalty}; it must be from -2 to 2")
         if not -2.0 <= self.presence_penalty <= 2.0:
             yield ParamProblem("presence_penalty", f"presence_penalty is {self.presence_penalty}; it must be from -2 to 2")
-        if not LEAST_REPETITION <= self.repetition_penalty <= 10.0:  # logits are divided by it, and must stay finite in 32 bits
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 10.0:  # logits are divided by it, and must stay finite in 32 bits
             yield ParamProblem(
-                "repetition_penalty", f"repetition_penalty is {self.repetition_penalty}; it must be from {LEAST_REPETITION} to 10"
+                "repetition_penalty", f"repetition_penalty is {self.repetition_penalty}; it must be from {MIN_REPETITION_PENALTY} to 10"
             )
         if not (self.seed is None or -(2**63) <= self.seed < 2**63):
             yield ParamProblem("seed", f"seed is {self.seed}; it must fit in 64 bits")
@@ -126,8 +125,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield ParamProblem("prompt_logprobs", f"prompt_logprobs is {self.prompt_logprobs}; it must be from 0 to {MAX_LOGPROBS}")
         if not all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
             yield ParamProblem("logit_bias", "logit_bias holds a value outside -100 to 100")
-        if not all(0 <= token <= LARGEST for word in self.bad_words_ids for token in word):
-            yield ParamProblem("bad_words_ids", "bad_words_ids holds an id that no vocabulary has")
+        if not all(0 <= token <= MAX_INT for word in self.bad_words_ids for token in word):
+            yield ParamProblem("bad_words_ids", f"bad_words_ids has an id outside 0 to {MAX_INT}")
         if not all(self.stop):
             yield ParamProblem("stop", "stop holds an empty string; leave it out")
         if not all(self.bad_words):
@@ -138,7 +137,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield ParamProblem(grammars[0][0], f"{' and '.join(name for name, _ in grammars)} exclude each other; keep one")
 
     def _too_large(self) -> Iterator[ParamProblem]:
-        """What would cost time or memory beyond all use."""
+        """Values that would cost too much time or memory."""
         if len(self.stop) > MAX_STOP:
             yield ParamProblem("stop", f"stop has {len(self.stop)} strings; it may have {MAX_STOP}")
         if any(len(text) > MAX_STOP_CHARS for text in self.stop):
@@ -164,12 +163,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield ParamProblem("choice", f"choice has {size} characters; it may have {MAX_GRAMMAR_CHARS}")
 
     def ends(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The token ids that end this request, each once, given the model's end tokens."""
+        """The token ids that end this request, without duplicates, given the model's end tokens."""
         return tuple(dict.fromkeys((*(() if self.ignore_eos else eos_ids), *self.stop_token_ids)))
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """(kind, source) of the grammar that constrains the output; None when it is free."""
+        """(kind, source) of the grammar that constrains the output; None: no constraint."""
         return next(iter(self._grammars()), None)
 
     def _grammars(self) -> list[tuple[str, str]]:
@@ -185,7 +184,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _spaced(kind: str, source: str) -> tuple[str, str]:
-    """The same JSON with whitespace between its parts: a structural tag, since a grammar's kind and source say nothing of it."""
+    """The same JSON with whitespace between its parts, as a structural tag: the kind and source of a grammar cannot say so."""
     schema = msgspec.Raw(source.encode()) if kind == "json_schema" else {"type": "object"}
-    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WIDEST_SPACE}
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE}
     return "structural_tag", msgspec.json.encode({"type": "structural_tag", "format": form}).decode()

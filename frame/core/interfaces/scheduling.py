@@ -1,4 +1,4 @@
-"""Which waiting request goes first, and which running one gives way (`scheduling_policy/1`). Pure, tensor-free."""
+"""The interface of scheduling policies: order of waiting requests, choice of preempted ones (`scheduling_policy/2`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,53 +10,52 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from frame.core.scheduling.request import Request
 
-API = "scheduling_policy/1"
-PATIENCE = 10.0  # seconds
+API = "scheduling_policy/2"
+PATIENCE = 10.0  # seconds of waiting after which `late_first` puts a request first
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """What a policy may know of the moment: budgets, pages, clock (seconds, monotonic)."""
+    """The state of the scheduler that a policy may read."""
 
-    now: float
+    now: float  # seconds, monotonic
     num_running: int
-    token_budget: int
+    token_budget: int  # prompt tokens of a step
     free_pages: int
-    evictable_pages: int
-    page_size: int
+    evictable_pages: int  # pages of the prefix cache that no request uses
+    page_size: int  # tokens
 
 
 class SchedulingPolicy(ABC):
-    """Orders waiting requests and names who is preempted.
+    """Orders waiting requests and selects the requests to preempt.
 
-    Laws: `order` returns a permutation of `waiting` (or a lazily computed prefix of one: the scheduler stops reading when the budget
-    is spent) and changes nothing; `victim` never names the oldest running request (progress guarantee).
-    Where `order` raises, or returns no requests, what waits keeps its order for that step; where `victim` does, or names one that it may
-    not, the newest gives way; where `preempts` does, nobody is pushed off. The policy is named in the log.
+    Contract: `order` returns a permutation of `waiting`, or a lazy prefix of one, of which the scheduler reads as much as the budget
+    allows; it changes nothing. `select_victim` never returns the oldest running request (progress guarantee).
+    Where `order` raises or returns no requests, waiting requests keep their order in that step. Where `select_victim` raises or returns
+    a request that it may not, the newest is preempted. Where `can_preempt` raises, no request is preempted. The log names the policy.
+    `waiting` is a bounded window of the head of the queue (the oldest; with `by_priority` those of highest priority), so that 10,000
+    queued requests cost no more than 100: a policy must not assume that it sees all.
     A policy whose record has `options` is constructed with them as its one argument.
-    A policy with `needs_matches` finds each candidate's `request.match` (its cached prefix) filled in.
-    `waiting` is a bounded window of the head of the queue (the oldest; with `by_priority` those of highest priority), so that
-    10,000 queued cost no more than 100: a policy must not assume that it sees all.
     """
 
-    needs_matches: ClassVar[bool] = False
-    by_priority: ClassVar[bool] = False  # the queue is kept by `request.priority` (higher first), then by arrival
+    needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `order`
+    by_priority: ClassVar[bool] = False  # the queue is sorted by `request.priority` (higher first), then by arrival
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...
 
-    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
-        """Whom to retract when pages run out; `running` is oldest first. The newest by default."""
+    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        """The request to preempt when pages run out; `running` is oldest first. By default the newest. None: none."""
         return running[-1] if len(running) > 1 else None
 
-    def preempts(self, waiting: Request, running: Request) -> bool:
-        """Whether `waiting` may push `running` off the device."""
+    def can_preempt(self, waiting: Request, running: Request) -> bool:
+        """Whether `running` may be preempted for `waiting`."""
         return False
 
 
 def late_first(ordered: Sequence[Request], view: SchedulerView) -> list[Request]:
-    """Ageing for policies whose order may pass a request over again and again: who has waited longer than `PATIENCE` goes first, the
-    oldest before the others; the rest keeps its order."""
+    """Ageing, for policies whose order may starve a request: requests that waited longer than `PATIENCE` come first, the oldest before
+    the others. The rest keeps its order."""
     late = [request for request in ordered if view.now - request.arrival > PATIENCE]
     if not late:
         return list(ordered)

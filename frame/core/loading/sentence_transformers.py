@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.model import PoolingMode, SentenceFacts
+from frame.core.interfaces.model import PoolingMode, SentenceTransformersConfig
 
 MODES: Mapping[str, PoolingMode] = MappingProxyType(
     {
@@ -27,7 +27,7 @@ MODES: Mapping[str, PoolingMode] = MappingProxyType(
 UNKNOWN = "choose one with --pooling cls, last, mean or max"
 
 
-def read_sentence_facts(folder: Path) -> SentenceFacts | None:
+def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
     """The folder's settings; None if it has no `modules.json`. Raises CheckpointError, one
     sentence, for an unsupported module."""
     modules = _read(folder / "modules.json")
@@ -49,7 +49,7 @@ def read_sentence_facts(folder: Path) -> SentenceFacts | None:
     more = _object(folder / "config_sentence_transformers.json")
     prompts = {name: text for name, text in (more.get("prompts") or {}).items() if isinstance(text, str)}
     longest = sizes.get("max_seq_length")
-    return SentenceFacts(
+    return SentenceTransformersConfig(
         mode=mode,
         normalize=normalize,
         max_tokens=longest if isinstance(longest, int) and longest > 0 else None,

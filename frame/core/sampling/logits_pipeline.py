@@ -44,8 +44,8 @@ class Processors:
             if self._num_wants:
                 self._release(setup.slot)
             for index, processor in enumerate(self._processors):
-                if processor.wants(setup.params):
-                    processor.admit(setup)
+                if processor.applies_to(setup.params):
+                    processor.add_slot(setup)
                     self._wants[index, setup.slot] = True
                     self._num_wants += 1
 
@@ -74,14 +74,14 @@ class Processors:
             rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in names)
             self._processors[index].apply(logits, rows, slots, positions)
 
-    def observe(self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    def observe_tokens(self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Tell the processors what was sampled, int64 [rows]."""
         for index in plan.indices:
             chosen = token_ids.index_select(0, tensors[f"processor.{index}.rows"])
-            self._processors[index].observe(tensors[f"processor.{index}.slots"], chosen)
+            self._processors[index].observe_tokens(tensors[f"processor.{index}.slots"], chosen)
 
     def _release(self, slot: int) -> None:
         for index in np.flatnonzero(self._wants[:, slot]).tolist():
-            self._processors[index].release(slot)
+            self._processors[index].remove_slot(slot)
             self._wants[index, slot] = False
             self._num_wants -= 1

@@ -322,7 +322,7 @@ class StepPlanner:
         """The policy's victim among `running`, oldest first; None if it chooses none."""
         for request in running:
             self._running.table.flush_tokens(request.slot)  # the policy may read `Request.output`
-        return self._policy.victim(running, self._make_view(now))
+        return self._policy.select_victim(running, self._make_view(now))
 
     def _preempt_for_waiting(self, now: float) -> None:
         """Preempt running requests for the first waiting one, if it does not fit otherwise and the
@@ -346,7 +346,7 @@ class StepPlanner:
         if self._would_fit(first, cached, victims):
             return []
         running = self._running.requests
-        eligible = [request for request in running[1:] if self._policy.may_preempt and self._policy.preempts(first, request, now)]
+        eligible = [request for request in running[1:] if self._policy.may_preempt and self._policy.can_preempt(first, request, now)]
         eligible = eligible or self._list_excess_requests(first)
         if not eligible or not self._would_fit(first, cached, set(eligible)):
             return []

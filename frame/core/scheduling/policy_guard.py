@@ -28,7 +28,7 @@ class GuardedPolicy:
         self._no_log_until = -math.inf
         self.needs_matches = policy.needs_matches
         self.by_priority = policy.by_priority
-        self.may_preempt = type(policy).preempts is not SchedulingPolicy.preempts
+        self.may_preempt = type(policy).can_preempt is not SchedulingPolicy.can_preempt
 
     def order(self, window: Sequence[Request], view: SchedulerView) -> Iterator[Request]:
         """Yield the requests of `window` in the policy's order, lazily. If the policy fails, the
@@ -47,12 +47,12 @@ class GuardedPolicy:
             self._log_fault(view.now, f"an order, failed ({_named(error)}); waiting requests keep their order", error)
             yield from list(left.values())
 
-    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         """The request of `running` (oldest first) that the policy preempts; None where it chooses
         none, fails, or chooses an invalid one."""
         given = tuple(running)
         try:
-            victim = self._policy.victim(given, view)
+            victim = self._policy.select_victim(given, view)
         except Exception as error:  # noqa: BLE001 - as above
             self._log_fault(view.now, f"a victim, failed ({_named(error)}); the newest request is preempted", error)
             return None
@@ -61,10 +61,10 @@ class GuardedPolicy:
         self._log_fault(view.now, "a victim, returned the oldest request or one that does not run; the newest request is preempted")
         return None
 
-    def preempts(self, waiting: Request, running: Request, now: float) -> bool:
+    def can_preempt(self, waiting: Request, running: Request, now: float) -> bool:
         """Whether `waiting` may preempt `running`; False where the policy fails."""
         try:
-            return bool(self._policy.preempts(waiting, running))
+            return bool(self._policy.can_preempt(waiting, running))
         except Exception as error:  # noqa: BLE001 - as above
             self._log_fault(now, f"a preemption, failed ({_named(error)}); no request is preempted", error)
             return False

@@ -246,7 +246,7 @@ class Scheduler:
         num_computed = a.num_computed_tokens[slots] - 1
         num_scheduled = np.ones(num_decodes, np.int32)
         samples = np.ones(num_decodes, np.bool_)
-        token_ids, prompt_logprobs, cached = _NO_TOKENS, None, None
+        token_ids, prompt_logprobs, skip_kv_store = _NO_TOKENS, None, None
         if plan.chunks:
             slots = np.concatenate((slots, [request.slot for request, _, _ in plan.chunks]))
             num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in plan.chunks], np.int32)))
@@ -257,7 +257,7 @@ class Scheduler:
             asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
             prompt_logprobs = asks if asks.any() else None
             rereads = a.num_shared[slots] * self.config.page_size > num_computed
-            cached = rereads if rereads.any() else None
+            skip_kv_store = rereads if rereads.any() else None
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[slots[samples]] & GRAMMAR).any())
@@ -273,7 +273,7 @@ class Scheduler:
             setups=running.take_setups(),
             released=running.take_released(),
             prompt_logprobs=prompt_logprobs,
-            cached=cached,
+            skip_kv_store=skip_kv_store,
             grammar_mask=None if waits else self._fill_masks(slots[samples]),
             has_deferred_grammar_mask=waits,
         )

@@ -113,7 +113,7 @@ class Decoder(CausalLM, nn.Module):
         x, residual = last(x, residual, rows, batch, None if selected is None else selected.indices)
         return self.norm.add_residual(x, residual)[0] if len(x) else x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
             raise TypeError(f"{type(self).__name__} was built for task embed and has no head")
         return self.head(hidden)
@@ -124,7 +124,7 @@ class Decoder(CausalLM, nn.Module):
     def get_ignored(self) -> tuple[str, ...]:
         """Regular expressions of checkpoint names that the model does not load."""
         method = self.context.quantization
-        unused = (*self.ignored, *(method.left_out if method is not None else ()))
+        unused = (*self.ignored_weights, *(method.ignored_weights if method is not None else ()))
         # A checkpoint with tied embeddings may still contain the head; like transformers, use the
         # embedding.
         return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")

@@ -62,14 +62,14 @@ class Head(nn.Module):
             raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         rows, span = split_vocabulary(context, vocab_size)
         self.method = context.quantization.linear(name, "head")
-        self.method.create(self, hidden_size, (rows,), context.dtype)
+        self.method.create_weights(self, hidden_size, (rows,), context.dtype)
         for key, parameter in own_parameters(self):
             parameter.bind(f"{name}.{key}", span)
 
     def finish(self) -> None:
         """Let the quantization method repack the loaded weights."""
         if self.method is not None:
-            self.method.finish(self)
+            self.method.process_weights(self)
         else:
             self.product = PlainMatmul(self.weight)
 

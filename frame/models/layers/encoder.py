@@ -101,7 +101,7 @@ class Encoder(Model, nn.Module):
     prefix: ClassVar[str]  # e.g. "bert.": precedes the body's names in checkpoints with a head
     first_position: int = 0
     # heads that the model does not load
-    ignored: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")
+    ignored_weights: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")
 
     def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
         super().__init__(model_config, context)
@@ -130,14 +130,14 @@ class Encoder(Model, nn.Module):
             x = layer(x, batch)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
-            return super().logits(hidden)
+            return super().compute_logits(hidden)
         scores: torch.Tensor = self.head(hidden)
         return scores
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self._renamed(weights), self.ignored)
+        return load_parameters(self, self._renamed(weights), self.ignored_weights)
 
     def _types(self, batch: ForwardBatch) -> torch.Tensor:
         pairs = batch.get(TokenTypes) if self.num_types > 1 else None

@@ -43,7 +43,7 @@ class Linear(nn.Module):
             raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         self.method: LinearMethod = context.quantization.linear(names[0], kind)
         self._apply_gated: GatedApply | None = getattr(self.method, "apply_gated", None)
-        self.method.create(self, inputs.size, [span.size for span in outputs], context.dtype)
+        self.method.create_weights(self, inputs.size, [span.size for span in outputs], context.dtype)
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = ShardedParameter(torch.empty(sum(span.size for span in outputs), dtype=context.dtype), ShardRule(output=0))
@@ -56,7 +56,7 @@ class Linear(nn.Module):
 
     def finish(self) -> None:
         """Let the quantization method repack the loaded weights."""
-        self.method.finish(self)
+        self.method.process_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)

@@ -23,9 +23,9 @@ from frame.models.layers.router import Router, RoutingRule
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.moe import Dispatched
+    from frame.core.interfaces.moe import DispatchOutput
 
-    Run = Callable[[Dispatched, nn.Module], torch.Tensor]
+    Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
 
 _OVERLAP_TOKENS = 64  # up to this, neither the experts nor the shared expert fills a GPU, so they overlap on two streams
 
@@ -61,7 +61,7 @@ class Experts(nn.Module):
         # formats that the runner takes without dequantization
         self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()
         self.method = context.quantization.experts(prefix)
-        self.method.create(self, sizes.num_experts, sizes.hidden, inner.size, context.dtype)
+        self.method.create_weights(self, sizes.num_experts, sizes.hidden, inner.size, context.dtype)
         gate, up, down = sizes.names
         second = Range(inner.full, inner.start, inner.size, inner.size)
         for key, parameter in own_parameters(self):
@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
     def finish(self) -> None:
         """Let the quantization method repack the loaded weights."""
-        self.method.finish(self)
+        self.method.process_weights(self)
 
 
 class MoE(nn.Module):

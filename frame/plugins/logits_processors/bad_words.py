@@ -38,10 +38,10 @@ class BadWords(LogitsProcessor):
         }
         self._state = SlotState(max_slots, device, columns)
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return any(params.bad_words_ids)
 
-    def admit(self, setup: SlotSetup) -> None:
+    def add_slot(self, setup: SlotSetup) -> None:
         words = [word for word in setup.params.bad_words_ids if word and 0 <= word[-1] < self._vocab_size]
         length = max((len(word) for word in words), default=1) - 1
         before = torch.full((length, len(words)), _ANY, dtype=torch.int64)
@@ -63,11 +63,11 @@ class BadWords(LogitsProcessor):
         change = logits.new_zeros(last.shape).masked_fill_(banned, -torch.inf)
         add_to(logits, rows, last.clamp(min=0), change)
 
-    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         history = self._state["history"]
         if history.shape[1]:
             at = self._state.rows(slots)
             history[at] = torch.cat([token_ids.unsqueeze(1), history[at][:, :-1]], dim=1)
 
-    def release(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         self._state.release(slot)

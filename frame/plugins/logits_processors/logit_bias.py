@@ -24,10 +24,10 @@ class LogitBias(LogitsProcessor):
         columns = {"ids": Column(torch.int64, shape=(0,)), "values": Column(torch.float32, shape=(0,))}
         self._state = SlotState(max_slots, device, columns)
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.logit_bias)
 
-    def admit(self, setup: SlotSetup) -> None:
+    def add_slot(self, setup: SlotSetup) -> None:
         bias = setup.params.logit_bias
         self._state.admit(setup.slot, {"ids": torch.tensor(list(bias)), "values": torch.tensor(list(bias.values()))})
 
@@ -35,8 +35,8 @@ class LogitBias(LogitsProcessor):
         at = self._state.rows(slots)
         add_to(logits, rows, self._state["ids"][at], self._state["values"][at])
 
-    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         return
 
-    def release(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         self._state.release(slot)

@@ -27,10 +27,10 @@ class MinTokens(LogitsProcessor):
         columns = {"until": Column(torch.int64), "ids": Column(torch.int64, -1, (0,))}
         self._state = SlotState(max_slots, device, columns)
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0 and (not params.ignore_eos or bool(params.stop_token_ids))
 
-    def admit(self, setup: SlotSetup) -> None:
+    def add_slot(self, setup: SlotSetup) -> None:
         ends = setup.params.ends(tuple(self.eos_token_ids))
         ids = torch.tensor(sorted(i for i in ends if 0 <= i < self._vocab_size), dtype=torch.int64)
         self._state.admit(setup.slot, {"until": setup.prompt_len + setup.params.min_tokens, "ids": ids})
@@ -42,8 +42,8 @@ class MinTokens(LogitsProcessor):
         change = logits.new_zeros(ids.shape).masked_fill_(banned, -torch.inf)
         add_to(logits, rows, ids.clamp(min=0), change)
 
-    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         return
 
-    def release(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         self._state.release(slot)

@@ -33,10 +33,10 @@ class Penalties(LogitsProcessor):
         columns = {"counts": Column(torch.int32, shape=(vocab_size,)), "frequency": scalar, "presence": scalar, "repetition": scalar}
         self._state = SlotState(max_slots, device, columns)
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0 or params.repetition_penalty != 1.0
 
-    def admit(self, setup: SlotSetup) -> None:
+    def add_slot(self, setup: SlotSetup) -> None:
         prompt, output = setup.token_ids[: setup.prompt_len], setup.token_ids[setup.prompt_len :]
         counts = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
         counts[prompt] |= _IN_PROMPT
@@ -68,8 +68,8 @@ class Penalties(LogitsProcessor):
         scores -= presence * (counts > 0)
         logits.index_copy_(0, rows, scores)
 
-    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         self._state["counts"][self._state.rows(slots), token_ids] += 1
 
-    def release(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         self._state.release(slot)

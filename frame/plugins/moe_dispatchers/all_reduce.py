@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.interfaces.moe import Dispatched, MoEDispatcher
+from frame.core.interfaces.moe import DispatchOutput, MoEDispatcher
 
 
 class AllReduce(MoEDispatcher):
     """Tensor parallelism inside experts. Does nothing on one rank."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
-        return Dispatched(x, ids, weights)
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
+        return DispatchOutput(x, ids, weights)
 
-    def combine(self, out: torch.Tensor, tokens: Dispatched) -> torch.Tensor:
+    def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
         return self.context.tp.all_reduce(out)

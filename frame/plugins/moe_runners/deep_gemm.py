@@ -12,7 +12,7 @@ import deep_gemm
 import torch
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import Alignment, align_tokens
@@ -34,7 +34,7 @@ class DeepGemm(MoERunner):
         super().__init__(context, options)
         self._block = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
 
-    def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         top, count = tokens.ids.shape[1], tokens.ids.numel()
         if count == 0:
             return tokens.x.clone()

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner
 
 
 class TorchGrouped(MoERunner):
     """Needs bfloat16 weights: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden,
     inner], sizes multiples of 8."""
 
-    def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
         (count, top), num_experts = tokens.ids.shape, len(gate_up)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.models.layers.packed import packed_linear, pad_row_count
 
 Weights = torch.Tensor | Sequence[torch.Tensor]  # of all experts, plain or packed
@@ -27,7 +27,7 @@ class TorchNative(MoERunner):
     """Uses weights `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], or
     their packed forms if present."""
 
-    def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
         if getattr(experts, "packed_down", None) is not None:
@@ -39,7 +39,7 @@ class TorchNative(MoERunner):
         return run_each(tokens, gate_up, down)
 
 
-def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, num_experts: int) -> torch.Tensor:
+def run_dense(tokens: DispatchOutput, gate_up: torch.Tensor, down: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Two multiplications over all experts, in packed form. The weight of an expert that a token is
     not routed to is zero."""
     weights = tokens.x.new_zeros(tokens.x.shape[0], num_experts).scatter_add_(1, tokens.ids, tokens.weights.to(tokens.x.dtype))
@@ -48,14 +48,14 @@ def run_dense(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, num
     return packed_linear(active.flatten(1), down, None)
 
 
-def prefers_dense(tokens: Dispatched, num_experts: int) -> bool:
+def prefers_dense(tokens: DispatchOutput, num_experts: int) -> bool:
     """Whether computing all experts costs less than sorting tokens: the batch is small, but not
     much smaller than the experts."""
     count, top = tokens.ids.shape
     return count <= _DENSE_TOKENS and 16 * count * top >= num_experts
 
 
-def run_grouped(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def run_grouped(tokens: DispatchOutput, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """Tokens sorted by expert, one grouped multiplication per weight."""
     order, source = _sorted(tokens)
     ends = torch.bincount(tokens.ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
@@ -63,7 +63,7 @@ def run_grouped(tokens: Dispatched, gate_up: torch.Tensor, down: torch.Tensor) -
     return _gather(tokens, order, source, F.grouped_mm(F.silu(gate).mul_(up), down.transpose(1, 2), offs=ends))
 
 
-def run_each(tokens: Dispatched, gate_up: Weights, down: Weights) -> torch.Tensor:
+def run_each(tokens: DispatchOutput, gate_up: Weights, down: Weights) -> torch.Tensor:
     """Tokens sorted by expert, one pass per expert in use. Each expert's number of tokens is
     rounded up, see `layers.packed`."""
     count, top = tokens.ids.shape
@@ -89,14 +89,14 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return packed_linear(x, weight, None) if weight.is_mkldnn else F.linear(x, weight)
 
 
-def _sorted(tokens: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted(tokens: DispatchOutput) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (the order of (token, expert) pairs by expert, the token of each pair in this
     order)."""
     order = tokens.ids.flatten().argsort()
     return order, order // tokens.ids.shape[1]
 
 
-def _gather(tokens: Dispatched, order: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _gather(tokens: DispatchOutput, order: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Weight the pairs' results and sum them by token, in float32."""
     weighed = out * tokens.weights.flatten()[order].unsqueeze(-1)
     total = torch.zeros(tokens.x.shape, dtype=weighed.dtype, device=out.device)

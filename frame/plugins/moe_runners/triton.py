@@ -15,7 +15,7 @@ import triton
 from torch import nn
 
 from frame import kernels
-from frame.core.interfaces.moe import Dispatched, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
@@ -53,11 +53,11 @@ class Triton(MoERunner):
         self._shared_memory = _shared_memory(context.device)
         self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
 
-    def run(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         parts = self.run_parts(tokens, experts)
         return combine_pairs(parts.flatten(0, 1), parts.shape[1]) if parts.dim() == 3 else parts
 
-    def run_parts(self, tokens: Dispatched, experts: nn.Module) -> torch.Tensor:
+    def run_parts(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         if len(tokens.x) == 0:
             return tokens.x.clone()
         first, second = _weights(experts, "gate_up"), _weights(experts, "down")
@@ -67,7 +67,7 @@ class Triton(MoERunner):
             self._compile(tokens, first, second)
         return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), first, second)
 
-    def _compile(self, tokens: Dispatched, first: Weights, second: Weights) -> None:
+    def _compile(self, tokens: DispatchOutput, first: Weights, second: Weights) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""
         top, experts, most = tokens.ids.shape[1], len(first.values), self.context.limits.max_tokens_per_step
         for count in list_token_thresholds(top, experts, CHUNKS, most):

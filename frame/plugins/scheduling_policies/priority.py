@@ -21,11 +21,11 @@ class PriorityFirst(SchedulingPolicy):
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=_priority, reverse=True)
 
-    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         """The newest request of the lowest priority, never the oldest of all requests."""
         return min(reversed(running[1:]), key=_priority, default=None)
 
-    def preempts(self, waiting: Request, running: Request) -> bool:
+    def can_preempt(self, waiting: Request, running: Request) -> bool:
         return waiting.priority > running.priority
 
 

@@ -88,7 +88,7 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
         ],
         "moe_runner": [
             record("moe_runner", "loop", MoECapabilities(("cpu", "cuda"))),
-            record("moe_runner", "grouped", MoECapabilities(("cuda",), formats=("batched",)), rank=5),
+            record("moe_runner", "grouped", MoECapabilities(("cuda",)), rank=5),
         ],
         "moe_dispatcher": [record("moe_dispatcher", "local", MoECapabilities(("cpu", "cuda")))],
         "scheduling_policy": [record("scheduling_policy", "fcfs")],
@@ -219,19 +219,20 @@ def test_a_quantized_checkpoint_without_a_method_is_refused_with_all_reasons() -
     assert {candidate.record.name for candidate in caught.value.rejected} == {"none", "int8_on_load", "fp8"}
 
 
-def test_moe_pairs_are_matched_by_activation_format() -> None:
+def test_the_moe_runner_and_dispatcher_are_the_best_ranked_that_fit() -> None:
     resolved = resolve(config(), H200, DEEPSEEK, records())
-    assert (names(resolved)["moe_runner"], names(resolved)["moe_dispatcher"]) == (["loop"], ["local"])
-    assert "the dispatcher yields standard" in resolved.rejected["moe.runner"]["grouped"][0]
-    batched = record("moe_dispatcher", "exchange", MoECapabilities(("cuda",), formats=("batched",)))
-    both = records(moe_dispatcher=[*records()["moe_dispatcher"], batched])
-    resolved = resolve(config(), H200, DEEPSEEK, both)
-    assert (names(resolved)["moe_runner"], names(resolved)["moe_dispatcher"]) == (["grouped"], ["exchange"])
-    assert names(resolve(config(moe={"dispatcher": "local"}), H200, DEEPSEEK, both))["moe_runner"] == ["loop"]
-    with pytest.raises(ResolveError, match="No pair"):
-        resolve(config(moe={"dispatcher": "local", "runner": "grouped"}), H200, DEEPSEEK, both)
+    assert (names(resolved)["moe_runner"], names(resolved)["moe_dispatcher"]) == (["grouped"], ["local"])
+    assert names(resolve(config(moe={"runner": "loop"}), H200, DEEPSEEK, records()))["moe_runner"] == ["loop"]
+    resolved = resolve(config(), LAPTOP, DEEPSEEK, records())
+    assert names(resolved)["moe_runner"] == ["loop"]
+    assert resolved.rejected["moe.runner"]["grouped"] == ["runs on cuda, not on cpu"]
+    with pytest.raises(ResolveError, match="moe.runner: grouped cannot serve"):
+        resolve(config(moe={"runner": "grouped"}), LAPTOP, DEEPSEEK, records())
+    with pytest.raises(ResolveError, match="No moe_runner serves experts on cpu") as caught:
+        resolve(config(), LAPTOP, DEEPSEEK, records(moe_runner=records()["moe_runner"][1:]))
+    assert {candidate.record.name for candidate in caught.value.rejected} == {"grouped"}
     with pytest.raises(UnknownPluginError, match="did you mean 'loop'"):
-        resolve(config(moe={"runner": "lop"}), H200, DEEPSEEK, both)
+        resolve(config(moe={"runner": "lop"}), H200, DEEPSEEK, records())
 
 
 def test_a_dense_model_needs_no_moe_plugin() -> None:

@@ -26,7 +26,7 @@ from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.plugins.scheduling_policies.fcfs import Fcfs
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
 
@@ -55,7 +55,7 @@ def test_inputs_are_padded_and_stay_where_they_are():
 
 
 def make_loop(captured, *, overlap=True, eos=(), cache=None):
-    model_config = fake_facts(VOCAB, 128, eos)
+    model_config = fake_model_config(VOCAB, 128, eos)
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_registry(installed=False)

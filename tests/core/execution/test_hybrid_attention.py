@@ -20,7 +20,7 @@ from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.attention import AttentionBackend
-from frame.core.interfaces.batch import AttentionOut
+from frame.core.interfaces.batch import AttentionOutput
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 CASES = dict(suite.cases("cpu", False, TORCH_NATIVE))
 
@@ -127,12 +127,12 @@ def test_graphs_are_the_decode_backends() -> None:
 def test_results_that_went_to_the_batches_own_place_are_not_joined_by_a_copy(width: int) -> None:
     class Writes(Seen):
         def run(self, spec: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any) -> torch.Tensor:
-            return AttentionOut.of(batch, q, 2, 8).copy_(q)
+            return AttentionOutput.get_buffer(batch, q, 2, 8).copy_(q)
 
     context = build_context("cpu", torch.float32, 4)
     both = HybridAttention(Writes(context), Writes(context))
     own = torch.zeros(10, 2, width)
-    batch = replace(batch_of(Rows.of([5, 9], [(3, 6), (0, 2)])), extensions={AttentionOut: AttentionOut(own)})
+    batch = replace(batch_of(Rows.of([5, 9], [(3, 6), (0, 2)])), extensions={AttentionOutput: AttentionOutput(own)})
     batch = planned(both, batch)
     q = torch.randn(10, 2, 8)
     found = both.run(None, q, q, q, batch)  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     slow, ready = SlowFake(context), FakeAttention(context)
     both = HybridAttention(slow, ready) if phase == "extends" else HybridAttention(ready, slow)
     context = replace(context, attention=both)
-    model_config = fake_facts(vocab, 128)
+    model_config = fake_model_config(vocab, 128)
     pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), 300, context.device)
     runner = TorchModelRunner(FakeModel(model_config, context), model_config, context, pool, Processors((), 8), Capacity(300, 4, 12))
     both.prepare([])

@@ -20,7 +20,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
-from frame.testing.fake_model import FakeAttention, fake_facts
+from frame.testing.fake_model import FakeAttention, fake_model_config
 
 CPU = torch.device("cpu")
 CONTEXT, SLOTS = 64, 80
@@ -29,7 +29,7 @@ CONTEXT, SLOTS = 64, 80
 def make(page_size, **more):
     limits = Limits(SLOTS, 4096, CONTEXT, page_size)
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=limits)
-    pool = KVPool(kv_geometry(fake_facts(), 1, page_size, "float32"), 4, CPU)
+    pool = KVPool(kv_geometry(fake_model_config(), 1, page_size, "float32"), 4, CPU)
     return InputBatch(replace(context, attention=FakeAttention(context)), pool, Processors((), SLOTS), **more)
 
 
@@ -131,7 +131,7 @@ def test_what_is_cached_is_not_stored_again():
     inputs = make(4)
     rows = [(3, 9, 1, True), (1, 7, 1, True), (0, 7, 2, True)]
     pages = [(3, 2, 4), (1, 1, 6), (0, 1, 5), (0, 2, 7)]
-    batch = msgspec.structs.replace(scheduled(rows, 1, pages, [50, 60, 61]), cached=np.array([False, True, False]))
+    batch = msgspec.structs.replace(scheduled(rows, 1, pages, [50, 60, 61]), skip_kv_store=np.array([False, True, False]))
     forward = inputs.prepare(batch).batch
     assert forward.kv_slots.tolist() == [17, 0, 23, 28]
     inputs.max_graph_rows = 8

@@ -13,7 +13,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.core.sampling.logits_pipeline import Processors
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_facts
+from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 VOCAB = 97
 CONTEXT = 128
@@ -33,7 +33,7 @@ class OneRank:
 
 
 def make_runner(page_size=4, slots=8, pages=200, processors=(), vocab=VOCAB, supports_token_selection=True):
-    model_config = fake_facts(vocab, CONTEXT)
+    model_config = fake_model_config(vocab, CONTEXT)
     limits = Limits(slots, 512, CONTEXT, page_size)
     context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=OneRank(), limits=limits)
     context = BuildContext(device=context.device, dtype=context.dtype, tp=context.tp, limits=limits, attention=FakeAttention(context))
@@ -157,7 +157,7 @@ def test_a_model_that_narrows_is_told_whose_states_are_wanted(length, samples, w
 
 def test_broken_logits_are_reported_by_row():
     runner = make_runner()
-    logits = runner.model.logits
+    logits = runner.model.compute_logits
 
     def broken(hidden):
         values = logits(hidden)
@@ -168,11 +168,11 @@ def test_broken_logits_are_reported_by_row():
     script = Script(runner)
     prompts = {slot: [slot + 1, 2] for slot in range(4)}
     script.run(extends=list(prompts.items()), setups=[setup(s, p, temperature=float(s == 3)) for s, p in prompts.items()])
-    runner.model.logits = broken
+    runner.model.compute_logits = broken
     result = script.run(decodes=[0, 1, 2, 3])
     assert result.invalid.tolist() == [False, True, True, False]
     assert ((result.token_ids >= 0) & (result.token_ids < VOCAB)).all()
-    runner.model.logits = logits
+    runner.model.compute_logits = logits
     assert script.run(decodes=[0, 3]).invalid is None
 
 

@@ -10,7 +10,7 @@ from frame.core.execution.host_memory import measure_host_memory
 from frame.core.interfaces.build import Limits
 from frame.core.kv_cache.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages
 from frame.core.kv_cache.kv_pool import KVGeometry
-from frame.testing.fake_model import fake_facts
+from frame.testing.fake_model import fake_model_config
 
 LIMITS = Limits(max_running_requests=4, max_tokens_per_step=64, max_context=4096, page_size=16)
 GEOMETRY = KVGeometry("paged_nhd", 32, 16, torch.bfloat16, ((8, 128), (8, 128)))  # 128 KiB a token
@@ -70,7 +70,7 @@ def test_measure_this_machine():
     memory = measure(torch.device("cpu"), 10, 20, ranks=2)
     assert 0 < memory.free <= memory.total
     assert (memory.weights, memory.activations) == (10, 20)
-    assert activation_bytes(fake_facts(), LIMITS, torch.float32) > 0
+    assert activation_bytes(fake_model_config(), LIMITS, torch.float32) > 0
 
 
 def group(folder, files):

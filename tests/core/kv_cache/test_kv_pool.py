@@ -11,7 +11,7 @@ import torch
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.build import Limits
 from frame.core.kv_cache.kv_pool import DTYPES, GIVEN_TOKENS, DeviceTable, KVPool, kv_geometry
-from frame.testing.fake_model import fake_facts
+from frame.testing.fake_model import fake_model_config
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def spec(layer):
     return AttentionSpec(layer, 8, 4, 16, 8, 0.25)
 
 
-MHA = dataclasses.replace(fake_facts(), num_layers=3, num_kv_heads=4, num_heads=8, head_dim=16, v_head_dim=8)
+MHA = dataclasses.replace(fake_model_config(), num_layers=3, num_kv_heads=4, num_heads=8, head_dim=16, v_head_dim=8)
 MLA = dataclasses.replace(MHA, kind="mla", latent=(32, 8))
 
 

@@ -18,10 +18,10 @@ class Adds(LogitsProcessor):
     def __init__(self, key):
         self.key, self.calls, self.slots = key, [], set()
 
-    def wants(self, params):
+    def applies_to(self, params):
         return self.key in params.custom
 
-    def admit(self, setup):
+    def add_slot(self, setup):
         assert setup.slot not in self.slots
         self.slots.add(setup.slot)
 
@@ -29,10 +29,10 @@ class Adds(LogitsProcessor):
         self.calls.append(("apply", rows.tolist(), slots.tolist(), positions.tolist()))
         logits[rows, 0] += 1
 
-    def observe(self, slots, token_ids):
+    def observe_tokens(self, slots, token_ids):
         self.calls.append(("observe", slots.tolist(), token_ids.tolist()))
 
-    def release(self, slot):
+    def remove_slot(self, slot):
         self.slots.remove(slot)
 
 
@@ -48,7 +48,7 @@ def step(processors, slots):
     tensors = SharedMemory().move(plan.arrays)
     logits = torch.zeros(len(slots), 4)
     processors.apply(logits, plan, tensors)
-    processors.observe(torch.arange(len(slots)) + 50, plan, tensors)
+    processors.observe_tokens(torch.arange(len(slots)) + 50, plan, tensors)
     return logits[:, 0].tolist()
 
 

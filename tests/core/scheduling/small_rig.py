@@ -59,7 +59,7 @@ class Recorder(SchedulingPolicy):
         self.windows.append(len(waiting))
         return waiting
 
-    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         if len(running) < 2:
             return None
         assert [request.index for request in running] == sorted(request.index for request in running)

@@ -123,10 +123,10 @@ class FaultyVictim(SchedulingPolicy):
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
 
-    def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         raise KeyError("no such weight")
 
-    def preempts(self, waiting: Request, running: Request) -> bool:
+    def can_preempt(self, waiting: Request, running: Request) -> bool:
         raise KeyError("no such weight")
 
 
@@ -141,27 +141,27 @@ def chooses_an_unknown_request(running: Sequence[Request]) -> Request | None:
 @pytest.mark.parametrize("choose", [chooses_the_oldest, chooses_an_unknown_request, raises])
 def test_an_invalid_victim_is_rejected(choose: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
     class Chooses(FaultyVictim):
-        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             found: Request | None = choose(running)
             return found
 
-    assert GuardedPolicy(Chooses()).victim(example_requests(5), VIEW) is None
+    assert GuardedPolicy(Chooses()).select_victim(example_requests(5), VIEW) is None
     (record,) = caplog.records
     assert "asked for a victim" in record.getMessage()
 
 
 def test_a_valid_victim_is_used() -> None:
     class Second(FaultyVictim):
-        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             return running[1]
 
-        def preempts(self, waiting: Request, running: Request) -> bool:
+        def can_preempt(self, waiting: Request, running: Request) -> bool:
             return waiting is not running
 
     running = example_requests(5)
     policy = GuardedPolicy(Second())
-    assert policy.victim(running, VIEW) is running[1]
-    assert policy.may_preempt and policy.preempts(FOREIGN, running[0], 0.0) and not policy.preempts(FOREIGN, FOREIGN, 0.0)
+    assert policy.select_victim(running, VIEW) is running[1]
+    assert policy.may_preempt and policy.can_preempt(FOREIGN, running[0], 0.0) and not policy.can_preempt(FOREIGN, FOREIGN, 0.0)
 
 
 def test_requests_are_served_when_pages_run_out_and_the_policy_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -129,7 +129,7 @@ def test_a_preempted_request_resumes_before_waiting_ones() -> None:
 
 def test_a_policy_without_a_victim_does_not_stall_the_engine() -> None:
     class NoVictim(Recorder):
-        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             return None
 
     made = SchedulerRig(config(num_pages=11, max_context=40), NoVictim())
@@ -141,7 +141,7 @@ def test_a_policy_without_a_victim_does_not_stall_the_engine() -> None:
 
 def test_a_policy_that_chooses_the_oldest_is_logged_and_the_newest_is_preempted(caplog: pytest.LogCaptureFixture) -> None:
     class Wrong(Recorder):
-        def victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+        def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
             return running[0]
 
     made = SchedulerRig(config(num_pages=11, max_context=40), Wrong())

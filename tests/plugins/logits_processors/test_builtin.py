@@ -79,7 +79,7 @@ def test_penalties_equal_their_definitions():
         expected.append(scores)
     processor = make("penalties")
     for each in setups:
-        processor.admit(each)
+        processor.add_slot(each)
     torch.testing.assert_close(apply(processor, logits, setups), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -87,7 +87,7 @@ def test_repetition_equals_transformers():
     ids = [3, 9, 9, 14, 60]
     logits = torch.randn(1, VOCAB)
     processor, each = make("penalties"), setup(2, SamplingParams(repetition_penalty=1.7), ids, 3)
-    processor.admit(each)
+    processor.add_slot(each)
     torch.testing.assert_close(apply(processor, logits, [each]), RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), logits.clone()))
 
 
@@ -99,8 +99,8 @@ def test_bad_words_equal_transformers_as_the_row_grows():
     ids = [1, 2]
     first = setup(3, SamplingParams(bad_words_ids=others), ids, 2)
     second = setup(9, SamplingParams(bad_words_ids=words), ids, 2)
-    processor.admit(first)
-    processor.admit(second)
+    processor.add_slot(first)
+    processor.add_slot(second)
     for step in range(60):
         logits = torch.zeros(2, VOCAB)
         changed = apply(processor, logits, [first, second])
@@ -109,17 +109,17 @@ def test_bad_words_equal_transformers_as_the_row_grows():
         assert set(changed[0].isneginf().nonzero().flatten().tolist()) == banned
         token = int(numbers.integers(1, 3))
         ids.append(token)
-        processor.observe(torch.tensor([9, 3]), torch.tensor([token, token]))
+        processor.observe_tokens(torch.tensor([9, 3]), torch.tensor([token, token]))
         if step == 30:  # comes back in another slot
-            processor.release(9)
+            processor.remove_slot(9)
             second = setup(1, SamplingParams(bad_words_ids=words), ids, 2)
-            processor.admit(second)
+            processor.add_slot(second)
             for later in range(3):
-                processor.observe(torch.tensor([1, 3]), torch.tensor([later, later]))
+                processor.observe_tokens(torch.tensor([1, 3]), torch.tensor([later, later]))
                 ids.append(later)
-            processor.release(1)
+            processor.remove_slot(1)
             second = setup(9, SamplingParams(bad_words_ids=words), ids, 2)
-            processor.admit(second)
+            processor.add_slot(second)
 
 
 def test_min_tokens_bans_the_end_until_the_output_is_long_enough():
@@ -128,15 +128,15 @@ def test_min_tokens_bans_the_end_until_the_output_is_long_enough():
     params = SamplingParams(min_tokens=2, stop_token_ids=(33, 500))
     for length, is_banned in ((3, True), (4, True), (5, False), (6, False)):
         each = setup(0, params, [*prompt, *[7] * (length - 3)], 3)
-        processor.admit(each)
+        processor.add_slot(each)
         changed = apply(processor, torch.zeros(1, VOCAB), [each])
         assert set(changed[0].isneginf().nonzero().flatten().tolist()) == ({1, 33} if is_banned else set())
-    assert not processor.wants(SamplingParams(min_tokens=2, ignore_eos=True))
+    assert not processor.applies_to(SamplingParams(min_tokens=2, ignore_eos=True))
 
 
 def test_logit_bias_adds():
     processor, each = make("logit-bias"), setup(0, SamplingParams(logit_bias={0: 1.5, 95: -100.0}), [1], 1)
-    processor.admit(each)
+    processor.add_slot(each)
     changed = apply(processor, torch.ones(1, VOCAB), [each])
     assert (changed[0, 0], changed[0, 95], changed[0, 1:95].unique().tolist()) == (2.5, -99.0, [1.0])
 
@@ -147,13 +147,13 @@ def test_state_exists_only_while_a_request_uses_it():
     assert state.capacity == 0
     setups = [setup(slot, SamplingParams(presence_penalty=1.0), [1, 2], 1) for slot in range(20)]
     for each in setups:
-        processor.admit(each)
+        processor.add_slot(each)
     assert 20 <= state.capacity <= 32
     logits = torch.zeros(20, VOCAB)
     before = apply(processor, logits, setups)
     for each in setups[:10]:
-        processor.release(each.slot)
+        processor.remove_slot(each.slot)
     assert torch.equal(apply(processor, logits[10:], setups[10:]), before[10:])
     for each in setups[10:]:
-        processor.release(each.slot)
+        processor.remove_slot(each.slot)
     assert state.capacity == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frame.core.interfaces.sampling_params import WIDEST_SPACE
+from frame.core.interfaces.sampling_params import MAX_JSON_WHITESPACE
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import check_nested_fields
 
@@ -146,7 +146,7 @@ def _spaced(form: Any) -> Any:
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema":
-        return {"max_whitespace_cnt": WIDEST_SPACE, **form}
+        return {"max_whitespace_cnt": MAX_JSON_WHITESPACE, **form}
     return {key: _spaced(value) for key, value in form.items()}
 
 

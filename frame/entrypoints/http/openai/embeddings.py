@@ -9,7 +9,7 @@ import base64
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from frame.core.interfaces.model import SentenceFacts
+from frame.core.interfaces.model import SentenceTransformersConfig
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
@@ -84,7 +84,7 @@ def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
 
 
 def _lead(name: str | None, services: Services) -> str:
-    sentence = services.resolved.model.sentence or SentenceFacts()
+    sentence = services.resolved.model.sentence or SentenceTransformersConfig()
     try:
         return sentence.lead(name)
     except ValueError as error:

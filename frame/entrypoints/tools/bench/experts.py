@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigError
-from frame.core.interfaces.moe import Dispatched, MoERequirements
+from frame.core.interfaces.moe import DispatchOutput, MoERequirements
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
 from frame.testing.attention_batch import build_context
@@ -70,18 +70,18 @@ class ExpertBench:
         shape, layer = self.shape, nn.Module()
         method = self.registry.load(self.registry.get("quantization_method", PLAIN))(None).experts("")
         with self.clock.device:
-            method.create(layer, shape.experts, shape.hidden, shape.inner, self.dtype)
+            method.create_weights(layer, shape.experts, shape.hidden, shape.inner, self.dtype)
             for parameter in layer.parameters():
                 parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
         with torch.inference_mode():
-            method.finish(layer)
+            method.process_weights(layer)
         return layer
 
     def rows(self, record: PluginRecord, layer: nn.Module, counts: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each number of tokens with its figures, or with the sentence why this runner does not compute it."""
         device = self.clock.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."), "standard")
+        need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."))
         refused = "; ".join(map(str, record.capabilities.unsupported(need)))
         runner = None if refused else self._runner(record)
         for count in counts:
@@ -97,7 +97,7 @@ class ExpertBench:
         routings = [torch.rand(count, shape.experts, generator=generator).topk(shape.active, dim=1).indices for _ in range(ROUTINGS)]
         x = torch.randn(count, shape.hidden, generator=generator).to(device, self.dtype)
         weights = torch.softmax(torch.rand(count, shape.active, generator=generator), -1).to(device)
-        batches = [Dispatched(x, ids.to(device), weights) for ids in routings]
+        batches = [DispatchOutput(x, ids.to(device), weights) for ids in routings]
         timed = self.clock.time([partial(runner.run, batch, layer) for batch in batches])
         touched = sum(ids.unique().numel() for ids in routings) / len(routings)
         matrices = 3 * shape.hidden * shape.inner

@@ -1,0 +1,63 @@
+"""`RankContext`: device, dtype, group and limits of one rank, known before any part of the model is built.
+
+Attention backends, MoE runners and MoE dispatchers are built from it; `BuildContext` adds them for the model. Must not import other
+interfaces: all of them may use this page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Task = Literal["generate", "embed", "classify"]
+
+
+class Collective(Protocol):
+    """One group of ranks. The operations of a group of one return their argument."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks; may be in place; returns the sum."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenation over the ranks along `dim`."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """The source rank's tensor on every rank; in place elsewhere."""
+        ...
+
+
+class LoadCode(Protocol):
+    """Imports a class of a checkpoint's own Python code: `reference` ("module.Class") as in its JSON files, `part` for error texts."""
+
+    def __call__(self, part: str, reference: str) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The maximum sizes of a step. Buffers of fixed address have these sizes."""
+
+    max_running_requests: int
+    max_tokens_per_step: int
+    max_context: int  # tokens of a sequence, prompt and output
+    page_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What is fixed before a rank's backends and model are built."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the model's computations
+    tp: Collective  # the tensor-parallel group
+    limits: Limits
+    task: Task = "generate"
+    load_code: LoadCode | None = None  # None: model.trust_remote_code is false
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`

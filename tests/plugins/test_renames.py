@@ -1,0 +1,97 @@
+"""Plugins that were written for an earlier interface are refused with the new names."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.kinds import KINDS
+from frame.plugins.registry import PluginError, Registry
+from frame.plugins.renames import INTERFACES, RENAMES, describe_import, describe_renames
+
+MODULE = "frame_test_old_plugin"
+
+
+class OldProcessor(LogitsProcessor):
+    """As `logits_processor/1` had it."""
+
+    def wants(self, params: Any) -> bool:
+        return True
+
+    def admit(self, setup: Any) -> None: ...
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None: ...
+
+    def observe(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    made = types.ModuleType(MODULE)
+    made.OldProcessor = OldProcessor  # type: ignore[attr-defined]
+    sys.modules[MODULE] = made
+    yield made
+    del sys.modules[MODULE]
+
+
+def registry_with(kind: str, target: str, **arguments: str) -> Registry:
+    registry = Registry()
+    part = registry.kind(kind, "frame-old", "1.0")
+    part.add("old", target, **arguments)  # type: ignore[arg-type]
+    registry.commit(part)
+    return registry
+
+
+def test_an_earlier_version_is_refused_with_the_version_offered_and_the_new_names() -> None:
+    registry = registry_with("attention_backend", f"{MODULE}:OldBackend", api="attention/1")
+    with pytest.raises(PluginError) as caught:
+        registry.get("attention_backend", "old")
+    text = str(caught.value)
+    assert "written for interface attention/1, this frame supports attention/2" in text
+    assert "rename AttentionNeeds to AttentionRequirements, AttentionOut to AttentionOutput" in text
+
+
+def test_a_class_without_a_stated_version_is_refused_with_the_names_of_its_methods(module: types.ModuleType) -> None:
+    registry = registry_with("logits_processor", f"{MODULE}:OldProcessor")
+    with pytest.raises(PluginError) as caught:
+        registry.load(registry.get("logits_processor", "old"))
+    assert "does not implement add_slot, applies_to, observe_tokens, remove_slot of logits_processor/2" in str(caught.value)
+    assert "rename LogitsProcessor.wants to LogitsProcessor.applies_to" in str(caught.value)
+
+
+def test_an_import_of_an_old_name_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ImportError) as caught:
+        exec("from frame.core.interfaces.model import ModelFacts")
+    sentence = describe_import(caught.value)
+    assert sentence == "The plugin was written for an earlier interface; this frame supports model/2: rename ModelFacts to ModelConfig."
+    assert describe_import(ImportError("No module named 'x'", name="x")) == ""
+    wrapped = RuntimeError("no plugin")
+    wrapped.__cause__ = caught.value
+    assert describe_import(wrapped) == sentence
+
+
+def test_every_version_between_asked_and_offered_is_described() -> None:
+    assert describe_renames("model/2", "model/2") == describe_renames("model/3", "model/2") == describe_renames("x", "model/2") == ""
+    assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/3")
+
+
+@pytest.mark.parametrize("rename", RENAMES, ids=lambda rename: f"{rename.api}-{rename.old}")
+def test_new_names_exist_and_old_ones_do_not(rename: Any) -> None:
+    assert rename.api in {kind.api for kind in KINDS.values()}
+    page: Any = importlib.import_module(f"{INTERFACES}.{rename.module}")
+    for path, exists in ((rename.new, True), (rename.old, False)):
+        owner, _, name = path.rpartition(".")
+        found = getattr(page, owner, None) if owner else page
+        if found is not None:
+            names = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+            assert (hasattr(found, name) or name in names) == exists, path
