@@ -98,7 +98,11 @@ class App(FastAPI):
         scope["app"] = self
         if self.middleware_stack is None:
             self.middleware_stack = self.build_middleware_stack()
-        await self.middleware_stack(scope, receive, send)
+        try:
+            await self.middleware_stack(scope, receive, send)
+        finally:  # both refer to the scope: with them, the request would stay until a garbage collection
+            scope.pop("asgi_channel", None)
+            scope.pop("context", None)
 
     def build_middleware_stack(self) -> Any:
         """The middlewares that were added, around the dispatcher.
