@@ -124,7 +124,7 @@ def test_products_take_it_where_they_can(inner: int) -> None:
         act = products.compute_gate_up(products.Rows(x), first, pairs, order, replace(tiles.first, use_gluon=tile.use_gluon), x.dtype)
         out = products.compute_down(act, second, pairs, order, tile, x.dtype)
         want = reference(x, ids, pair_weights, first.values, second.values)
-        got = products.combine(out, 2).double()
+        got = products.combine_pairs(out, 2).double()
         assert float((got - want).abs().max() / want.abs().max()) < 2e-2
         if tile.use_gluon and can_tile(2 * inner, 512):
             assert torch.equal(compute_down(compute_gate_up(x, first.values, 1800, 2, order), second.values, pair_weights, order), out)

@@ -37,7 +37,7 @@ NONE_KNOWN = {
     "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy", "prometheus-client", "pydantic-core",
     "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "tokenizers", "triton", "uvloop",
 }  # fmt: skip
-NOT_SERVING = ("test", "load", "dev")  # extras that servers do not use
+NOT_SERVING = ("test", "load", "docs", "dev")  # extras that servers do not use
 
 
 def requirements(*left_out: str) -> list[Requirement]:

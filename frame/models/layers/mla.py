@@ -47,7 +47,7 @@ class LatentSizes:
     value: int
 
     @classmethod
-    def from_config(cls, model_config: ModelConfig) -> LatentSizes:
+    def from_model_config(cls, model_config: ModelConfig) -> LatentSizes:
         config = model_config.config
         return cls(
             config.get("q_lora_rank"), config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         if context.attention is None:
             raise TypeError("the build context of a model needs an attention backend")
-        sizes = LatentSizes.from_config(model_config)
+        sizes = LatentSizes.from_model_config(model_config)
         heads = split_range(context, "attention heads", model_config.num_heads).size
         self.kv_lora_rank = sizes.kv_lora_rank
         self.qk_nope_head_dim = sizes.nope

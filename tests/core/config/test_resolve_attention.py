@@ -86,7 +86,7 @@ def test_a_pair_that_cannot_share_a_cache_is_refused(one: dict[str, Any], other:
 
 def test_a_backend_for_one_phase_needs_a_second_one() -> None:
     decodes = backend("latent_decode", rank=9, phases=("decode",))
-    with pytest.raises(ResolveError, match="does not compute prompts; name another for these beside it"):
+    with pytest.raises(ResolveError, match="does not compute prompts; name another backend for them as well"):
         chosen(decodes, backend("plain"), wanted="latent_decode")
     resolved = chosen(decodes, backend("plain"))
     assert names(resolved)["attention_backend"] == ["plain", "latent_decode"]

@@ -217,10 +217,10 @@ def test_what_resolve_chooses(tmp_path: Path) -> None:
     [
         ("BertModel", {"model": {"task": "generate"}}, "can only embed"),
         ("LlamaForCausalLM", {"model": {"task": "classify"}}, "model.label_tokens"),
-        ("LlamaForCausalLM", {"model": {"pooling": "cls"}}, "model.pooling is cls, which means nothing"),
-        ("BertModel", {"model": {"label_tokens": ["no", "yes"]}}, "model.label_tokens is no,yes, which means nothing"),
+        ("LlamaForCausalLM", {"model": {"pooling": "cls"}}, "model.pooling is cls, which LlamaForCausalLM does not use for the task generate"),
+        ("BertModel", {"model": {"label_tokens": ["no", "yes"]}}, "model.label_tokens is no,yes, which BertModel does not use for the task embed"),
         ("BertModel", {"scheduler": {"chunked_prefill_size": 64}}, "in one step"),
-        ("BertModel", {"attention": {"backend": "triton"}}, "attends backwards only"),
+        ("BertModel", {"attention": {"backend": "triton"}}, "computes causal attention only, and the model is an encoder"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from codecs import getincrementaldecoder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.http.chat.output_parser import ParserPair, decode_prompt_end
+from frame.entrypoints.http.openai import completions
 from frame.entrypoints.http.openai.completions import ChatResponse, CompletionResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.plugins.loader import load_registry
@@ -163,12 +165,12 @@ class Played(SimpleNamespace):
     def _play(self, step: StepTokens) -> None:
         self.client.handle_messages([msgspec.structs.replace(step, rids=[self.names[int(rid)] for rid in step.rids])])
 
-    async def complete(self, answer: Any) -> None:
+    async def complete(self, answer: Any) -> Any:
         for step in self.steps:
             self._play(step)
         assert not answer.num_unfinished
 
-    async def stream(self, call: Any, answer: Any, write: Any, close: Any) -> None:
+    async def stream(self, context: Any, services: Any, answer: Any, write: Any, close: Any) -> None:
         """Some steps come while the connection is full: their news is written together."""
         for step in self.steps:
             self._play(step)
@@ -215,7 +217,9 @@ def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: boo
     services.client.reserve_sequences(params.n)
     answer = services.client.submit_request([prompt], [params])
     response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, answer)  # type: ignore[arg-type]
-    if (body := asyncio.run(response.send(services))) is not None:
+    with patch.multiple(completions, wait_complete=services.complete, stream_response=services.stream):
+        body = asyncio.run(response.send(services))
+    if body is not None:
         services.answered = json.loads(msgspec.json.encode(body))
     assert services.client.num_outstanding == 0
     return services

@@ -24,7 +24,7 @@ from tests.entrypoints.serving import RunningServer
 
 def sequence(text: str, chance: float = 0.9, reason: Any = "stop") -> Any:
     logprobs = [TokenLogprobs([5], [math.log(chance)], [[]])]
-    return SimpleNamespace(take=lambda: (text, [], logprobs), finish=Finish(reason))
+    return SimpleNamespace(take_output=lambda: (text, [], logprobs), finish=Finish(reason))
 
 
 def test_verdicts_become_scores() -> None:
