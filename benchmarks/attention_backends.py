@@ -1,10 +1,13 @@
-"""Attention backends against each other as a server runs them: decodes in captured graphs with a new plan before every replay, extends
-without. One layer over a cache that is larger than the device's own caches; microseconds a layer, of the host's plan a step, and the
-share of the work in TB/s (keys and values read once) or TFLOP/s (products of seen pairs). Latent extends include the projections.
+"""Attention backends against each other as a server runs them: decodes in captured graphs with a
+new plan before every replay, extends without. One layer over a cache that is larger than the
+device's own caches; microseconds a layer, of the host's plan a step, and the share of the work in
+TB/s (keys and values read once) or TFLOP/s (products of seen pairs). Latent extends include the
+projections.
 
     python benchmarks/attention_backends.py flashinfer triton --json out.json
 
-`frame/attention_backends/measured.py` is written from such a report: of each backend and phase the geometric mean over the shapes.
+`frame/attention_backends/measured.py` is written from such a report: of each backend and phase the
+geometric mean over the shapes.
 """
 
 from __future__ import annotations
@@ -229,7 +232,8 @@ def measure(names: Sequence[str], phases: Sequence[str], page_size: int, budget:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """`backend kind phase` -> the geometric mean of its speeds over batches that all backends of the report ran."""
+    """`backend kind phase` -> the geometric mean of its speeds over batches that all backends of
+    the report ran."""
     names = {row["backend"] for row in rows}
     by_batch: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:

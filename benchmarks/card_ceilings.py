@@ -1,6 +1,8 @@
-"""What this card reaches at best, as one line of JSON: memory read and copied, large products, and one layer's gate and up at five batches.
+"""What this card reaches at best, as one line of JSON: memory read and copied, large products, and
+one layer's gate and up at five batches.
 
-`h200_table.py` runs it before the models, in a process of its own; `peers_h200.json` holds what the peers' card gave.
+`h200_table.py` runs it before the models, in a process of its own; `peers_h200.json` holds what the
+peers' card gave.
 
     python benchmarks/card_ceilings.py
 """

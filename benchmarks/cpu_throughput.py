@@ -1,8 +1,11 @@
-"""Throughput on the CPU, bf16, 64 tokens in and 64 out, 32 requests: `frame` beside transformers, in one run on the same cores.
+"""Throughput on the CPU, bf16, 64 tokens in and 64 out, 32 requests: `frame` beside transformers,
+in one run on the same cores.
 
-Prints one JSON object with tokens/s and ratios: the embedded model offline against `generate` on one static batch, through the HTTP server
-with 32 streaming clients, a Qwen3 of the same size against transformers' continuous batching (`generate_batch`), and the processor time
-of everything but the model. Every part runs in a fresh process, one after the other, repeated in both orders; the median counts.
+Prints one JSON object with tokens/s and ratios: the embedded model offline against `generate` on
+one static batch, through the HTTP server with 32 streaming clients, a Qwen3 of the same size
+against transformers' continuous batching (`generate_batch`), and the processor time of everything
+but the model. Every part runs in a fresh process, one after the other, repeated in both orders; the
+median counts.
 """
 
 from __future__ import annotations
@@ -75,7 +78,8 @@ def transformers_static(model: str, repeats: int, threads: int) -> list[float]:
 
 
 def continuous(model: str, repeats: int, threads: int, keeps_manager: bool) -> list[float]:
-    """`generate_batch`: a plain call builds its cache and warms up each time; with a kept manager only the first call does."""
+    """`generate_batch`: a plain call builds its cache and warms up each time; with a kept manager
+    only the first call does."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -101,7 +105,8 @@ def transformers_continuous_warm(model: str, repeats: int, threads: int) -> list
 
 
 async def one_stream(port: int, model: str, ids: list[int]) -> int:
-    """A plain HTTP/1.1 client: sends one streaming completion, counts the tokens that `usage` reports at its end."""
+    """A plain HTTP/1.1 client: sends one streaming completion, counts the tokens that `usage`
+    reports at its end."""
     body = json.dumps(
         {
             "model": model,
@@ -125,7 +130,8 @@ async def one_stream(port: int, model: str, ids: list[int]) -> int:
 
 
 def frame_http(model: str, repeats: int, threads: int) -> list[float]:
-    """The server as a user starts it: it shares the cores (`threads` in all) with this client and chooses its own threads."""
+    """The server as a user starts it: it shares the cores (`threads` in all) with this client and
+    chooses its own threads."""
     command = [sys.executable, "-m", "frame", "serve", "--model", model, "--dtype", "bfloat16", "--port", "0"]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -191,7 +197,8 @@ def measure(part: str, model: str, repeats: int, threads: int) -> list[float]:
 
 
 def front_end(step: float) -> float:
-    """Milliseconds of CPU a step of scheduler, text and HTTP at 64 streams over a fake model that takes `step` seconds a step."""
+    """Milliseconds of CPU a step of scheduler, text and HTTP at 64 streams over a fake model that
+    takes `step` seconds a step."""
     script = Path(__file__).with_name("frontend.py")
     command = [sys.executable, str(script), "--requests", "64", "--step", str(step)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)

@@ -1,7 +1,9 @@
-"""Times the kernels between a layer's products: norm with its sum, gated activation, rotation with its store. A GPU, no model.
+"""Times the kernels between a layer's products: norm with its sum, gated activation, rotation with
+its store. A GPU, no model.
 
-A chain of launches is captured in a CUDA graph, so the host costs nothing; the chain goes through more memory than the caches hold where a
-launch moves much. Each kernel is timed beside PyTorch's operators, and as what a call costs the host.
+A chain of launches is captured in a CUDA graph, so the host costs nothing; the chain goes through
+more memory than the caches hold where a launch moves much. Each kernel is timed beside PyTorch's
+operators, and as what a call costs the host.
 
     python benchmarks/elementwise.py --out benchmarks/results/elementwise.json
     FRAME_NO_PDL=1 python benchmarks/elementwise.py  # without programmatic dependent launches

@@ -1,6 +1,8 @@
-"""Products with fp8 weights beside bfloat16 ones: microseconds, bytes and operations a second, over rows and layers.
+"""Products with fp8 weights beside bfloat16 ones: microseconds, bytes and operations a second, over
+rows and layers.
 
-Each in a CUDA graph of many launches over weights that together exceed the L2 cache; the fp8 ones with the rounding of their rows.
+Each in a CUDA graph of many launches over weights that together exceed the L2 cache; the fp8 ones
+with the rounding of their rows.
 
     python benchmarks/fp8_linear.py --json benchmarks/results/fp8_linear.json
 """

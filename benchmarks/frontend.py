@@ -1,9 +1,11 @@
-"""Processor time of everything but the model: scheduler, detokenizer and HTTP server over a fake model, a step at N streaming requests.
+"""Processor time of everything but the model: scheduler, detokenizer and HTTP server over a fake
+model, a step at N streaming requests.
 
     python benchmarks/frontend.py --requests 64 --step 0.02 --seconds 10
 
-Starts a real server (real processes, sockets and routes) whose model costs nothing and takes `--step` seconds a step, streams N chat
-completions from this process, and prints JSON: milliseconds of CPU a step by process, user and system, while all N run.
+Starts a real server (real processes, sockets and routes) whose model costs nothing and takes
+`--step` seconds a step, streams N chat completions from this process, and prints JSON: milliseconds
+of CPU a step by process, user and system, while all N run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ READY = re.compile(r"ready on http://([^:]+):(\d+)")
 
 
 def make_folder(folder: Path) -> Path:
-    """A checkpoint without weights: the embedded tokenizer and a small dense configuration with a long context."""
+    """A checkpoint without weights: the embedded tokenizer and a small dense configuration with a
+    long context."""
     import frame
 
     source = Path(frame.__file__).parent / "models" / "frame_tiny"

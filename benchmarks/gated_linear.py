@@ -1,8 +1,10 @@
-"""Times gate, up and their activation in one kernel, and in the one that fetches with a warp of its own, beside PyTorch's product and the
-activation's kernel. A GPU of compute capability 9.0, no model.
+"""Times gate, up and their activation in one kernel, and in the one that fetches with a warp of its
+own, beside PyTorch's product and the activation's kernel. A GPU of compute capability 9.0, no
+model.
 
-Large products take all the power that the chip may have, and its clock follows what ran before. So the order is drawn anew for each round,
-and each form runs for as long before it is timed as while it is.
+Large products take all the power that the chip may have, and its clock follows what ran before. So
+the order is drawn anew for each round, and each form runs for as long before it is timed as while
+it is.
 
 python benchmarks/gated_linear.py --out benchmarks/results/gated-linear.json
 """

@@ -1,11 +1,12 @@
-"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL CHECK … [--json FILE]`.
+"""What a served GPU model has to keep, on random weights: `python benchmarks/gpu_checks.py MODEL
+CHECK … [--json FILE]`.
 
-prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again, and of how many prompts it is the same.
-prompts: seconds to the first token of short prompts, alone and after 4,096 cached tokens.
-narrow: prompt tokens a second with the last layer's feed-forward part for selected tokens only, and for all, in turn.
-gated: the same with gate and up of many rows by the kernel with a fetching warp, and by the one before it.
-leak: memory of device and host, pages and collections after the first requests and after --requests of them.
-Prints one JSON object.
+prefix: seconds to the first token of a 4,096-token prompt, when it is new and when it comes again,
+and of how many prompts it is the same. prompts: seconds to the first token of short prompts, alone
+and after 4,096 cached tokens. narrow: prompt tokens a second with the last layer's feed-forward
+part for selected tokens only, and for all, in turn. gated: the same with gate and up of many rows
+by the kernel with a fetching warp, and by the one before it. leak: memory of device and host, pages
+and collections after the first requests and after --requests of them. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def gated(engine: Engine, vocabulary: int, arguments: argparse.Namespace) -> dic
 
 
 def in_turn(engine: Engine, vocabulary: int, seed: int, switch: Callable[[bool], None]) -> tuple[list[float], list[float]]:
-    """Prompt tokens a second of 16 long prompts, without and with what `switch` switches; it stays on. `seed`: prompts of its own."""
+    """Prompt tokens a second of 16 long prompts, without and with what `switch` switches; it stays
+    on. `seed`: prompts of its own."""
     numbers = random.Random(seed)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     rates: tuple[list[float], list[float]] = ([], [])

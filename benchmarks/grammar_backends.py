@@ -1,10 +1,12 @@
-"""Compares grammar backends: `python benchmarks/grammar_backends.py cost|conformance` prints one JSON object.
+"""Compares grammar backends: `python benchmarks/grammar_backends.py cost|conformance` prints one
+JSON object.
 
-cost: for each grammar and number of rows, CPU milliseconds to compile, and microseconds for one row and token on random walks: `fill` (CPU,
-one call a row, as the engine makes them), `accept` (CPU, with `is_finished`), and `batch` (CPU of all threads, the library's own batch
-call with `--threads` threads, every other step). A made vocabulary of 128,000 tokens.
-conformance: random walks with frame-tiny's vocabulary, their texts checked by jsonschema and re: random schemas and expressions, and one
-schema for each keyword of JSON Schema.
+cost: for each grammar and number of rows, CPU milliseconds to compile, and microseconds for one row
+and token on random walks: `fill` (CPU, one call a row, as the engine makes them), `accept` (CPU,
+with `is_finished`), and `batch` (CPU of all threads, the library's own batch call with `--threads`
+threads, every other step). A made vocabulary of 128,000 tokens. conformance: random walks with
+frame-tiny's vocabulary, their texts checked by jsonschema and re: random schemas and expressions,
+and one schema for each keyword of JSON Schema.
 """
 
 from __future__ import annotations

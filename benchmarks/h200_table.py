@@ -1,10 +1,12 @@
-"""The six reference workloads on several models, beside the engines measured in `peers_h200.json`; prints a table and stores JSON.
+"""The six reference workloads on several models, beside the engines measured in `peers_h200.json`;
+prints a table and stores JSON.
 
-Each model runs in a process of its own: random weights in bf16, token ids, forced lengths, no prompt twice. What a model has finished stays
-when it dies or its time is over.
+Each model runs in a process of its own: random weights in bf16, token ids, forced lengths, no
+prompt twice. What a model has finished stays when it dies or its time is over.
 
-    python benchmarks/h200_table.py configs/qwen3-0.6b configs/llama-3.1-8b --budget 300 --json benchmarks/results/table.json
-    python benchmarks/h200_table.py configs/qwen3-14b --only single,batch8 --set attention_backend=triton
+    python benchmarks/h200_table.py configs/qwen3-0.6b configs/llama-3.1-8b --budget 300 --json
+    benchmarks/results/table.json python benchmarks/h200_table.py configs/qwen3-14b --only
+    single,batch8 --set attention_backend=triton
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ORDER = ("single", "batch8", "prefix", "prefill", "longctx", "mixed256")  # the 
 SPARE = 5.0  # seconds that a process gets to end by itself
 
 
-# ---- one model, in a process of its own -----------------------------------------------------------------------------
+# ---- one model, in a process of its own ----------------------------------------------------------
 
 
 def tell(**event: Any) -> None:
@@ -110,7 +112,7 @@ def _row(workload: Workload, seconds: float, tokens: int) -> dict[str, Any]:
     }
 
 
-# ---- all models -----------------------------------------------------------------------------------------------------
+# ---- all models ----------------------------------------------------------------------------------
 
 
 def chosen(arguments: argparse.Namespace) -> dict[str, Workload]:
@@ -177,7 +179,8 @@ def card() -> dict[str, Any]:
 
 
 def compared(model_config: ModelConfig, model: str, found: dict[str, Any], arguments: argparse.Namespace, ceilings: Ceilings) -> None:
-    """Adds to each row the peers' figures, goal and floor, and how the row stands to them. Quantized weights have no floor here."""
+    """Adds to each row the peers' figures, goal and floor, and how the row stands to them.
+    Quantized weights have no floor here."""
     peers = _peers(model)
     cost = None if any(setting.startswith("quantization") for setting in arguments.set) else ModelCost.of(model_config)
     for name, row in found["rows"].items():

@@ -1,9 +1,11 @@
-"""What `frame.lang` gains: a fork against independent calls, and a batch of programs against plain loops.
+"""What `frame.lang` gains: a fork against independent calls, and a batch of programs against plain
+loops.
 
-Prints one JSON object, medians of `--rounds`. Engine and server run on the CPU with the embedded model.
-`fork`: four branches of a prefix of 1,000 tokens; the same prompts one after the other and at once, on an
-engine without prefix cache. `batch`: 64 programs with a shared prefix over one server: `run_batch`, a
-loop of `run`, and `asyncio.gather` over the openai client; the cache is flushed before each.
+Prints one JSON object, medians of `--rounds`. Engine and server run on the CPU with the embedded
+model. `fork`: four branches of a prefix of 1,000 tokens; the same prompts one after the other and
+at once, on an engine without prefix cache. `batch`: 64 programs with a shared prefix over one
+server: `run_batch`, a loop of `run`, and `asyncio.gather` over the openai client; the cache is
+flushed before each.
 """
 
 from __future__ import annotations

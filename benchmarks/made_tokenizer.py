@@ -1,4 +1,5 @@
-"""A byte-level tokenizer of any size, made of what is at hand, for benchmarks that need a large vocabulary and no checkpoint."""
+"""A byte-level tokenizer of any size, made of what is at hand, for benchmarks that need a large
+vocabulary and no checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 
 class MadeTokenizer:
-    """Byte-level, with the commonest pieces of the standard library's text as its tokens, and words made of two of them."""
+    """Byte-level, with the commonest pieces of the standard library's text as its tokens, and words
+    made of two of them."""
 
     def __init__(self, size: int) -> None:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,6 +1,8 @@
-"""Times the ways in which the `torch_native` MoE runner multiplies experts, on this CPU: microseconds a layer, best of five.
+"""Times the ways in which the `torch_native` MoE runner multiplies experts, on this CPU:
+microseconds a layer, best of five.
 
-Run it with `python benchmarks/moe_cpu.py`; the thresholds in `frame/plugins/moe_runners/torch_native.py` follow its table.
+Run it with `python benchmarks/moe_cpu.py`; the thresholds in
+`frame/plugins/moe_runners/torch_native.py` follow its table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Times the sampler on a GPU: its kernels, in CUDA graphs, and beside them PyTorch's operations, launched one by one; writes JSON.
+"""Times the sampler on a GPU: its kernels, in CUDA graphs, and beside them PyTorch's operations,
+launched one by one; writes JSON.
 
-Logits are of three shapes: `peaked` (a few dozen tokens far above the rest, as a trained model's mostly are), `power` (falling as a
-power of the rank) and `flat` (a wide normal distribution: with top-p most of the vocabulary is kept). The floor is the time to read the
-logits once at the device's measured copy rate. Each figure is the median of several replays of a graph of many calls.
+Logits are of three shapes: `peaked` (a few dozen tokens far above the rest, as a trained model's
+mostly are), `power` (falling as a power of the rank) and `flat` (a wide normal distribution: with
+top-p most of the vocabulary is kept). The floor is the time to read the logits once at the device's
+measured copy rate. Each figure is the median of several replays of a graph of many calls.
 
     python benchmarks/sampling.py --out benchmarks/results/sampling.json
     python benchmarks/sampling.py --rows 1 64 --vocab 32000 --without-torch

@@ -1,7 +1,9 @@
-"""What the scheduler costs on the CPU, in microseconds a step: `python benchmarks/scheduler.py` prints one JSON object.
+"""What the scheduler costs on the CPU, in microseconds a step: `python benchmarks/scheduler.py`
+prints one JSON object.
 
-A runner without a model answers at once, so that `schedule_batch` and `commit` are all that is timed. Steps are timed one by one;
-medians and 99th percentiles, so that the rare step that flushes, evicts or admits is seen and does not hide the rest.
+A runner without a model answers at once, so that `schedule_batch` and `commit` are all that is
+timed. Steps are timed one by one; medians and 99th percentiles, so that the rare step that flushes,
+evicts or admits is seen and does not hide the rest.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def decoding(running: int, overlap: bool, page_size: int = 16, steps: int = 1500
 
 
 def queued(order: str, running: int, waiting: int, steps: int = 600) -> dict[str, float]:
-    """`running` on the device, `waiting` in the queue all the time; requests of 32 to 96 tokens come and go."""
+    """`running` on the device, `waiting` in the queue all the time; requests of 32 to 96 tokens
+    come and go."""
     scheduler = build(running, 16, True, policy(order), 256, waiting + 10_000)
     random = np.random.default_rng(2)
     shared = [random.integers(10, VOCAB, 64).tolist() for _ in range(16)]

@@ -1,8 +1,11 @@
-"""Times products of few rows against PyTorch's and against reading the weight once, on a GPU, and writes JSON.
+"""Times products of few rows against PyTorch's and against reading the weight once, on a GPU, and
+writes JSON.
 
-Each time is that of one launch among many in a CUDA graph, over as many copies of the weight as do not fit the L2 cache. Two parts:
-`products` tries every plan that fits, shape by shape; `layers` runs the four products of each layer of a model, one after the other, as a
-decode step does, with the plans that frame picks. FRAME_NO_PDL=1 shows what launches that overlap are worth.
+Each time is that of one launch among many in a CUDA graph, over as many copies of the weight as do
+not fit the L2 cache. Two parts:
+`products` tries every plan that fits, shape by shape; `layers` runs the four products of each layer
+of a model, one after the other, as a decode step does, with the plans that frame picks.
+FRAME_NO_PDL=1 shows what launches that overlap are worth.
 
     python benchmarks/skinny_linear.py --rows 1 2 4 8 16 --out benchmarks/results/skinny-linear.json
     python benchmarks/skinny_linear.py --only 0.6B --part layers

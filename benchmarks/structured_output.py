@@ -1,12 +1,16 @@
-"""What constrained output costs: `python benchmarks/structured_output.py masks|first|jump` prints one JSON object.
+"""What constrained output costs: `python benchmarks/structured_output.py masks|first|jump` prints
+one JSON object.
 
 `structured_throughput.py` tells what it costs an engine.
 
-masks: microseconds of CPU for one token of one of 32 requests: its mask (`GrammarCalls`) and the sampled token (`accept_token`), on a
-random walk through each grammar, for frame-tiny's vocabulary and for a made one of 128,000 tokens. Masks are timed by the clock too:
-every other step's with several threads, `--threads`, which is what they are for. The larger vocabulary alone with `--large`.
-first: milliseconds of CPU for the first mask of a state, backend `automata` (package frame-automata), on a random walk of one request.
-jump: CPU microseconds an output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by requests.
+masks: microseconds of CPU for one token of one of 32 requests: its mask (`GrammarCalls`) and the
+sampled token (`accept_token`), on a random walk through each grammar, for frame-tiny's vocabulary
+and for a made one of 128,000 tokens. Masks are timed by the clock too:
+every other step's with several threads, `--threads`, which is what they are for. The larger
+vocabulary alone with `--large`. first: milliseconds of CPU for the first mask of a state, backend
+`automata` (package frame-automata), on a random walk of one request. jump: CPU microseconds an
+output token with and without jump-forward, JSON of a schema without whitespace at temperature 1; by
+requests.
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ def masks(steps: int, threads: int, tokenizers: dict[str, tuple[Any, int]], back
 
 
 def walk(compiled: Any, vocab_size: int, steps: int, threads: int) -> dict[str, Any]:
-    """`steps` batches; every request goes on with a random token of its mask, and starts anew when only the end is left."""
+    """`steps` batches; every request goes on with a random token of its mask, and starts anew when
+    only the end is left."""
     table = RequestTable(BATCH, 1)
     requests = [request_of(i, compiled) for i in range(BATCH)]
     for request in requests:
@@ -175,7 +180,8 @@ def first(steps: int) -> dict[str, Any]:
 
 
 def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
-    """Microseconds a token, steps and tokens jumped over; medians of `rounds` after one that is thrown away."""
+    """Microseconds a token, steps and tokens jumped over; medians of `rounds` after one that is
+    thrown away."""
     schema = json.dumps({"type": "array", "minItems": 1000, "items": PERSON})
     found: dict[str, Any] = {}
     for name, fewest in ((name, fewest) for name in backends for fewest in (0, 2)):

@@ -1,15 +1,21 @@
-"""What constrained output costs an engine: `python benchmarks/structured_throughput.py [--config FOLDER]` prints one JSON object.
+"""What constrained output costs an engine: `python benchmarks/structured_throughput.py [--config
+FOLDER]` prints one JSON object.
 
-Output tokens a second of the offline engine, 32 requests, free and constrained, at temperature 1, every output of the same length. The
-model is dense and its weights are random, so that a step costs the same whatever tokens it is given: a free run and a constrained one
-compute different tokens, and differ by what the grammar costs alone. (With experts they would not; with a trained model a grammar that it
-does not follow leads to other text.) A round is a run of each kind, one after the other; a loss is against the free run of the same
-round, and the median of the rounds is given, beside that of each one's least disturbed round by CPU time. The first round, in which
-nothing of a grammar is known but that it is one, stands for itself; grammars are compiled before, as they are off the engine's loop.
+Output tokens a second of the offline engine, 32 requests, free and constrained, at temperature 1,
+every output of the same length. The model is dense and its weights are random, so that a step costs
+the same whatever tokens it is given: a free run and a constrained one compute different tokens, and
+differ by what the grammar costs alone. (With experts they would not; with a trained model a grammar
+that it does not follow leads to other text.) A round is a run of each kind, one after the other; a
+loss is against the free run of the same round, and the median of the rounds is given, beside that
+of each one's least disturbed round by CPU time. The first round, in which nothing of a grammar is
+known but that it is one, stands for itself; grammars are compiled before, as they are off the
+engine's loop.
 
-Without `--config` the model has the sizes of frame-tiny, with its tokenizer; with the folder of a `config.json` it has that model's, with
-a made tokenizer of as many tokens. No grammar can end before the output does. In the row `blanks` both runs prefer whitespace by
-`logit_bias`, which is the worst that a model can do with a schema. `--steps` tells where the host's time goes, in a run for itself.
+Without `--config` the model has the sizes of frame-tiny, with its tokenizer; with the folder of a
+`config.json` it has that model's, with a made tokenizer of as many tokens. No grammar can end
+before the output does. In the row `blanks` both runs prefer whitespace by `logit_bias`, which is
+the worst that a model can do with a schema. `--steps` tells where the host's time goes, in a run
+for itself.
 """
 
 from __future__ import annotations
@@ -81,7 +87,8 @@ class RandomSchemas:
 
 
 def kinds(tokenizer: Any, count: int) -> dict[str, list[dict[str, Any]]]:
-    """What each request asks for, by the name of the run; `free` and `free blanks` are what the others are compared with."""
+    """What each request asks for, by the name of the run; `free` and `free blanks` are what the
+    others are compared with."""
     pieces = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
     blanks = dict.fromkeys([i for i, text in pieces.items() if text and not text.strip(" \n\t\r") and len(text) <= 4][:200], 12.0)
     made = RandomSchemas(0)
@@ -179,7 +186,8 @@ def throughput(run: Runs, asked: dict[str, list[dict[str, Any]]], rounds: int) -
 
 @contextmanager
 def stopwatches(spent: dict[str, float]) -> Iterator[None]:
-    """Add up what the parts of the engine's loop take, seconds of the clock. `wait` is the device's time that nothing else hides."""
+    """Add up what the parts of the engine's loop take, seconds of the clock. `wait` is the device's
+    time that nothing else hides."""
     from frame.core.execution.async_output import CudaStep, DoneStep, MaskedStep
     from frame.core.execution.model_runner import TorchModelRunner
     from frame.core.scheduling.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """Writes docs/reference/ from the code: configuration, hooks, capabilities, plugins, command line.
 
-`--check` writes nothing and fails when a page is out of date. Imports no torch: records, schemas and
-docstrings hold everything.
+`--check` writes nothing and fails when a page is out of date. Imports no torch: records, schemas
+and docstrings hold everything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def code(text: object) -> str:
     return f"`{text}`"
 
 
-# ---- configuration ----------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------------------
 
 
 def configuration() -> str:
@@ -98,7 +98,7 @@ def _values(model: Any, setting: Any) -> str:
     return f"{kind} {limits}".strip()
 
 
-# ---- hooks ------------------------------------------------------------------------------------------------------
+# ---- hooks ---------------------------------------------------------------------------------------
 
 
 def hooks() -> str:
@@ -145,7 +145,7 @@ def _add_arguments() -> str:
     return f"```python\nregistry.add({text})\n```\n\n{documentation}"
 
 
-# ---- plugins ----------------------------------------------------------------------------------------------------
+# ---- plugins -------------------------------------------------------------------------------------
 
 
 def own_records() -> Mapping[str, list[Any]]:
@@ -214,7 +214,7 @@ def _cell(value: Any, name: str) -> str:
     return str(value)
 
 
-# ---- command line -----------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
 
 
 def command_line() -> str:

@@ -1,7 +1,8 @@
 """MkDocs hooks of the documentation site (`mkdocs.yml`).
 
-They add pages that docs/ does not hold: one page per interface module, made from docstrings, and copies of the
-repository's files that a document links to. Links of a copied document are rewritten to the copies.
+They add pages that docs/ does not hold: one page per interface module, made from docstrings, and
+copies of the repository's files that a document links to. Links of a copied document are rewritten
+to the copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the interface pages and every linked file of the repository, links of copied documents included."""
+    """Add the interface pages and every linked file of the repository, links of copied documents
+    included."""
     for name, text in interface_pages():
         files.append(File.generated(config, name, content=text))
     waiting = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages() if file.generated_by is None]
@@ -57,7 +59,8 @@ def interface_pages() -> Iterator[tuple[str, str]]:
 
 
 def linked_files(path: str, text: str) -> set[str]:
-    """Files outside docs/ that the document links to, as paths in the repository. A folder stands for its README."""
+    """Files outside docs/ that the document links to, as paths in the repository. A folder stands
+    for its README."""
     found = {resolved(path, target) for _, target, _ in LINK.findall(text) if "://" not in target}
     return {name for name in found if not name.startswith("docs/") and (ROOT / name).is_file()}
 

@@ -1,6 +1,8 @@
-"""pytest in a process of its own whose Triton kernels are interpreted: they are, or are not, from their definition on.
+"""pytest in a process of its own whose Triton kernels are interpreted: they are, or are not, from
+their definition on.
 
-The interpreter takes milliseconds for each program of a kernel's grid, on one core; a busy machine makes minutes of it.
+The interpreter takes milliseconds for each program of a kernel's grid, on one core; a busy machine
+makes minutes of it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def make_rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def allow_sync(device: torch.device) -> Iterator[None]:
-    """Turn off PyTorch's sync debug mode inside the block, for one-time work such as compilation."""
+    """Turn off PyTorch's sync debug mode inside the block, for one-time work such as
+    compilation."""
     if device.type != "cuda":
         yield
         return

@@ -145,7 +145,7 @@ class Engine:
             return SETTLED_AFTER if self._audit is None else 0.0
         return self.options.heartbeat
 
-    # messages ------------------------------------------------------------------------------------------------------
+    # messages -------------------------------------------------------------------------------------
 
     def _receive(self, timeout: float | None) -> None:
         messages = self.transport.receive(timeout)
@@ -248,7 +248,7 @@ class Engine:
             for sentence in [_sentence(error), *self.scheduler.repair_integrity()]:
                 log.error("self-check: %s", sentence)
 
-    # steps ---------------------------------------------------------------------------------------------------------
+    # steps ----------------------------------------------------------------------------------------
 
     def _launch(self) -> InFlight | None:
         if self._paused or self._stopping:

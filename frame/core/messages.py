@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     traced."""
 
 
-# to the engine -----------------------------------------------------------------------------------------------------
+# to the engine ------------------------------------------------------------------------------------
 
 
 class Generate(Message, frozen=True):
@@ -73,7 +73,7 @@ class Control(Message, frozen=True):
     arguments: dict[str, Any] = {}
 
 
-# from the engine ---------------------------------------------------------------------------------------------------
+# from the engine ----------------------------------------------------------------------------------
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -154,7 +154,7 @@ class Fatal(Message, frozen=True):
     trace: str = ""  # the traceback, for the log
 
 
-# to and from tokenizer and detokenizer processes -------------------------------------------------------------------
+# to and from tokenizer and detokenizer processes --------------------------------------------------
 
 
 class Tokenize(Message, frozen=True):

@@ -27,8 +27,9 @@ class KeyRing:
     """Accepts `Authorization: Bearer KEY` and `x-api-key: KEY`. The name of a tenant does not
     reveal its key.
 
-    Tenants are looked up by an HMAC of the key's digest, with a secret of this object. A client can neither choose nor learn such a
-    tag, so the duration of a lookup reveals nothing about the keys, and one dict lookup is enough for any number of keys.
+    Tenants are looked up by an HMAC of the key's digest, with a secret of this object. A client can
+    neither choose nor learn such a tag, so the duration of a lookup reveals nothing about the keys,
+    and one dict lookup is enough for any number of keys.
     """
 
     def __init__(self, digests: Iterable[bytes]) -> None:

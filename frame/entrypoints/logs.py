@@ -39,8 +39,9 @@ log = logging.getLogger(__name__)
 
 
 class LogWriter(io.TextIOBase):
-    """Writes to a file descriptor in a separate thread; replaces `sys.stderr`. A write never blocks: entries beyond `MAX_QUEUED` are
-    dropped and counted, and a log line reports the count when the queue is empty again."""
+    """Writes to a file descriptor in a separate thread; replaces `sys.stderr`. A write never
+    blocks: entries beyond `MAX_QUEUED` are dropped and counted, and a log line reports the count
+    when the queue is empty again."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self.num_dropped = 0  # lines
@@ -136,8 +137,9 @@ def configured_writer() -> LogWriter | None:
 
 
 def configure(process: str, settings: LogSection, writer: LogWriter | None = None) -> None:
-    """Set up logging to standard error. `process` is the name in each line. With a `writer`, other output to `sys.stderr` goes through it
-    too; without one (in children, whose lines the parent relays) the calling thread writes."""
+    """Set up logging to standard error. `process` is the name in each line. With a `writer`, other
+    output to `sys.stderr` goes through it too; without one (in children, whose lines the parent
+    relays) the calling thread writes."""
     handler = logging.StreamHandler(sys.stderr) if writer is None else LogHandler(writer)
     if writer is not None:
         sys.stderr = writer

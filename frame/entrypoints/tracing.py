@@ -39,8 +39,8 @@ MAX_REQUESTS = 65536  # traced at once in a text process or follower
 
 
 def open_tracing(server: ServerSection, process: str) -> Tracing | None:
-    """The tracing of a process; None unless `server.otlp_endpoint` or an OpenTelemetry variable names a collector. Raises
-    ConfigurationError."""
+    """The tracing of a process; None unless `server.otlp_endpoint` or an OpenTelemetry variable
+    names a collector. Raises ConfigurationError."""
     from_environment = any(os.environ.get(name) for name in VARIABLES)
     if server.otlp_endpoint is None and not from_environment:
         return None

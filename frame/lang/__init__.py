@@ -1,8 +1,10 @@
-"""The front-end language: programs of several generations, choices and branches as Python functions.
+"""The front-end language: programs of several generations, choices and branches as Python
+functions.
 
     from frame.lang import assistant, function, gen, select, system, user
 
-See docs/lang.md. A layer over `Engine`, `Client` and OpenAI endpoints; no part of the server uses it.
+See docs/lang.md. A layer over `Engine`, `Client` and OpenAI endpoints; no part of the server uses
+it.
 """
 
 from frame.lang.backends import BackendError, OpenAI

@@ -1,7 +1,8 @@
-"""Where a program's generations run: an `Engine` in process, a `Client` of a frame server, or any OpenAI endpoint.
+"""Where a program's generations run: an `Engine` in process, a `Client` of a frame server, or any
+OpenAI endpoint.
 
-`make_backend` chooses by the object's type. A backend states its features; what it lacks is refused by
-name. Must not know programs and states.
+`make_backend` chooses by the object's type. A backend states its features; what it lacks is refused
+by name. Must not know programs and states.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Backend(Protocol):
     features: frozenset[str]
 
     async def generate(self, prompt: Conversation, params: Mapping[str, Any], on_text: OnText | None) -> Generated:
-        """Run to the end; `on_text` gets each piece of text. Cancelling the call stops the requests."""
+        """Run to the end; `on_text` gets each piece of text. Cancelling the call stops the
+        requests."""
         ...
 
     async def score(self, prompt: Conversation, choices: Sequence[str]) -> tuple[list[list[float]], Generated]:
@@ -70,7 +72,8 @@ class Backend(Protocol):
 
 
 class FrameBackend:
-    """`Engine` or `Client`: both have the same methods; only chat templates are applied in different places."""
+    """`Engine` or `Client`: both have the same methods; only chat templates are applied in
+    different places."""
 
     features = frozenset({"role", "text", "regex", "schema", "ebnf", "choice", "logprob select", "continued message"})
 
@@ -144,10 +147,12 @@ _STRUCTURED = {"regex": "regex", "choice": "choice", "ebnf": "grammar"}
 
 
 class OpenAI:
-    """Any OpenAI endpoint. `api` is "chat" (programs with roles) or "completions" (programs of plain text).
+    """Any OpenAI endpoint. `api` is "chat" (programs with roles) or "completions" (programs of
+    plain text).
 
-    `extensions=True` is for servers that take vLLM's request fields (frame, vLLM): grammars, `top_k`,
-    unfinished assistant messages. `timeout` in seconds, of one answer or one pause in a stream.
+    `extensions=True` is for servers that take vLLM's request fields (frame, vLLM): grammars,
+    `top_k`, unfinished assistant messages. `timeout` in seconds, of one answer or one pause in a
+    stream.
     """
 
     def __init__(
@@ -231,7 +236,8 @@ class OpenAI:
 
 
 def make_backend(target: Any) -> Backend:
-    """A backend for one run of an `Engine`, a `Client`, an `OpenAI`, or an own object with these methods."""
+    """A backend for one run of an `Engine`, a `Client`, an `OpenAI`, or an own object with these
+    methods."""
     if isinstance(target, OpenAI):
         return copy.copy(target)  # it has opened nothing: each run has connections of its own
     if hasattr(target, "features") and hasattr(target, "generate"):

@@ -1,6 +1,7 @@
 """The intermediate representation of a program: what it appends to its state, as plain data.
 
-`gen`, `select`, `image` and the roles build nodes; `+` joins them with text. Must not know a backend.
+`gen`, `select`, `image` and the roles build nodes; `+` joins them with text. Must not know a
+backend.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ def gen(
 ) -> Gen:
     """A generation whose text (or, with `schema`, parsed value) is `s[name]`.
 
-    Takes every keyword of `SamplingParams`, among them `regex`, `stop`, `temperature`, `seed` and `n`
-    (the value is then a list, and the first text goes on in the prompt). `schema` is a pydantic model or
-    a JSON Schema; `choices` restricts the text to one of these. Without `max_tokens` a free text has at
-    most 128 tokens, a constrained one the rest of the context. Raises ValueError for an unknown keyword
-    or a value out of range.
+    Takes every keyword of `SamplingParams`, among them `regex`, `stop`, `temperature`, `seed` and
+    `n` (the value is then a list, and the first text goes on in the prompt). `schema` is a pydantic
+    model or a JSON Schema; `choices` restricts the text to one of these. Without `max_tokens` a
+    free text has at most 128 tokens, a constrained one the rest of the context. Raises ValueError
+    for an unknown keyword or a value out of range.
     """
     if choices is not None:
         params["choice"] = _checked_choices(choices)
@@ -126,9 +127,9 @@ def select(
     """The likeliest of `choices`, as `s[name]`.
 
     `method="logprob"` scores each choice, tokenized on its own, after the prompt: the mean
-    log-probability of its tokens (`normalization="token"`), or their sum ("sum"). Ties go to the first.
-    `method="constrained"` decodes greedily among the choices: cheaper, and possible on more backends,
-    but a choice whose first token is unlikely cannot win.
+    log-probability of its tokens (`normalization="token"`), or their sum ("sum"). Ties go to the
+    first. `method="constrained"` decodes greedily among the choices: cheaper, and possible on more
+    backends, but a choice whose first token is unlikely cannot win.
     """
     for value, known in ((method, ("logprob", "constrained")), (normalization, ("token", "sum"))):
         if value not in known:
@@ -166,7 +167,8 @@ def parts_of(node: Node | str) -> tuple[Node, ...]:
 
 
 def check_sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `SamplingParams` as a dict. Raises ValueError for a name or value that it has not."""
+    """Keywords of `SamplingParams` as a dict. Raises ValueError for a name or value that it has
+    not."""
     for key in params:
         if key not in _SAMPLING:
             raise ValueError(f"gen() has no parameter {key!r}{did_you_mean(key, _SAMPLING | {'schema', 'choices', 'timeout'})}")

@@ -1,7 +1,7 @@
 """`@function` and `Program`: runs a program once, streaming, in batches, or as a trace.
 
-The program's function runs in a thread, its generations in an event loop. Must not know how nodes are
-executed.
+The program's function runs in a thread, its generations in an event loop. Must not know how nodes
+are executed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from frame.lang.state import Event, ProgramError, Runtime, State, UnsupportedErr
 class Program:
     """A program: call it with a state to run it inside another one, or `run` it on a backend.
 
-    Every form takes the function's keywords and: `backend`; `sampling`, defaults for every `gen`; `seed`,
-    which makes a run replayable (each `gen` without a seed gets one of its own from it); `timeout` of the
-    whole run in seconds. Raises UnsupportedError before anything runs where the source shows a feature
-    that the backend lacks, ProgramError for a failed step, and what the function raises.
+    Every form takes the function's keywords and: `backend`; `sampling`, defaults for every `gen`;
+    `seed`, which makes a run replayable (each `gen` without a seed gets one of its own from it);
+    `timeout` of the whole run in seconds. Raises UnsupportedError before anything runs where the
+    source shows a feature that the backend lacks, ProgramError for a failed step, and what the
+    function raises.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -51,7 +52,8 @@ class Program:
         return await self._arun(runtime, timeout, keywords)
 
     def stream(self, *, backend: Any, timeout: float | None = None, **keywords: Any) -> Generator[Event, None, State]:
-        """Text as it is generated, branches interleaved; the generator returns the state. Leaving it early stops the run."""
+        """Text as it is generated, branches interleaved; the generator returns the state. Leaving
+        it early stops the run."""
         events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         with _loop(target := make_backend(backend)) as loop, ThreadPoolExecutor(1) as threads:
             runtime, keywords = self._runtime(loop, target, keywords, events.put)
@@ -89,11 +91,13 @@ class Program:
         return_errors: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """Run the program for each keyword mapping, at most `concurrency` at once; the states in order.
+        """Run the program for each keyword mapping, at most `concurrency` at once; the states in
+        order.
 
-        Programs whose prompts begin alike run together (`sort_by_prefix`): for this each function runs
-        up to its first generation beforehand. `return_errors` puts a program's error into its place
-        instead of stopping the batch. `timeout` is of each program; `options` are `sampling` and `seed`.
+        Programs whose prompts begin alike run together (`sort_by_prefix`): for this each function
+        runs up to its first generation beforehand. `return_errors` puts a program's error into its
+        place instead of stopping the batch. `timeout` is of each program; `options` are `sampling`
+        and `seed`.
         """
         found: list[Any] = [None] * len(arguments)
         target, threads = make_backend(backend), ThreadPoolExecutor(max(1, concurrency))
@@ -122,7 +126,8 @@ class Program:
         return found
 
     def trace(self, **keywords: Any) -> Trace:
-        """What the program appends, without a model: generated values are placeholders, and `call` runs nothing."""
+        """What the program appends, without a model: generated values are placeholders, and `call`
+        runs nothing."""
         with _loop(target := _Placeholders()) as loop:
             runtime = Runtime(loop, target, {}, None, None, is_trace=True)
             self._run(runtime, None, keywords)
@@ -191,7 +196,8 @@ def function(program: Callable[..., Any]) -> Program:
 
 
 def used_features(program: Callable[..., Any]) -> frozenset[str]:
-    """What the source of a program, and of the programs that it calls, asks of a backend; empty without source."""
+    """What the source of a program, and of the programs that it calls, asks of a backend; empty
+    without source."""
     found, seen, left = set[str](), set[Callable[..., Any]](), [program]
     while left:
         current = left.pop()

@@ -1,4 +1,5 @@
-"""`Trace`: a program's steps as text or HTML, with times and token counts where it was run. Must not know backends."""
+"""`Trace`: a program's steps as text or HTML, with times and token counts where it was run. Must
+not know backends."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAX_DETAIL = 72  # characters of a text that a line shows
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The steps of a program in the order in which it appended them. `str()` prints them, notebooks show HTML."""
+    """The steps of a program in the order in which it appended them. `str()` prints them, notebooks
+    show HTML."""
 
     name: str
     entries: Sequence[Entry]

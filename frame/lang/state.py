@@ -26,7 +26,8 @@ from frame.lang.nodes import Gen, Image, Node, Role, Select, TextNode, parts_of
 
 
 class ProgramError(RuntimeError):
-    """A step of a program failed. The sentence names function, line and branch; `__cause__` is the failure."""
+    """A step of a program failed. The sentence names function, line and branch; `__cause__` is the
+    failure."""
 
 
 class UnsupportedError(ValueError):
@@ -54,7 +55,8 @@ class Entry:
 
 
 class _Item(NamedTuple):
-    """What a state's task executes: a node, a state to copy to, a future to wait for, or None (nothing: all before is done)."""
+    """What a state's task executes: a node, a state to copy to, a future to wait for, or None
+    (nothing: all before is done)."""
 
     work: Node | State | Future[None] | None
     entry: Entry
@@ -136,7 +138,8 @@ class State:
         return self
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a `gen`, `select`, `call` or joined branch; waits for it. Raises KeyError for an unknown name."""
+        """The value of a `gen`, `select`, `call` or joined branch; waits for it. Raises KeyError
+        for an unknown name."""
         if name not in self.futures:
             raise KeyError(f"the program has no value {name!r} so far{did_you_mean(name, self.futures)}")
         return self.futures[name].result()
@@ -151,7 +154,8 @@ class State:
 
     @property
     def text(self) -> str:
-        """The prompt with all generated text; of a conversation one line a message, "role: content"."""
+        """The prompt with all generated text; of a conversation one line a message, "role:
+        content"."""
         self.wait()
         return self.prompt_text or "\n".join(f"{message['role']}: {_plain(message['content'])}" for message in self.prompt_messages)
 
@@ -168,7 +172,8 @@ class State:
         return {name: sum(getattr(each, name) for each in counts) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
 
     def fork(self, count: int = 1) -> Branches:
-        """Copies of this state that continue side by side. The engine computes their common prefix once."""
+        """Copies of this state that continue side by side. The engine computes their common prefix
+        once."""
         entry = self.note("fork", f"{count} branches", _caller())
         prefix = (f"{self.branch}." if self.branch else "") + (f"{self._num_forks}:" if self._num_forks else "")
         self._num_forks += 1
@@ -179,7 +184,8 @@ class State:
         return branches
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Run an external function (or coroutine function); its result is `s[name]` too. `trace` does not run it."""
+        """Run an external function (or coroutine function); its result is `s[name]` too. `trace`
+        does not run it."""
         self.note("call", f"{name} = {getattr(function, '__name__', function)}()", _caller())
         if self.runtime.is_trace:
             value: Any = f"<{name}>"
@@ -318,7 +324,8 @@ class Branches(list[State]):
         self._parent = parent
 
     def join(self) -> None:
-        """Wait for all branches. What they generated is a list in the parent, one entry a branch, under the same name."""
+        """Wait for all branches. What they generated is a list in the parent, one entry a branch,
+        under the same name."""
         old, names = self._parent.futures, dict.fromkeys(name for state in self for name in state.futures)
         for name in [name for name in names if any(state.futures.get(name) is not old.get(name) for state in self)]:
             old[name] = _done([state[name] if name in state.futures else None for state in self])

@@ -1,7 +1,8 @@
-"""Public names of the plugin interfaces that changed, and the sentences that tell a plugin's author the new ones.
+"""Public names of the plugin interfaces that changed, and the sentences that tell a plugin's author
+the new ones.
 
-Used by the registry and the loader where they refuse a plugin that was written for an earlier interface version. A name keeps its row
-here until its interface drops plugins of that version.
+Used by the registry and the loader where they refuse a plugin that was written for an earlier
+interface version. A name keeps its row here until its interface drops plugins of that version.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ INTERFACES = "frame.core.interfaces"
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """`old` is `new` since `api`. `module` is the page of `frame.core.interfaces` that has the name."""
+    """`old` is `new` since `api`. `module` is the page of `frame.core.interfaces` that has the
+    name."""
 
     api: str  # the first version with the new name, such as "attention/2"
     module: str
@@ -54,7 +56,8 @@ RENAMES = tuple(
 
 
 def describe_renames(written_for: str, offered: str) -> str:
-    """What a plugin for interface version `written_for` has to rename for `offered`, a clause; "" where no name changed."""
+    """What a plugin for interface version `written_for` has to rename for `offered`, a clause; ""
+    where no name changed."""
     kind, _, new = offered.partition("/")
     other, _, old = written_for.partition("/")
     if kind != other or not (old.isdecimal() and new.isdecimal()):
@@ -64,7 +67,8 @@ def describe_renames(written_for: str, offered: str) -> str:
 
 
 def describe_import(error: BaseException) -> str:
-    """The renames of the interface page that an ImportError in the chain of `error` misses a name of, a sentence; "" for other errors."""
+    """The renames of the interface page that an ImportError in the chain of `error` misses a name
+    of, a sentence; "" for other errors."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, ImportError) and (current.name or "").startswith(f"{INTERFACES}."):
@@ -78,7 +82,8 @@ def describe_import(error: BaseException) -> str:
 
 
 def describe_missing(api: str, names: Iterable[str]) -> str:
-    """The earlier names of abstract methods that a class of interface version `api` lacks, a clause; "" where none was renamed."""
+    """The earlier names of abstract methods that a class of interface version `api` lacks, a
+    clause; "" where none was renamed."""
     wanted = set(names)
     return _clause(each for each in RENAMES if each.api == api and each.new.rpartition(".")[2] in wanted)
 

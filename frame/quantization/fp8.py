@@ -147,7 +147,8 @@ class Fp8Experts:
         layer.plain_dtype = dtype  # type: ignore[assignment]
 
     def process_weights(self, layer: nn.Module) -> None:
-        """Dequantize what was loaded since the last call, unless the runner multiplies it as fp8."""
+        """Dequantize what was loaded since the last call, unless the runner multiplies it as
+        fp8."""
         weights: list[Fp8Parameter] = [layer.gate_up, layer.down]  # type: ignore[list-item]
         if weights[0].dtype != FP8:
             return

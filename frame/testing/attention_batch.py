@@ -1,7 +1,8 @@
 """Forward batches over a plain paged cache, for tests and benchmarks of attention backends.
 
-Builds what the batch builder would build, with shuffled pages, and fills everything that no row owns with NaN, so that a
-backend which reads a foreign slot shows it. Knows no scheduler and no model.
+Builds what the batch builder would build, with shuffled pages, and fills everything that no row
+owns with NaN, so that a backend which reads a foreign slot shows it. Knows no scheduler and no
+model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FP8_MAX = 448.0  # of e4m3
 
 
 class PlainKVCache:
-    """One layer's cache as bare tensors [pages, page_size, …] (`frame.core.interfaces.batch.KVCache`)."""
+    """One layer's cache as bare tensors [pages, page_size, …]
+    (`frame.core.interfaces.batch.KVCache`)."""
 
     def __init__(self, page_size: int, parts: Sequence[torch.Tensor]) -> None:
         self.page_size = page_size
@@ -63,7 +65,8 @@ def build_context(device: torch.device | str, dtype: torch.dtype, page_size: int
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a step: `prefixes[r]` tokens are cached before it, `queries[r]` are computed in it; decodes come first."""
+    """The rows of a step: `prefixes[r]` tokens are cached before it, `queries[r]` are computed in
+    it; decodes come first."""
 
     prefixes: tuple[int, ...]
     queries: tuple[int, ...]
@@ -88,7 +91,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Pages:
-    """Who owns what: `table` int32 [slots, max pages], `slots` int32 [rows], and every token's place in the flat cache."""
+    """Who owns what: `table` int32 [slots, max pages], `slots` int32 [rows], and every token's
+    place in the flat cache."""
 
     page_size: int
     num_pages: int
@@ -105,8 +109,9 @@ def lay_out(
     spare_pages: int = 5,
     groups: Sequence[tuple[int, int]] = (),
 ) -> Pages:
-    """Gives every row pages of its own, in any order, at request slots in any order; unused table entries are out of range.
-    `groups` of (rows, pages), from the first row on, have their first pages in common."""
+    """Gives every row pages of its own, in any order, at request slots in any order; unused table
+    entries are out of range. `groups` of (rows, pages), from the first row on, have their first
+    pages in common."""
     lengths = rows.lengths
     counts = -(-lengths // page_size)
     num_pages = int(counts.sum()) + spare_pages
@@ -128,7 +133,8 @@ def lay_out(
 
 
 def shared_with(groups: Sequence[tuple[int, int]], row: int) -> tuple[int, int]:
-    """(first row of the group that this row belongs to, pages that it shares); (row, 0) for a row of no group."""
+    """(first row of the group that this row belongs to, pages that it shares); (row, 0) for a row
+    of no group."""
     first = 0
     for rows, pages in groups:
         if first <= row < first + rows:
@@ -180,10 +186,12 @@ def planned(backend: AttentionBackend, batch: ForwardBatch) -> ForwardBatch:
 
 
 class RandomProjections:
-    """Latent projections with random weights (`frame.core.interfaces.attention.LatentProjections`)."""
+    """Latent projections with random weights
+    (`frame.core.interfaces.attention.LatentProjections`)."""
 
     def __init__(self, spec: AttentionSpec, rank: int, nope: int, rope: int, weight: torch.Tensor) -> None:
-        """weight [heads, nope + v_head_dim, rank]: how a head's keys and values come of the latent."""
+        """weight [heads, nope + v_head_dim, rank]: how a head's keys and values come of the
+        latent."""
         self.spec = spec
         self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim = rank, nope, rope
         self.weight = weight

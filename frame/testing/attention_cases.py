@@ -1,4 +1,5 @@
-"""The cases of the attention conformance suite: batches and layers, drawn within what a backend says of itself. Computes nothing."""
+"""The cases of the attention conformance suite: batches and layers, drawn within what a backend
+says of itself. Computes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ KV_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3"}
 
 @dataclass(frozen=True)
 class Case:
-    """One batch and one layer. `rank` > 0 makes it latent attention with `head_dim` = nope + `rope`."""
+    """One batch and one layer. `rank` > 0 makes it latent attention with `head_dim` = nope +
+    `rope`."""
 
     rows: Rows
     page_size: int = 16
@@ -49,7 +51,8 @@ MIXED = Rows.of([5, 70], [(0, 21), (34, 9), (60, 1)])
 LATENT: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24, "heads": 4}
 
 
-# cases that differ by dtype in more than the type of their numbers: in the sizes of tiles, or in what is converted to what
+# cases that differ by dtype in more than the type of their numbers: in the sizes of tiles, or in
+# what is converted to what
 EACH_DTYPE = (
     *(f"{kind}-{rows}" for kind in ("mha", "mla", "mha-fp8", "mla-fp8") for rows in ("decodes", "extends", "mixed")),
     *("mha-odd-widths", "mha-sinks", "mha-window-extends", "mha-soft-cap", "encoder", "mha-shared-prefix", "mla-shared-prefix"),
@@ -59,7 +62,8 @@ EACH_DTYPE = (
 
 
 def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
-    """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is time for it, the others in one."""
+    """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is
+    time for it, the others in one."""
     candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
@@ -79,7 +83,8 @@ def with_pages_for(case: Case, capabilities: Any) -> Case:
 
 
 def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
-    """What a case asks of a backend; `graphs`: captured. Of one that computes decodes alone, a case without prompts asks no more."""
+    """What a case asks of a backend; `graphs`: captured. Of one that computes decodes alone, a case
+    without prompts asks no more."""
     has_prompts = len(case.rows.queries) > case.rows.num_decodes
     phases: tuple[Phase, ...] = ("extend", "decode") if has_prompts else ("decode",)
     dtype = str(case.dtype).removeprefix("torch.")

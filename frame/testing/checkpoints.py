@@ -1,7 +1,8 @@
-"""Tiny random checkpoints in Hugging Face layout, saved by transformers itself, each with a tokenizer and a chat template.
+"""Tiny random checkpoints in Hugging Face layout, saved by transformers itself, each with a
+tokenizer and a chat template.
 
-For tests of models and for plugin authors: equal arguments give equal bytes. transformers is imported when the first one is made.
-Knows nothing of how frame loads or runs a model.
+For tests of models and for plugin authors: equal arguments give equal bytes. transformers is
+imported when the first one is made. Knows nothing of how frame loads or runs a model.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ _CHAT_TEMPLATE = (
 def make_checkpoint(
     architecture: str, folder: str | Path, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "5GB", **overrides: Any
 ) -> Path:
-    """Write a checkpoint of `architecture` to `folder` and return the folder: a name in `TINY`, or one of its bodies and classifiers
-    (`LlamaModel`, `BertForSequenceClassification`).
+    """Write a checkpoint of `architecture` to `folder` and return the folder: a name in `TINY`, or
+    one of its bodies and classifiers (`LlamaModel`, `BertForSequenceClassification`).
 
-    Weights depend on (seed, parameter name, shape) alone and are scaled so that logits have a standard deviation of about 3.
-    `overrides` are fields of the transformers config; None-valued ones are set to None. Raises KeyError for an unknown name.
+    Weights depend on (seed, parameter name, shape) alone and are scaled so that logits have a
+    standard deviation of about 3. `overrides` are fields of the transformers config; None-valued
+    ones are set to None. Raises KeyError for an unknown name.
     """
     import torch
     from transformers import CONFIG_MAPPING
@@ -94,7 +96,8 @@ def make_checkpoint(
 
 
 def load_reference(folder: str | Path) -> Any:
-    """The checkpoint as transformers runs it: float32, eager attention, on the CPU, in eval mode."""
+    """The checkpoint as transformers runs it: float32, eager attention, on the CPU, in eval
+    mode."""
     import torch
     from transformers import AutoConfig
 
@@ -150,7 +153,8 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def _save_tokenizer(folder: Path, max_length: int) -> None:
-    """Byte-level BPE over all 256 bytes, so that any text round-trips: 6 special tokens, 256 bytes, up to 122 merges."""
+    """Byte-level BPE over all 256 bytes, so that any text round-trips: 6 special tokens, 256 bytes,
+    up to 122 merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,9 @@
-"""The conformance suites by plugin family: which laws there are for which kind, and how a suite finds its plugin.
+"""The conformance suites by plugin family: which laws there are for which kind, and how a suite
+finds its plugin.
 
-A suite yields named checks; each is a function without arguments that raises AssertionError with a sentence. Knows the
-registry, no plugin by name and no pytest (that is `frame.testing.pytest_plugin`).
+A suite yields named checks; each is a function without arguments that raises AssertionError with a
+sentence. Knows the registry, no plugin by name and no pytest (that is
+`frame.testing.pytest_plugin`).
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
 
 
 def find(registry: Registry, selector: str, setting: Setting) -> Subject:
-    """The plugin that `FAMILY:NAME` names, loaded. Raises PluginError with what to write instead."""
+    """The plugin that `FAMILY:NAME` names, loaded. Raises PluginError with what to write
+    instead."""
     family, _, name = selector.partition(":")
     if family not in SUITES or not name:
         hint = did_you_mean(family, SUITES) or "."
@@ -83,7 +86,8 @@ def find(registry: Registry, selector: str, setting: Setting) -> Subject:
 
 
 def checks(family: str, subject: Subject) -> list[Check]:
-    """All checks of a family for one plugin. Raises PluginError when the plugin cannot be checked in this setting."""
+    """All checks of a family for one plugin. Raises PluginError when the plugin cannot be checked
+    in this setting."""
     module, _, name = SUITES[family].function.partition(":")
     function: SuiteFunction = getattr(importlib.import_module(module), name)
     found = list(function(subject))
@@ -107,12 +111,14 @@ def eviction_policy(subject: Subject) -> Iterable[Check]:
 
 
 def _constructor(subject: Subject) -> Any:
-    """The plugin as it is constructed without further arguments: with its options, where its record has some."""
+    """The plugin as it is constructed without further arguments: with its options, where its record
+    has some."""
     return subject.target if subject.options is None else partial(subject.target, subject.options)
 
 
 def logits_processor(subject: Subject) -> Iterable[Check]:
-    """`logits_processor/2`, with the parameter sets among `EXAMPLES` (or the class's own `conformance_params`) that it wants."""
+    """`logits_processor/2`, with the parameter sets among `EXAMPLES` (or the class's own
+    `conformance_params`) that it wants."""
     import torch
 
     from frame.core.interfaces.sampling_params import SamplingParams

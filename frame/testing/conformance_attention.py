@@ -1,7 +1,8 @@
 """What every attention backend must satisfy, checked against dense float64 arithmetic.
 
-Cases are drawn within the capabilities that the backend states. Pages are shuffled, everything that no row owns is NaN,
-uninitialised memory is NaN, and one row's result must not change when all other rows turn to NaN.
+Cases are drawn within the capabilities that the backend states. Pages are shuffled, everything that
+no row owns is NaN, uninitialised memory is NaN, and one row's result must not change when all other
+rows turn to NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 
 @dataclass
 class Inputs:
-    """A case's tensors, in float64 on the host; rows in step order. `layer` is set for latent attention only."""
+    """A case's tensors, in float64 on the host; rows in step order. `layer` is set for latent
+    attention only."""
 
     spec: AttentionSpec
     pages: Pages
@@ -79,7 +81,8 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Random tensors of the case, rounded to its dtype so that reference and backend start from the same numbers."""
+    """Random tensors of the case, rounded to its dtype so that reference and backend start from the
+    same numbers."""
     rng = np.random.default_rng(case.seed)
     generator = torch.Generator().manual_seed(case.seed)
 
@@ -175,7 +178,8 @@ class Placed:
 
 
 def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> Placed:
-    """The case's tensors on its device, without a plan. With `only`, all other rows' queries and cache are NaN."""
+    """The case's tensors on its device, without a plan. With `only`, all other rows' queries and
+    cache are NaN."""
 
     def poison(row: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if only in (None, row) else torch.full_like(tensor, torch.nan)
@@ -205,7 +209,8 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
 
 
 def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> torch.Tensor:
-    """The backend's result, float64 on the host. With `only`, all other rows' queries and cache are NaN."""
+    """The backend's result, float64 on the host. With `only`, all other rows' queries and cache are
+    NaN."""
     placed = place(backend, case, inputs, only)
     with poisoned_memory(), no_waiting(case.device):
         batch = planned(backend, placed.batch)
@@ -217,7 +222,8 @@ def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | N
 
 
 def check_replays(make: Callable[[Case], AttentionBackend], case: Case, changes: Changes) -> None:
-    """Captures the case's decodes in a CUDA graph, then replays it for other lengths, pages, slots and groups of as many rows."""
+    """Captures the case's decodes in a CUDA graph, then replays it for other lengths, pages, slots
+    and groups of as many rows."""
     cases = [case, *(replace(case, rows=rows, groups=groups, seed=case.seed + 1 + i) for i, (rows, groups) in enumerate(changes))]
     found = [make_inputs(each) for each in cases]
     num_pages = max(inputs.pages.num_pages for inputs in found)
@@ -260,7 +266,8 @@ def _tensors(placed: Placed) -> list[torch.Tensor]:
 
 
 def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
-    """Raises AssertionError unless the backend agrees with the reference, and its rows do not touch each other."""
+    """Raises AssertionError unless the backend agrees with the reference, and its rows do not touch
+    each other."""
     inputs = make_inputs(case)
     backend = make(case)
     expected = reference(case, inputs)

@@ -1,7 +1,7 @@
 """What every MoE runner must satisfy, checked expert by expert in float64.
 
-Weights lie in memory both ways that methods create them. Knows no routing: ids and weights are drawn, with experts that nobody
-chose, experts that everybody chose, and weights of zero.
+Weights lie in memory both ways that methods create them. Knows no routing: ids and weights are
+drawn, with experts that nobody chose, experts that everybody chose, and weights of zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Sizes:
 
 
 class PlainExperts(nn.Module):
-    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]; with `hidden_first`, `down` lies hidden first."""
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner]; with
+    `hidden_first`, `down` lies hidden first."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, hidden_first: bool) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""What every parser of tool calls or thinking must do, as checks that raise AssertionError with a sentence.
+"""What every parser of tool calls or thinking must do, as checks that raise AssertionError with a
+sentence.
 
-Texts are noise with marks of known models in it, and, for parsers that give a grammar, what that grammar allows, drawn at random (needs
-xgrammar). Knows no parser.
+Texts are noise with marks of known models in it, and, for parsers that give a grammar, what that
+grammar allows, drawn at random (needs xgrammar). Knows no parser.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def _suite(subject: Subject, checks: Callable[[Callable[[], Any]], Iterator[Chec
 
 
 def draw(form: Format, count: int) -> list[str]:
-    """Texts that the format allows, byte by byte at random; those that do not end in time are left out. None without xgrammar."""
+    """Texts that the format allows, byte by byte at random; those that do not end in time are left
+    out. None without xgrammar."""
     try:
         import xgrammar
     except ImportError:

@@ -1,7 +1,8 @@
-"""What every scheduling and eviction policy must do, as named checks. Run by the conformance option of the pytest plugin.
+"""What every scheduling and eviction policy must do, as named checks. Run by the conformance option
+of the pytest plugin.
 
-Each check is (name, function without arguments) and raises AssertionError with a sentence; policies are classes, or
-what else makes one without arguments.
+Each check is (name, function without arguments) and raises AssertionError with a sentence; policies
+are classes, or what else makes one without arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Check(NamedTuple):
 
 
 def check_scheduling_policy(policy: Callable[[], SchedulingPolicy]) -> Iterator[Check]:
-    """The laws of `scheduling_policy/1`, then whole runs that must yield what an unconstrained run yields."""
+    """The laws of `scheduling_policy/1`, then whole runs that must yield what an unconstrained run
+    yields."""
     yield Check("order_is_a_permutation", partial(_order_is_a_permutation, policy))
     yield Check("order_changes_nothing", partial(_order_changes_nothing, policy))
     yield Check("order_of_nothing", partial(_order_of_nothing, policy))
@@ -74,7 +76,7 @@ def example_requests(count: int, seed: int = 0) -> list[Request]:
     return found
 
 
-# scheduling -------------------------------------------------------------------------------------------------------------
+# scheduling ---------------------------------------------------------------------------------------
 
 
 def _order_is_a_permutation(policy: Callable[[], SchedulingPolicy]) -> None:
@@ -162,7 +164,7 @@ def _run(rig: SchedulerRig, rng: random.Random) -> None:
     rig.run()
 
 
-# eviction ---------------------------------------------------------------------------------------------------------------
+# eviction -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

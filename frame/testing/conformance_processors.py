@@ -1,6 +1,7 @@
 """What every logits processor must do, as checks that raise AssertionError with a sentence.
 
-A check makes processors with `make(vocab_size, max_slots)` and is given parameters that the processor wants.
+A check makes processors with `make(vocab_size, max_slots)` and is given parameters that the
+processor wants.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _PROMPT, _OUTPUT = 9, 7
 
 
 def check_processor(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """All checks. `wanted`: at least one parameter set that the processor wants; two different ones say more."""
+    """All checks. `wanted`: at least one parameter set that the processor wants; two different ones
+    say more."""
     for check in (check_wants, check_rows_stand_alone, check_readmission, check_slots_are_reused):
         check(make, wanted)
 
@@ -36,7 +38,8 @@ def check_wants(make: Make, wanted: Sequence[SamplingParams]) -> None:
 
 
 def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """Rows that did not ask are untouched; a row's logits do not depend on the rows beside it, their order or their slots."""
+    """Rows that did not ask are untouched; a row's logits do not depend on the rows beside it,
+    their order or their slots."""
     setups = _setups(wanted, SLOTS // 2)
     logits = _logits(2 * len(setups))
     processor = make(VOCAB, SLOTS)

@@ -1,7 +1,8 @@
 """What every quantization method must satisfy, without knowing its format.
 
-Parameters are filled with random numbers of their type; the weights that they stand for are read off by multiplying the
-identity. Knows no checkpoint format: that stored weights are read rightly is the method's own test.
+Parameters are filled with random numbers of their type; the weights that they stand for are read
+off by multiplying the identity. Knows no checkpoint format: that stored weights are read rightly is
+the method's own test.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def _linear(subject: Subject, dtype: torch.dtype) -> tuple[LinearMethod, nn.Modu
 
 
 def fill(layer: nn.Module, seed: int) -> None:
-    """Random numbers for every parameter: weights around zero, scales small and positive, integers over their whole range."""
+    """Random numbers for every parameter: weights around zero, scales small and positive, integers
+    over their whole range."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in layer.named_parameters():
         shape, kind = parameter.shape, parameter.dtype

@@ -1,10 +1,13 @@
-"""A server whose engine runs a fake model: every process, socket and route is the real one, only the tokens are invented.
+"""A server whose engine runs a fake model: every process, socket and route is the real one, only
+the tokens are invented.
 
-`python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder needs config and tokenizer only.
-FRAME_FAKE_STEP, _START: seconds that a step, or the start, takes; _PLAIN=1: tokens cost nothing and are not checked (for measurements);
-_FAIL=N: step N raises; _TOKENS: tokens of the KV cache; _LEAK=memory, threads or files: each step keeps some (of memory 8 MB). A prompt
-that begins with one of these token ids is poison: _KILL: the process dies; _HANG: the step never ends; _NAN: logits are not finite;
-_TEXT_KILL: the detokenizer's process dies at the fifth token.
+`python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder
+needs config and tokenizer only. FRAME_FAKE_STEP, _START: seconds that a step, or the start, takes;
+_PLAIN=1: tokens cost nothing and are not checked (for measurements); _FAIL=N: step N raises;
+_TOKENS: tokens of the KV cache; _LEAK=memory, threads or files: each step keeps some (of memory 8
+MB). A prompt that begins with one of these token ids is poison: _KILL: the process dies; _HANG: the
+step never ends; _NAN: logits are not finite; _TEXT_KILL: the detokenizer's process dies at the
+fifth token.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ class PlainRunner(ModelRunner):
 
 
 class PacedRunner(ModelRunner):
-    """Another runner, slowed down to `seconds` a step, that fails once at step `fails_at`. `busy` is the processor time of the other."""
+    """Another runner, slowed down to `seconds` a step, that fails once at step `fails_at`. `busy`
+    is the processor time of the other."""
 
     def __init__(self, runner: ModelRunner, seconds: float, fails_at: int = -1) -> None:
         self.busy = 0.0
@@ -95,8 +99,8 @@ class PacedRunner(ModelRunner):
 
 
 class PoisonedRunner(ModelRunner):
-    """Another runner, for requests that end or stop the engine: `kills` and `hangs` are the first token ids of prompts
-    that do so."""
+    """Another runner, for requests that end or stop the engine: `kills` and `hangs` are the first
+    token ids of prompts that do so."""
 
     def __init__(self, runner: ModelRunner, kills: int, hangs: int) -> None:
         self._runner = runner
@@ -116,7 +120,8 @@ class PoisonedRunner(ModelRunner):
 
 
 class LeakingRunner(ModelRunner):
-    """Another runner, with something in its steps that keeps what it takes: 8 MB of `memory`, one of `threads`, or one of `files`."""
+    """Another runner, with something in its steps that keeps what it takes: 8 MB of `memory`, one
+    of `threads`, or one of `files`."""
 
     def __init__(self, runner: ModelRunner, what: str) -> None:
         self._runner = runner

@@ -1,7 +1,7 @@
 """A model without weights whose next token is a checksum of what the cache holds for its row.
 
-Any mistake in pages, positions, slots or last tokens changes the tokens: `next_token` says what they must be.
-Knows no scheduler; `frame.testing.fake_runner` is a whole runner without torch.
+Any mistake in pages, positions, slots or last tokens changes the tokens: `next_token` says what
+they must be. Knows no scheduler; `frame.testing.fake_runner` is a whole runner without torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FAKE_SPEC = AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=2, v_he
 
 
 def fake_model_config(vocab_size: int = 128, max_context: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """The facts of the fake model: one layer, one KV head of size 2 (token id, position) and 1 (unused)."""
+    """The facts of the fake model: one layer, one KV head of size 2 (token id, position) and 1
+    (unused)."""
     return ModelConfig(
         architecture="FakeForCausalLM",
         num_layers=1,
@@ -62,8 +63,9 @@ def _checksum(ids: Any, positions: Any) -> Any:
 
 
 class FakeModel(nn.Module, CausalLM):
-    """Stores (token id, position) as keys, sums a checksum over each query's cached tokens, and puts a peak on the sum modulo the
-    vocabulary; the logit falls by 1 for each step away from the peak, upwards and around.
+    """Stores (token id, position) as keys, sums a checksum over each query's cached tokens, and
+    puts a peak on the sum modulo the vocabulary; the logit falls by 1 for each step away from the
+    peak, upwards and around.
     """
 
     supports_token_selection: ClassVar[bool] = True

@@ -1,7 +1,9 @@
-"""`FakeRunner`: a `ModelRunner` without a model, whose tokens are a hash of the whole prefix read back through the page table.
+"""`FakeRunner`: a `ModelRunner` without a model, whose tokens are a hash of the whole prefix read
+back through the page table.
 
-For tests of schedulers and caches: a wrong page, a page that was freed too early or a lost token changes the outcome, and the
-runner says which position of which slot was wrong. `continuation` gives what an unconstrained run yields.
+For tests of schedulers and caches: a wrong page, a page that was freed too early or a lost token
+changes the outcome, and the runner says which position of which slot was wrong. `continuation`
+gives what an unconstrained run yields.
 """
 
 from __future__ import annotations
@@ -63,11 +65,12 @@ class _Slot:
 
 
 class FakeRunner(ModelRunner):
-    """Keeps "K and V" (token, position, running hash) for every cached position and checks all that a row reads.
+    """Keeps "K and V" (token, position, running hash) for every cached position and checks all that
+    a row reads.
 
-    A page that a step in flight writes to must not be handed to another slot, nor a slot of its rows be set up again.
-    `is_invalid(slot tokens) -> bool` makes a row's logits not finite. The chosen token depends on the prefix, and on the seed
-    when the temperature is above 0.
+    A page that a step in flight writes to must not be handed to another slot, nor a slot of its
+    rows be set up again. `is_invalid(slot tokens) -> bool` makes a row's logits not finite. The
+    chosen token depends on the prefix, and on the seed when the temperature is above 0.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class FakeRunner(ModelRunner):
     def _end(self, step: int) -> None:
         self._written.pop(step, None)
 
-    # one step -----------------------------------------------------------------------------------------------------------
+    # one step -------------------------------------------------------------------------------------
 
     def _enter_and_leave(self, batch: ScheduledBatch) -> None:
         for slot in batch.released:
@@ -150,7 +153,8 @@ class FakeRunner(ModelRunner):
             raise FakeRunnerError(f"slot {slot}: `samples` is wrong for the chunk at {start}")
 
     def _check_writes(self, batch: ScheduledBatch) -> dict[int, int]:
-        """No row of a step may write a page that another one reads. -> the slot that writes each page."""
+        """No row of a step may write a page that another one reads. -> the slot that writes each
+        page."""
         if len(set(batch.slots.tolist())) != len(batch.slots):
             raise FakeRunnerError("a slot has two rows in one step")
         written: dict[int, int] = {}
@@ -170,8 +174,8 @@ class FakeRunner(ModelRunner):
         return written
 
     def _compute(self, slot: int, start: int, count: int, *, stores: bool) -> int:
-        """Read positions [0, start), write [start, start + count), unless they are there already; returns the hash of them all, as read
-        back."""
+        """Read positions [0, start), write [start, start + count), unless they are there already;
+        returns the hash of them all, as read back."""
         state = self._slots[slot]
         end = start + count
         if end > len(state.tokens):
@@ -234,8 +238,8 @@ class FakeRunner(ModelRunner):
 def continuation(
     tokens: Sequence[int], params: SamplingParams, seed: int, vocab_size: int, count: int, grammar: Grammar | None = None
 ) -> list[int]:
-    """The `count` tokens that `FakeRunner` yields after `tokens`, whatever is scheduled with them, and without any stop but the
-    grammar's."""
+    """The `count` tokens that `FakeRunner` yields after `tokens`, whatever is scheduled with them,
+    and without any stop but the grammar's."""
     mask = np.empty(-(-vocab_size // 32), np.int32)
     known = list(tokens)
     for _ in range(count):
@@ -258,7 +262,8 @@ def _allowed(mask: np.ndarray, vocab_size: int) -> list[int]:
 
 
 def _hashes(tokens: np.ndarray, start: int) -> np.ndarray:
-    """For each position from `start`: the sum over [start, position] of a hash of (token, position), modulo 2^64."""
+    """For each position from `start`: the sum over [start, position] of a hash of (token,
+    position), modulo 2^64."""
     positions = np.arange(start, len(tokens), dtype=np.uint64)
     mixed = _mix((tokens[start:].astype(np.uint64) << np.uint64(32)) ^ positions)
     return np.cumsum(mixed, dtype=np.uint64)

@@ -1,6 +1,8 @@
-"""Scheduler and runner in one thread, without transport or text: what tests of models, backends and caches drive.
+"""Scheduler and runner in one thread, without transport or text: what tests of models, backends and
+caches drive.
 
-The two come from `frame.entrypoints.processes.build_engine`, or are made by hand. Knows no plugin and no device.
+The two come from `frame.entrypoints.processes.build_engine`, or are made by hand. Knows no plugin
+and no device.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ MAX_STEPS = 100_000
 
 
 class LocalLoop:
-    """`generate` runs token-id prompts to their end; `stats` counts what a test wants to know of how it came about."""
+    """`generate` runs token-id prompts to their end; `stats` counts what a test wants to know of
+    how it came about."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self.scheduler = scheduler
@@ -33,7 +36,8 @@ class LocalLoop:
         self._number = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
-        """The output tokens of every prompt. Raises RuntimeError when a request is refused or does not end."""
+        """The output tokens of every prompt. Raises RuntimeError when a request is refused or does
+        not end."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         rids = []
         for prompt, wanted in zip(prompts, each, strict=True):
@@ -57,7 +61,8 @@ class LocalLoop:
         return [outputs[rid] for rid in rids]
 
     def pool(self, prompts: Sequence[Sequence[int]], second_text_starts: Sequence[int] = ()) -> np.ndarray:
-        """The vector of every prompt, float32 [prompts, width], of a model that embeds or classifies. Raises RuntimeError as above."""
+        """The vector of every prompt, float32 [prompts, width], of a model that embeds or
+        classifies. Raises RuntimeError as above."""
         rids = []
         for index, prompt in enumerate(prompts):
             self._number += 1
@@ -78,7 +83,8 @@ class LocalLoop:
         return np.stack([vectors[rid] for rid in rids])
 
     def _steps(self) -> Iterator[StepTokens]:
-        """Yields the `StepTokens` of every step until nothing is left to do, one step behind when the scheduler overlaps."""
+        """Yields the `StepTokens` of every step until nothing is left to do, one step behind when
+        the scheduler overlaps."""
         in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         depth = 1 if self.scheduler.config.overlap else 0
         for _ in range(MAX_STEPS):

@@ -1,7 +1,7 @@
 """The pytest side of the conformance suites: `pytest --frame-conformance=FAMILY:NAME`.
 
-Loaded by pytest in every project that has frame installed, so it imports nothing heavy at the top and does nothing
-without its option.
+Loaded by pytest in every project that has frame installed, so it imports nothing heavy at the top
+and does nothing without its option.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""`SchedulerRig`: a scheduler with a `FakeRunner`, driven step by step and checked against what an unconstrained run would yield.
+"""`SchedulerRig`: a scheduler with a `FakeRunner`, driven step by step and checked against what an
+unconstrained run would yield.
 
-Shared by the scheduler's own tests and by the conformance checks of policies; knows no policy by name.
+Shared by the scheduler's own tests and by the conformance checks of policies; knows no policy by
+name.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ class Expected:
 class SchedulerRig:
     """Runs requests and remembers what they should and did yield.
 
-    `step` builds and launches one batch and commits those that are due (with overlap one stays in flight).
-    After every step pages, locks and slots are checked, and that nobody waits longer than `PATIENCE` steps while there is room.
+    `step` builds and launches one batch and commits those that are due (with overlap one stays in
+    flight). After every step pages, locks and slots are checked, and that nobody waits longer than
+    `PATIENCE` steps while there is room.
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class SchedulerRig:
         deadline: float | None = None,
         grammar: Callable[[], Grammar] | None = None,
     ) -> str:
-        """Queue a request; it must not be refused. `params.seed` must be set when the temperature is above 0; `grammar` makes one at its
-        beginning. -> rid."""
+        """Queue a request; it must not be refused. `params.seed` must be set when the temperature
+        is above 0; `grammar` makes one at its beginning. -> rid."""
         rid = f"request-{len(self.requests)}"
         message = Generate(rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline)
         refused = self.scheduler.add_request(message, grammar() if grammar is not None else None)
@@ -96,7 +99,8 @@ class SchedulerRig:
         self._receive(self.scheduler.drain_outputs())
 
     def step(self) -> bool:
-        """One turn of an engine's loop; False when there was nothing to launch, to commit or to end."""
+        """One turn of an engine's loop; False when there was nothing to launch, to commit or to
+        end."""
         preempted = self.scheduler.get_load()["preempted"]
         batch = self.scheduler.schedule_batch(self.now)
         self._check_admission(batch, self.scheduler.get_load()["preempted"] > preempted)
@@ -182,7 +186,8 @@ class SchedulerRig:
             raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
 
     def _check_admission(self, batch: ScheduledBatch | None, has_preempted: bool) -> None:
-        """The scheduler is work-conserving: with budget, slots and pages left, whoever waits is admitted within a few steps."""
+        """The scheduler is work-conserving: with budget, slots and pages left, whoever waits is
+        admitted within a few steps."""
         scheduler, kept = self.scheduler, {}
         prompt_tokens = 0 if batch is None else int(batch.num_scheduled[batch.num_decodes :].sum())
         waiting = scheduler._queue.head(POLICY_MATCH_WINDOW)

@@ -1,7 +1,9 @@
-"""Trains frame-tiny from scratch and evaluates it: `python -m scripts.train_frame_tiny --minutes 7.6`.
+"""Trains frame-tiny from scratch and evaluates it: `python -m scripts.train_frame_tiny --minutes
+7.6`.
 
-Steps: collect the corpus, train the tokenizer (unless the directory has one), pack, train, export, evaluate. The corpus and its
-manifest are cached under `.cache/frame_tiny`. Training needs one GPU; a CPU is too slow.
+Steps: collect the corpus, train the tokenizer (unless the directory has one), pack, train, export,
+evaluate. The corpus and its manifest are cached under `.cache/frame_tiny`. Training needs one GPU;
+a CPU is too slow.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """The training model as an evaluation backend: greedy answers in bf16, without a KV cache.
 
-Requests that arrive together are padded to one batch and recomputed for every token. This is slow, but
-independent of the engine that the same evaluation checks. It implements `EvalBackend` of `frame.entrypoints.tools.eval`.
+Requests that arrive together are padded to one batch and recomputed for every token. This is slow,
+but independent of the engine that the same evaluation checks. It implements `EvalBackend` of
+`frame.entrypoints.tools.eval`.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ from scripts.train_frame_tiny.model import FrameTiny
 
 
 class CheckpointBackend:
-    """Answers chat and text requests with `model`; `tokens_a_batch` bounds the memory of one forward."""
+    """Answers chat and text requests with `model`; `tokens_a_batch` bounds the memory of one
+    forward."""
 
     def __init__(self, model: FrameTiny, tokenizer: Tokenizer, tokens_a_batch: int = 400_000) -> None:
         self.model, self.tokenizer, self.tokens_a_batch = model.eval(), tokenizer, tokens_a_batch

@@ -1,8 +1,9 @@
-"""The text corpus: Python source of the standard library and of installed packages under permissive licences.
+"""The text corpus: Python source of the standard library and of installed packages under permissive
+licences.
 
-It reads the packages of the running interpreter, so the corpus differs between machines; the manifest lists
-what was used. Packages without a recognised permissive licence in their metadata are skipped, and files that
-name a copyleft licence near the top. Licences are not checked further.
+It reads the packages of the running interpreter, so the corpus differs between machines; the
+manifest lists what was used. Packages without a recognised permissive licence in their metadata are
+skipped, and files that name a copyleft licence near the top. Licences are not checked further.
 """
 
 import re
@@ -33,7 +34,8 @@ class Source:
 
 
 def licence_of(distribution: metadata.Distribution) -> str:
-    """The licence that the metadata states: SPDX expression, else classifiers, else the first line of the free text."""
+    """The licence that the metadata states: SPDX expression, else classifiers, else the first line
+    of the free text."""
     fields = distribution.metadata
     expression = (fields.get_all("License-Expression") or [""])[0]
     if expression:
@@ -51,7 +53,8 @@ def is_permissive(licence: str) -> bool:
 
 
 def readable_source(path: Path) -> str | None:
-    """The file's text, or None where it is too short, too long, not UTF-8, generated data, or under a copyleft notice."""
+    """The file's text, or None where it is too short, too long, not UTF-8, generated data, or under
+    a copyleft notice."""
     try:
         if not MIN_FILE_BYTES <= path.stat().st_size <= MAX_FILE_BYTES:
             return None
@@ -93,7 +96,8 @@ def _package_paths(distribution: metadata.Distribution) -> Iterator[Path]:
 
 
 def collect(package_limit: int, total_limit: int) -> tuple[list[str], list[Source]]:
-    """All source texts and what they came from: at most `package_limit` bytes of one package, `total_limit` in all."""
+    """All source texts and what they came from: at most `package_limit` bytes of one package,
+    `total_limit` in all."""
     version = sysconfig.get_python_version()
     texts, size = _take(_stdlib_paths(), total_limit)
     sources = [Source("python standard library", version, "PSF-2.0", len(texts), size)]

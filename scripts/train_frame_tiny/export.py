@@ -1,7 +1,7 @@
 """Writes and reads frame-tiny in Hugging Face's DeepSeek-V3 layout.
 
-The prediction layer is stored under `model.layers.{L}` as in DeepSeek's own checkpoints, without copies of the shared embedding and
-head. It does not depend on the training loop.
+The prediction layer is stored under `model.layers.{L}` as in DeepSeek's own checkpoints, without
+copies of the shared embedding and head. It does not depend on the training loop.
 """
 
 import json
@@ -111,7 +111,8 @@ def configuration(shape: Shape) -> dict[str, object]:
 
 
 def save_model(model: FrameTiny, directory: Path) -> int:
-    """Write config, generation config and bf16 weights; returns the size of the weights file in bytes."""
+    """Write config, generation config and bf16 weights; returns the size of the weights file in
+    bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     generation = {"bos_token_id": 0, "eos_token_id": [1], "pad_token_id": 2, "do_sample": False}
     for name, content in (("config.json", configuration(model.shape)), ("generation_config.json", generation)):

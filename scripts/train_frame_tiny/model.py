@@ -1,8 +1,9 @@
 """frame-tiny as it is trained: the DeepSeek-V3 architecture in plain PyTorch.
 
-Multi-head latent attention, one dense layer, then mixture-of-experts layers with grouped sigmoid routing and a shared expert, and
-one multi-token-prediction layer. All experts are computed for every token and weighted by the routing, which is cheaper than
-dispatch for eight experts of width 160. It has no KV cache; `frame/models` serves the same weights.
+Multi-head latent attention, one dense layer, then mixture-of-experts layers with grouped sigmoid
+routing and a shared expert, and one multi-token-prediction layer. All experts are computed for
+every token and weighted by the routing, which is cheaper than dispatch for eight experts of width
+160. It has no KV cache; `frame/models` serves the same weights.
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def rope_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tensor
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the interleaved pairs (x0, x1), (x2, x3), … of the last dimension; x is `[batch, heads, length, rope]`."""
+    """Rotate the interleaved pairs (x0, x1), (x2, x3), … of the last dimension; x is `[batch,
+    heads, length, rope]`."""
     cosine, sine = tables
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.cat((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).to(x.dtype)
@@ -111,7 +113,8 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Grouped sigmoid routing without auxiliary loss: a bias steers the choice, the plain scores weigh the result."""
+    """Grouped sigmoid routing without auxiliary loss: a bias steers the choice, the plain scores
+    weigh the result."""
 
     e_score_correction_bias: Tensor
 
@@ -122,7 +125,8 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Per-token weights of all experts (zero where not chosen), and how many tokens chose each."""
+        """Per-token weights of all experts (zero where not chosen), and how many tokens chose
+        each."""
         shape = self.shape
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).sigmoid()
@@ -138,7 +142,8 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts beside one shared expert. `load` receives the tokens per expert of the last forward."""
+    """Routed experts beside one shared expert. `load` receives the tokens per expert of the last
+    forward."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -157,7 +162,8 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward with their norms; returns the expert load too (empty for a dense layer)."""
+    """Attention and feed-forward with their norms; returns the expert load too (empty for a dense
+    layer)."""
 
     def __init__(self, shape: Shape, dense: bool) -> None:
         super().__init__()
@@ -176,7 +182,8 @@ class Layer(nn.Module):
 
 
 class Prediction(nn.Module):
-    """The multi-token-prediction layer: from a hidden state and the next token's embedding to the token after that."""
+    """The multi-token-prediction layer: from a hidden state and the next token's embedding to the
+    token after that."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -230,9 +237,11 @@ class FrameTiny(nn.Module):
         return self.lm_head(self.hidden(tokens)[0])
 
     def losses(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weighted mean losses (next token, token after next), unweighted per-token loss, and loads `[MoE layers, experts]`.
+        """Weighted mean losses (next token, token after next), unweighted per-token loss, and loads
+        `[MoE layers, experts]`.
 
-        `tokens` is `[batch, length + 2]`; `weights`, of the same shape, weighs each token as a target.
+        `tokens` is `[batch, length + 2]`; `weights`, of the same shape, weighs each token as a
+        target.
         """
         first, second, third = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden, loads = self.hidden(first)

@@ -1,7 +1,8 @@
-"""The optimizer: Muon for the matrices inside the layers, AdamW for embeddings, head, router and norms.
+"""The optimizer: Muon for the matrices inside the layers, AdamW for embeddings, head, router and
+norms.
 
-Muon replaces a matrix's momentum by its nearest orthogonal matrix (five Newton–Schulz steps). Matrices of one shape are stacked
-and orthogonalised together. It depends on parameter shapes only.
+Muon replaces a matrix's momentum by its nearest orthogonal matrix (five Newton–Schulz steps).
+Matrices of one shape are stacked and orthogonalised together. It depends on parameter shapes only.
 """
 
 from collections import defaultdict
@@ -9,7 +10,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-# Coefficients of the five steps, tuned by the public Muon experiments so that all singular values end near 1.
+# Coefficients of the five steps, tuned by the public Muon experiments so that all singular values
+# end near 1.
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -20,7 +22,8 @@ NEWTON_SCHULZ = (
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix of each of `[count, rows, columns]`, by a quintic Newton–Schulz iteration."""
+    """About the nearest orthogonal matrix of each of `[count, rows, columns]`, by a quintic
+    Newton–Schulz iteration."""
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -33,7 +36,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum with orthogonalised updates over groups of equally shaped matrices (a 3-D parameter is a stack of them)."""
+    """Momentum with orthogonalised updates over groups of equally shaped matrices (a 3-D parameter
+    is a stack of them)."""
 
     def __init__(self, parameters: list[nn.Parameter], momentum: float, weight_decay: float) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay

@@ -1,8 +1,9 @@
-"""Training rows: chat conversations made from the evaluation's task generators (training split only), and slices of source code.
+"""Training rows: chat conversations made from the evaluation's task generators (training split
+only), and slices of source code.
 
-A row is `length + 2` token ids with one weight class per token. Conversations never leave the row they start in unless they are
-the last, so every answer can be found from what stands before it. Recall lists grow with the progress of the training.
-It does not depend on the model.
+A row is `length + 2` token ids with one weight class per token. Conversations never leave the row
+they start in unless they are the last, so every answer can be found from what stands before it.
+Recall lists grow with the progress of the training. It does not depend on the model.
 """
 
 import math
@@ -46,7 +47,8 @@ def _ask(pieces: list[Piece], before: str, question: str, answer: str) -> None:
 
 
 def _short_turns(rng: random.Random) -> list[tuple[str, str]]:
-    """One question with its answer, or the few of a short list, in the evaluation's words or in looser ones."""
+    """One question with its answer, or the few of a short list, in the evaluation's words or in
+    looser ones."""
     kind = rng.random()
     if kind < 0.05:
         return [wording.small_talk(rng)]
@@ -94,7 +96,8 @@ def recall_conversation(rng: random.Random, list_tokens: int, questions: int) ->
 
 
 def _list_length(rng: random.Random, longest: float) -> int:
-    """A list length in tokens: half of them uniform, half spread evenly over the orders of magnitude."""
+    """A list length in tokens: half of them uniform, half spread evenly over the orders of
+    magnitude."""
     if rng.random() < 0.5:
         return int(rng.uniform(60, longest))
     return int(math.exp(rng.uniform(math.log(60), math.log(longest))))
@@ -123,7 +126,8 @@ def task_row(rng: random.Random, encoder: Tokenizer, length: int, progress: floa
 
 
 def task_batches(seed: int, encoder: Tokenizer, rows: int, length: int, progress: Any) -> Iterator[NDArray[np.int32]]:
-    """Endless batches `[2, rows, length]` of ids and classes; `progress.value` (0 to 1) is read anew for each."""
+    """Endless batches `[2, rows, length]` of ids and classes; `progress.value` (0 to 1) is read
+    anew for each."""
     rng = random.Random(seed)
     while True:
         made = [task_row(rng, encoder, length, progress.value) for _ in range(rows)]
@@ -131,7 +135,8 @@ def task_batches(seed: int, encoder: Tokenizer, rows: int, length: int, progress
 
 
 def pack_texts(texts: list[str], encoder: Tokenizer, seed: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """All texts in random order as one stream of ids, BOS before and EOS after each, and where each begins."""
+    """All texts in random order as one stream of ids, BOS before and EOS after each, and where each
+    begins."""
     texts = texts.copy()
     random.Random(seed).shuffle(texts)
     chunks: list[NDArray[np.int32]] = []

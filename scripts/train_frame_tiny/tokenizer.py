@@ -1,7 +1,9 @@
-"""frame-tiny's tokenizer: a byte-level BPE of 2,048 entries, its special tokens and its chat template.
+"""frame-tiny's tokenizer: a byte-level BPE of 2,048 entries, its special tokens and its chat
+template.
 
-Digits stand alone, letters join with at most one space before them, and runs of punctuation, newlines and blanks stay apart, so
-a word is split the same way wherever the same character stands before it. It knows the wording of the chat format (one place:
+Digits stand alone, letters join with at most one space before them, and runs of punctuation,
+newlines and blanks stay apart, so a word is split the same way wherever the same character stands
+before it. It knows the wording of the chat format (one place:
 `CHAT_TEMPLATE`) and not the model that reads it.
 """
 
@@ -86,7 +88,8 @@ def encode_plain(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def render_chat(messages: Sequence[dict[str, str]]) -> str:
-    """The prompt that the chat template makes of `messages`, generation prompt included (a test compares the two)."""
+    """The prompt that the chat template makes of `messages`, generation prompt included (a test
+    compares the two)."""
     marks = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
     parts = [BOS]
     for message in messages:

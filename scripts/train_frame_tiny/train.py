@@ -1,7 +1,9 @@
-"""The training loop: batches of code and conversations, losses of both heads, a schedule over wall-clock time.
+"""The training loop: batches of code and conversations, losses of both heads, a schedule over
+wall-clock time.
 
-The learning rate and the length of recall lists follow the elapsed share of the given minutes, so a run always ends with a rate
-of zero, whatever the machine's speed; two runs are therefore not bitwise equal. It knows nothing of files except through `save`.
+The learning rate and the length of recall lists follow the elapsed share of the given minutes, so a
+run always ends with a rate of zero, whatever the machine's speed; two runs are therefore not
+bitwise equal. It knows nothing of files except through `save`.
 """
 
 import multiprocessing
@@ -55,7 +57,8 @@ class TaskRows(IterableDataset[NDArray[np.int32]]):
 
 
 class CodeRows:
-    """Random slices of the packed source text, half of them from the beginning of a file; they live on the device."""
+    """Random slices of the packed source text, half of them from the beginning of a file; they live
+    on the device."""
 
     def __init__(self, stream: NDArray[np.int32], starts: NDArray[np.int64], device: torch.device) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int16)).to(device)
@@ -100,7 +103,8 @@ class Trainer:
             yield torch.stack((torch.cat((conversations[0], source)), torch.cat((conversations[1], torch.full_like(source, TEXT)))))
 
     def _update(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One optimizer step; returns mean loss of code, of answers, and of the prediction layer."""
+        """One optimizer step; returns mean loss of code, of answers, and of the prediction
+        layer."""
         tokens, classes = batch
         with torch.autocast(self.device.type, torch.bfloat16):
             main, later, each, loads = self.losses(tokens, self.class_weights[classes])

@@ -1,8 +1,9 @@
-"""Looser wordings of the tasks, for training only: what people type instead of the evaluation's questions.
+"""Looser wordings of the tasks, for training only: what people type instead of the evaluation's
+questions.
 
-Sums without blanks, other separators, lists of one to four lines, keys without quotes, other requests, greetings, and questions
-that the model cannot answer. The evaluation's split applies here too: every question comes from `make_turn` or
-`askable_keys`. It does not depend on the tokenizer.
+Sums without blanks, other separators, lists of one to four lines, keys without quotes, other
+requests, greetings, and questions that the model cannot answer. The evaluation's split applies here
+too: every question comes from `make_turn` or `askable_keys`. It does not depend on the tokenizer.
 """
 
 import random
@@ -48,7 +49,8 @@ def _typed(rng: random.Random, text: str, end: str) -> str:
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """A greeting, thanks, a question about the model, or one that it cannot answer, with the answer."""
+    """A greeting, thanks, a question about the model, or one that it cannot answer, with the
+    answer."""
     kind = rng.randrange(10)
     if kind < 2:
         return _typed(rng, rng.choice(_GREETINGS), rng.choice("!.")), GREETING
@@ -79,7 +81,8 @@ def loose_turn(task: str, rng: random.Random) -> tuple[str, str]:
 
 
 def _sort_invented(rng: random.Random) -> tuple[str, str]:
-    """Words outside the evaluation's list, so that sorting is more than a learned order of that list."""
+    """Words outside the evaluation's list, so that sorting is more than a learned order of that
+    list."""
     items = list({invented_word(rng, rng.randint(1, 3)) + rng.choice("   nrslt").strip() for _ in range(rng.randint(2, 7))})
     rng.shuffle(items)
     request = rng.choice((*tasks.SORT_WORD_REQUESTS, *_REQUESTS["sort"]))
@@ -87,7 +90,8 @@ def _sort_invented(rng: random.Random) -> tuple[str, str]:
 
 
 def loose_recall(rng: random.Random) -> list[tuple[str, str]]:
-    """A short list in one of several formats, and one to three questions about it: (question, answer) pairs."""
+    """A short list in one of several formats, and one to three questions about it: (question,
+    answer) pairs."""
     keys: list[str] = []
     while not keys:
         pairs = tasks.recall_pairs(rng, 0)

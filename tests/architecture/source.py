@@ -1,6 +1,8 @@
-"""The package's source as the architecture tests see it: one `Module` a file, with its imports sorted by when they happen.
+"""The package's source as the architecture tests see it: one `Module` a file, with its imports
+sorted by when they happen.
 
-Checkers are functions from modules to sentences; each test file shows on a small bad source that its checkers can fail.
+Checkers are functions from modules to sentences; each test file shows on a small bad source that
+its checkers can fail.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ When = Literal["start", "call", "types"]  # at import, inside a function, for th
 
 @dataclass(frozen=True)
 class Import:
-    """`import a.b` and `from a import b` both give `a.b`; the second may name a module or a thing in a module."""
+    """`import a.b` and `from a import b` both give `a.b`; the second may name a module or a thing
+    in a module."""
 
     target: str
     when: When

@@ -1,4 +1,5 @@
-"""Documents say what is so: references are fresh, links lead somewhere, README's commands exist, its Python runs."""
+"""Documents say what is so: references are fresh, links lead somewhere, README's commands exist,
+its Python runs."""
 
 from __future__ import annotations
 

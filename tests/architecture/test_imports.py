@@ -1,4 +1,5 @@
-"""Who may import whom. Imports inside functions count; imports for the type checker alone count for cycles only."""
+"""Who may import whom. Imports inside functions count; imports for the type checker alone count for
+cycles only."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Import cycles that remain; this list only shrinks.
 REMAINING_CYCLES: tuple[tuple[str, ...], ...] = ()
 
-# What core must not know, and what the parts that touch no tensor must not load when they are imported.
+# What core must not know, and what the parts that touch no tensor must not load when they are
+# imported.
 DISTRIBUTIONS = {  # where the import has another name
     "yaml": "pyyaml", "zmq": "pyzmq", "pydantic_core": "pydantic-core", "prometheus_client": "prometheus-client",
     "opentelemetry": "opentelemetry-sdk", "grpc": "grpcio",
@@ -144,7 +146,8 @@ def declared_dependencies(folder: Path = ROOT) -> set[str]:
 
 
 def cycles(modules: Iterable[Module]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or through others: at import, inside a function or for the type checker."""
+    """Groups of modules that import each other, directly or through others: at import, inside a
+    function or for the type checker."""
     known = {found.name: found for found in modules}
     graph = {
         name: {target for use in found.imports if (target := _nearest(use.target, known)) not in (None, name)}

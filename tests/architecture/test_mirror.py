@@ -1,4 +1,5 @@
-"""Every module is tested: a test file of its name, a test that imports it, or a reason in the table."""
+"""Every module is tested: a test file of its name, a test that imports it, or a reason in the
+table."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def suite() -> list[Module]:
 
 
 def untested(modules: Iterable[Module], tests: Iterable[Module], targets: Iterable[str] = ()) -> list[str]:
-    """Modules with code that no test file is named after, none imports or names, and no plugin record (`targets`) leads to:
+    """Modules with code that no test file is named after, none imports or names, and no plugin
+    record (`targets`) leads to:
     plugins are tested by name, through the registry."""
     named, used = set(), set(targets)
     for test in tests:
@@ -117,7 +119,8 @@ def untested(modules: Iterable[Module], tests: Iterable[Module], targets: Iterab
 
 
 def with_parts(targets: Iterable[str], modules: Iterable[Module]) -> set[str]:
-    """Plugins and the modules that they are built from: what they import, directly or not, from their family and from the layers."""
+    """Plugins and the modules that they are built from: what they import, directly or not, from
+    their family and from the layers."""
     known = {each.name: each for each in modules}
     open_, found = set(targets) & set(known), set()
     while open_:

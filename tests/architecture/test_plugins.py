@@ -22,7 +22,8 @@ from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module,
 HOOK_NAME = re.compile(r"register_[a-z_]+s$|on_[a-z_]+$")
 ONE_SCREEN = 120  # lines of hookspecs.py
 
-# Folder of each kind; its plugins' names stand there, in the docs and in the tests, and nowhere else.
+# Folder of each kind; its plugins' names stand there, in the docs and in the tests, and nowhere
+# else.
 FOLDERS = {
     "attention_backend": "frame/attention_backends/",
     "model": "frame/models/",
@@ -81,8 +82,8 @@ def _exists(target: str, known: dict[str, set[str]]) -> bool:
 
 
 def stray_names(modules: Iterable[Module], names: dict[str, str]) -> list[str]:
-    """String literals that are (or, for words with an underscore, contain) a plugin's name, outside of its folder.
-    `names` maps a name to its family's folder."""
+    """String literals that are (or, for words with an underscore, contain) a plugin's name, outside
+    of its folder. `names` maps a name to its family's folder."""
     found = []
     for each in modules:
         docstrings = _docstrings(each.tree)

@@ -41,8 +41,8 @@ def settings() -> set[str]:
 
 
 def settings_read(modules: Iterable[Module]) -> Iterator[str]:
-    """The settings that are read as attributes: of `config.SECTION`, of a name that was given such a section, and of a parameter or a field
-    with a section's type."""
+    """The settings that are read as attributes: of `config.SECTION`, of a name that was given such
+    a section, and of a parameter or a field with a section's type."""
     for found in modules:
         names = dict(_typed(found.tree))
         for _ in range(3):  # a name may be given what another one was given
@@ -108,7 +108,8 @@ def settings_named(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
 
 
 def remedies(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
-    """(the beginning of a `change` that a refusal proposes, where): what is written before the first value."""
+    """(the beginning of a `change` that a refusal proposes, where): what is written before the
+    first value."""
     for found in modules:
         for node in ast.walk(found.tree):
             if isinstance(node, ast.Call):

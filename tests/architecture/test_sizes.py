@@ -1,4 +1,5 @@
-"""How large files, functions, classes and constructors may be. An exception needs a reason, and goes when it is no longer needed."""
+"""How large files, functions, classes and constructors may be. An exception needs a reason, and
+goes when it is no longer needed."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def long_functions(modules: Iterable[Module]) -> Iterator[Breach]:
 
 
 def crowded_classes(modules: Iterable[Module]) -> Iterator[Breach]:
-    """Attributes that methods set on `self`; plain data (dataclasses, structs, pydantic models) set none."""
+    """Attributes that methods set on `self`; plain data (dataclasses, structs, pydantic models) set
+    none."""
     for found in modules:
         for node in classes(found.tree):
             names = {name for function in functions(node) for name in _set_on_self(function)}
@@ -64,7 +66,8 @@ def wide_constructors(modules: Iterable[Module]) -> Iterator[Breach]:
 
 
 def large_interfaces(modules: Iterable[Module]) -> Iterator[Breach]:
-    """Abstract methods of the interface pages; read-only properties and the self-check are not counted."""
+    """Abstract methods of the interface pages; read-only properties and the self-check are not
+    counted."""
     for found in modules:
         if not found.name.startswith("frame.core.interfaces."):
             continue

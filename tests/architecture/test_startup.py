@@ -1,4 +1,5 @@
-"""What is cheap stays cheap: importing frame, help, the plugin list and the HTTP side load no torch. Measured in fresh processes."""
+"""What is cheap stays cheap: importing frame, help, the plugin list and the HTTP side load no
+torch. Measured in fresh processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ print(json.dumps({"code": code, "modules": sorted(sys.modules), "cpu": usage.ru_
 
 
 def probe(*arguments: str) -> dict:
-    """Run `import NAME…` or `cli ARG…` in a fresh process; what it loaded, its CPU seconds and its output."""
+    """Run `import NAME…` or `cli ARG…` in a fresh process; what it loaded, its CPU seconds and its
+    output."""
     done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""Holds the vocabulary of docs/glossary.md: words that this project replaced may not return, in code or documents.
+"""Holds the vocabulary of docs/glossary.md: words that this project replaced may not return, in
+code or documents.
 
 `vocabulary_backlog.txt` lists the files that still contain such words; it only shrinks.
 """
@@ -124,7 +125,8 @@ def names_in(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def readable(path: str, text: str) -> str:
-    """The text without what may name a replaced word: ids of tests in documents, code spans in change notes."""
+    """The text without what may name a replaced word: ids of tests in documents, code spans in
+    change notes."""
     if not path.endswith(".md"):
         return text
     text = re.sub(r"`[^`\n]*::[^`\n]*`", "", text)

@@ -114,7 +114,8 @@ def test_prepare_compiles_all_modules_before_the_first_step() -> None:
 
 
 def test_the_library_is_imported_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constructor does not import it: the import takes seconds and may run in the background."""
+    """The constructor does not import it: the import takes seconds and may run in the
+    background."""
     loads: list[int] = []
     monkeypatch.setattr(Library, "load", lambda: loads.append(1) or library())
     backend = FlashInferBackend(build_context("cpu", torch.float32, 16))
@@ -252,7 +253,8 @@ def test_a_failed_compilation_gives_one_sentence(monkeypatch: pytest.MonkeyPatch
 def test_modules_are_built_as_the_library_builds_them_and_only_missing_ones_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The library would compile a file without a ninja log again, in the first step that uses it."""
+    """The library would compile a file without a ninja log again, in the first step that uses
+    it."""
     (tmp_path / "logged").mkdir()
     (tmp_path / "logged" / ".ninja_log").touch()
     built: list[str] = []

@@ -1,4 +1,5 @@
-"""One server with the embedded model for all client libraries, which are used as they come: only their base URL is ours.
+"""One server with the embedded model for all client libraries, which are used as they come: only
+their base URL is ours.
 
 The server sees the base installation alone, so that what clients do works without extras."""
 
@@ -13,7 +14,8 @@ import pytest
 from tests.entrypoints import base_only
 from tests.entrypoints.serving import RunningServer
 
-# frame-tiny's own template knows no tools; this one shows them, and takes the results back, as Hermes models are trained to.
+# frame-tiny's own template knows no tools; this one shows them, and takes the results back, as
+# Hermes models are trained to.
 TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% endif %}{% for message in messages %}
 {%- if message.role == 'tool' %}<|user|><tool_response>{{ message.content }}</tool_response>

@@ -1,4 +1,5 @@
-"""What locust's users do: chats and streamed completions, until REQUESTS have been answered. Run by `test_locust.py`."""
+"""What locust's users do: chats and streamed completions, until REQUESTS have been answered. Run by
+`test_locust.py`."""
 
 from __future__ import annotations
 

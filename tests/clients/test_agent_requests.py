@@ -1,5 +1,6 @@
-"""The requests that agent frameworks send for tools and typed answers, written from their formats, against a server of the base
-installation: each must be answered with calls of the functions' schemas, one where one was asked for."""
+"""The requests that agent frameworks send for tools and typed answers, written from their formats,
+against a server of the base installation: each must be answered with calls of the functions'
+schemas, one where one was asked for."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def test_anthropic(http: httpx.Client, choice: Any) -> None:
 
 
 def test_named_function_is_called_once(http: httpx.Client) -> None:
-    """Whatever `parallel_tool_calls` says: who names a function wants that call and no further one."""
+    """Whatever `parallel_tool_calls` says: who names a function wants that call and no further
+    one."""
     for parallel in ({}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}):
         body = {"model": MODEL, "max_tokens": 200, "n": 4, "seed": 1, **CHAT["instructor, mode TOOLS"], **parallel}
         answer = http.post("/v1/chat/completions", json=body).json()

@@ -1,4 +1,5 @@
-"""Files and batches, by the `openai` package: bad lines stay among themselves, cancelling keeps what was done, bounds hold."""
+"""Files and batches, by the `openai` package: bad lines stay among themselves, cancelling keeps
+what was done, bounds hold."""
 
 from __future__ import annotations
 

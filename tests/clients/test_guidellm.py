@@ -1,4 +1,5 @@
-"""guidellm, a public load generator, unmodified, against the embedded model. Heavy to install (the extra `load`), so it is a soak test."""
+"""guidellm, a public load generator, unmodified, against the embedded model. Heavy to install (the
+extra `load`), so it is a soak test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LangChain's `ChatOpenAI`, unmodified: invoke, stream, batch, tools, structured output, over chat and over responses."""
+"""LangChain's `ChatOpenAI`, unmodified: invoke, stream, batch, tools, structured output, over chat
+and over responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""locust, a public load generator, unmodified, against the embedded model: every request is answered."""
+"""locust, a public load generator, unmodified, against the embedded model: every request is
+answered."""
 
 from __future__ import annotations
 

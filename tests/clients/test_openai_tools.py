@@ -1,4 +1,5 @@
-"""Chat by the `openai` package as it comes, sync and async: tools, structured output, several choices, log-probabilities."""
+"""Chat by the `openai` package as it comes, sync and async: tools, structured output, several
+choices, log-probabilities."""
 
 from __future__ import annotations
 

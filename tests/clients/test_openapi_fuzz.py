@@ -1,4 +1,5 @@
-"""schemathesis over the server's own OpenAPI description: whatever that allows, and what it does not, no answer is a server error."""
+"""schemathesis over the server's own OpenAPI description: whatever that allows, and what it does
+not, no answer is a server error."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def post(client: httpx.Client, path: str, body: Any) -> Any:
     return answer.json()
 
 
-# vLLM --------------------------------------------------------------------------------------------------------------
+# vLLM ---------------------------------------------------------------------------------------------
 
 
 def test_a_batch_of_conversations(client: httpx.Client) -> None:
@@ -82,7 +82,7 @@ def test_version_load_and_tokenizer(client: httpx.Client) -> None:
     assert "/" not in found.get("name_or_path", "")
 
 
-# SGLang ------------------------------------------------------------------------------------------------------------
+# SGLang -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
@@ -118,7 +118,7 @@ def test_what_parsers_refuse(client: httpx.Client, path: str, body: dict[str, An
     assert says in answer.json()["error"]["message"]
 
 
-# SageMaker ---------------------------------------------------------------------------------------------------------
+# SageMaker ----------------------------------------------------------------------------------------
 
 
 def test_invocations_go_where_their_fields_belong(client: httpx.Client) -> None:
@@ -135,7 +135,7 @@ def test_invocations_go_where_their_fields_belong(client: httpx.Client) -> None:
     assert client.post("/invocations", json={"input": "x"}).json()["error"]["code"] == "wrong_task"
 
 
-# access ------------------------------------------------------------------------------------------------------------
+# access -------------------------------------------------------------------------------------------
 
 
 def test_who_may_ask(client: httpx.Client) -> None:

@@ -1,6 +1,8 @@
-"""What the greedy equality tests share: a checkpoint beside transformers' view of it, and a scheduler with a runner over it.
+"""What the greedy equality tests share: a checkpoint beside transformers' view of it, and a
+scheduler with a runner over it.
 
-Everything runs in this process, without a server. Knows no attention backend but by the name it is given.
+Everything runs in this process, without a server. Knows no attention backend but by the name it is
+given.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Case:
 
 
 def make_case(architecture: str, scratch: Path, prompts: list[list[int]]) -> Case:
-    """`architecture` is a name in `frame.testing.checkpoints.TINY`, or that of the embedded model."""
+    """`architecture` is a name in `frame.testing.checkpoints.TINY`, or that of the embedded
+    model."""
     folder = find_model(EMBEDDED) if architecture == EMBEDDED else make_checkpoint(architecture, scratch, **WINDOWED.get(architecture, {}))
     return Case(str(folder), prompts, load_reference(folder))
 
@@ -79,7 +82,8 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int = 1, **settings: Any) -> Prepared:
-    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix and moe_runner."""
+    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix and
+    moe_runner."""
     known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix", "moe_runner": None}
     assert settings.keys() <= known.keys()
     known |= settings
@@ -108,7 +112,8 @@ def run(loop: LocalLoop, case: Case, params: SamplingParams) -> None:
 
 
 def check_logits(loop: LocalLoop, case: Case, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-    """Each prompt alone: the logits that its tokens are drawn from, beside those of transformers."""
+    """Each prompt alone: the logits that its tokens are drawn from, beside those of
+    transformers."""
     head, seen = loop.runner.model.compute_logits, []  # type: ignore[attr-defined]
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:

@@ -313,7 +313,7 @@ def test_observers_are_called_for_steps(start: Callable[..., Running]) -> None:
     assert all(set(model_config) == {"step", "num_running", "num_waiting", "num_tokens", "seconds"} for model_config in steps)
 
 
-# grammars ----------------------------------------------------------------------------------------------------------
+# grammars -----------------------------------------------------------------------------------------
 
 
 class EvenOnly:

@@ -1,4 +1,5 @@
-"""One tiny checkpoint and one server each of the real and the fake kind, for all tests of entrypoints."""
+"""One tiny checkpoint and one server each of the real and the fake kind, for all tests of
+entrypoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The HTTP application over a real engine loop with a fake model, in one process: for tests that send thousands of requests.
+"""The HTTP application over a real engine loop with a fake model, in one process: for tests that
+send thousands of requests.
 
 ASGI is called directly, so what uvicorn does with bytes is not tested here.
 """
@@ -93,7 +94,8 @@ class InProcess:
 
 @asynccontextmanager
 async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path = "frame-tiny") -> AsyncIterator[InProcess]:
-    """The application over the tokenizer and the facts of a checkpoint. `sections` is a configuration, as in a file."""
+    """The application over the tokenizer and the facts of a checkpoint. `sections` is a
+    configuration, as in a file."""
     small = {"max_running_requests": 16, "chunked_prefill_size": 256}
     given = {name: dict(values) for name, values in (sections or {}).items()}
     given["scheduler"] = {**small, **given.get("scheduler", {})}

@@ -1,4 +1,5 @@
-"""A server in a subprocess, as users start it, for tests: waits for the ready line, stops by signal, knows its children."""
+"""A server in a subprocess, as users start it, for tests: waits for the ready line, stops by
+signal, knows its children."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ START_TIMEOUT = 90.0
 
 
 class RunningServer:
-    """`fake`: the engine runs a fake model (`frame.testing.fake_engine`), which starts fast and needs no weights. `reads_log`: standard
-    error is read to its end; else only until the server is ready."""
+    """`fake`: the engine runs a fake model (`frame.testing.fake_engine`), which starts fast and
+    needs no weights. `reads_log`: standard error is read to its end; else only until the server is
+    ready."""
 
     def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None, reads_log: bool = True) -> None:
         module = ["frame.testing.fake_engine", "serve"] if fake else ["frame", "serve"]

@@ -1,4 +1,5 @@
-"""The `frame` command as a user meets it: what is printed, and the exit codes 0, 2 and 78. How fast it is stands in test_startup."""
+"""The `frame` command as a user meets it: what is printed, and the exit codes 0, 2 and 78. How fast
+it is stands in test_startup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two small grammars that make their libraries work for seconds on one token: others go on, and each ends by its budget."""
+"""Two small grammars that make their libraries work for seconds on one token: others go on, and
+each ends by its budget."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def test_a_hostile_grammar_ends_by_its_budget(server: RunningServer, name: str) 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_others_keep_their_rate_beside_a_hostile_grammar(server: RunningServer, name: str) -> None:
-    """Compared with the rate beside as many harmless grammars, whose rows a step has too; in turns, so that what else the machine does
-    counts for both."""
+    """Compared with the rate beside as many harmless grammars, whose rows a step has too; in turns,
+    so that what else the machine does counts for both."""
     harmless = {"regex": "[a-z ]{400}"}
     rates: dict[bool, float] = {False: 0.0, True: 0.0}
     for turn in range(8):

@@ -147,7 +147,8 @@ def test_unread_lines_are_dropped_and_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_reader_that_stops_reading_stops_nothing(checkpoint: Path) -> None:
-    """Standard error is a full pipe: requests and probes are answered, and SIGTERM ends the server."""
+    """Standard error is a full pipe: requests and probes are answered, and SIGTERM ends the
+    server."""
     flags = ("--access-log", "--max-model-len", "512", "--max-total-tokens", "1024", "--log-level", "debug")
     server = RunningServer(checkpoint, *flags, env={"FRAME_FAKE_NAN": "9"}, reads_log=False)
     try:

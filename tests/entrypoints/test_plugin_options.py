@@ -1,4 +1,5 @@
-"""Options reach the constructor of every kind of plugin: a fake one of each kind says what it was constructed with."""
+"""Options reach the constructor of every kind of plugin: a fake one of each kind says what it was
+constructed with."""
 
 from __future__ import annotations
 

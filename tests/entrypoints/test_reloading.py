@@ -1,4 +1,5 @@
-"""SIGHUP renews keys, the certificate and the log's level while requests run; on a terminal it ends the server."""
+"""SIGHUP renews keys, the certificate and the log's level while requests run; on a terminal it ends
+the server."""
 
 from __future__ import annotations
 

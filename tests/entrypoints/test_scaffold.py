@@ -1,4 +1,5 @@
-"""`frame plugins new`: for every kind, what is written installs, is found, passes lint and its own tests."""
+"""`frame plugins new`: for every kind, what is written installs, is found, passes lint and its own
+tests."""
 
 from __future__ import annotations
 

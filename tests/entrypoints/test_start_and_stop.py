@@ -1,4 +1,5 @@
-"""Standard streams that are closed, and the exit codes of a server that is stopped or loses a process while it starts."""
+"""Standard streams that are closed, and the exit codes of a server that is stopped or loses a
+process while it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SERVE = (sys.executable, "-m", "frame.testing.fake_engine", "serve", "--max-mode
 
 @contextmanager
 def starting(checkpoint: Path, *flags: str, shell: str = "", seconds: float = 0.0) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server that is being started, and its URL. `shell`: redirections; `seconds` that the engine's start takes."""
+    """A server that is being started, and its URL. `shell`: redirections; `seconds` that the
+    engine's start takes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [*SERVE, str(checkpoint), "--port", str(port), *flags]

@@ -1,4 +1,5 @@
-"""TLS: HTTP and gRPC under one certificate, streams included; what is no pair is refused before anything slow starts."""
+"""TLS: HTTP and gRPC under one certificate, streams included; what is no pair is refused before
+anything slow starts."""
 
 from __future__ import annotations
 

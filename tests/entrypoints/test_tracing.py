@@ -1,4 +1,5 @@
-"""Traces of requests: one trace through all processes, below the client's span, received by an OTLP collector that the test plays."""
+"""Traces of requests: one trace through all processes, below the client's span, received by an OTLP
+collector that the test plays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A fresh environment with the example plugin installed. It sees all of the running one, which sees nothing of it."""
+"""A fresh environment with the example plugin installed. It sees all of the running one, which sees
+nothing of it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="session")
 def server(environment: Environment) -> Iterator[str]:
-    """The base address of a server that runs the example's backend on two ranks, chosen by flags alone."""
+    """The base address of a server that runs the example's backend on two ranks, chosen by flags
+    alone."""
     options = ("--attention-backend", "blockwise", "--set", "plugins.options.attention_backend/blockwise.block_tokens=64")
     limits = ("--tp", "2", "--threads", "1", "--max-running-requests", "8", "--max-total-tokens", "16384")
     command = [str(environment.python), "-m", "frame", "serve", "--port", "0", *options, *limits]

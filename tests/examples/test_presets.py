@@ -1,4 +1,5 @@
-"""The presets of examples/: what they become on the machines they were written for. No weights, no GPU: facts and hardware are data."""
+"""The presets of examples/: what they become on the machines they were written for. No weights, no
+GPU: facts and hardware are data."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ GIB = 2**30
 B200 = Hardware(64, 512 * GIB, accelerators=(Accelerator("cuda", "B200", (10, 0), 180 * GIB),) * 8)
 H200 = Hardware(64, 512 * GIB, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 * GIB),) * 8)
 
-# DeepSeek-V3's shape (arXiv 2412.19437, section 4.2), as its config.json states it, with plain weights.
+# DeepSeek-V3's shape (arXiv 2412.19437, section 4.2), as its config.json states it, with plain
+# weights.
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 129280,
     "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -55,7 +57,8 @@ BLACKWELL = PluginRecord(
 
 
 def serve(config: FrameConfig, hardware: Hardware, folder: Path) -> Resolved:
-    """What `config` resolves to where the checkpoint lies in `folder` and the Blackwell backend is installed."""
+    """What `config` resolves to where the checkpoint lies in `folder` and the Blackwell backend is
+    installed."""
     (folder / "config.json").write_text(json.dumps(DEEPSEEK))
     model = config.model.model_copy(update={"path": str(folder)})
     records = load_registry(installed=False).all_records()
@@ -65,7 +68,8 @@ def serve(config: FrameConfig, hardware: Hardware, folder: Path) -> Resolved:
 
 
 def presets() -> tuple[FrameConfig, FrameConfig, Path]:
-    """Both presets of deepseek.yaml: as it stands, and with the commented one in place of the first."""
+    """Both presets of deepseek.yaml: as it stands, and with the commented one in place of the
+    first."""
     path = EXAMPLES / "deepseek.yaml"
     return load_config(str(path), environ={}).config, second(path), path
 

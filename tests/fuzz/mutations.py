@@ -1,4 +1,5 @@
-"""Wrong input made from right input: values of other types, extremes, odd texts, bytes cut and flipped. Equal seeds give equal inputs."""
+"""Wrong input made from right input: values of other types, extremes, odd texts, bytes cut and
+flipped. Equal seeds give equal inputs."""
 
 # ruff: noqa: E501 - tables
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Right requests to start from, one or more for each route that takes a body. What is not named here starts from an empty object."""
+"""Right requests to start from, one or more for each route that takes a body. What is not named
+here starts from an empty object."""
 
 # ruff: noqa: E501 - tables
 from __future__ import annotations

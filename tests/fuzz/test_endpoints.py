@@ -1,4 +1,5 @@
-"""Random requests to every route: each is answered, none by a failure of the server, and none with what is the server's own."""
+"""Random requests to every route: each is answered, none by a failure of the server, and none with
+what is the server's own."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def method_of(rng: random.Random, path: str) -> str:
 
 
 async def attack(server: InProcess, seed: int, count: int, paths: Sequence[str] = PATHS, key: bytes = b"") -> dict[int, int]:
-    """Send `count` requests to such paths, some at once, most with the key where there is one. -> answers by status."""
+    """Send `count` requests to such paths, some at once, most with the key where there is one. ->
+    answers by status."""
     found: dict[int, int] = {}
     root = server.services.resolved.model_path
     secrets = [root.encode(), str(Path(root).parent).encode(), *filter(None, [key])]

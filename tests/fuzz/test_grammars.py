@@ -1,4 +1,5 @@
-"""Random and mutated grammars through the compilers' process and a loaded backend: each starts, or is refused with one sentence."""
+"""Random and mutated grammars through the compilers' process and a loaded backend: each starts, or
+is refused with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random messages and bytes to every method of the gRPC service, over real sockets: each call ends, none by a failure of the server."""
+"""Random messages and bytes to every method of the gRPC service, over real sockets: each call ends,
+none by a failure of the server."""
 
 from __future__ import annotations
 

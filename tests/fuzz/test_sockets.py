@@ -1,4 +1,5 @@
-"""Random and mutated MessagePack into each process's socket: it is logged and dropped, and the process serves on."""
+"""Random and mutated MessagePack into each process's socket: it is logged and dropped, and the
+process serves on."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ SEEDS = (
 
 
 def packets(seed: int, count: int) -> Iterator[bytes]:
-    """A third each: spoiled bytes, changed values, noise. Nothing that asks a process to stop or to pause."""
+    """A third each: spoiled bytes, changed values, noise. Nothing that asks a process to stop or to
+    pause."""
     rng = random.Random(seed)
     for _ in range(count):
         data = encode(rng.choice(SEEDS))

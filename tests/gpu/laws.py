@@ -1,4 +1,5 @@
-"""The conformance checks of every plugin of a family that says it runs on a GPU, and of which there are none. Knows no family."""
+"""The conformance checks of every plugin of a family that says it runs on a GPU, and of which there
+are none. Knows no family."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ NamedChecks = list[tuple[str, conformance.Check]]  # by plugin
 
 
 def laws_on(device: str, kind: str, family: str) -> tuple[NamedChecks, dict[str, str]]:
-    """`kind` names the records, `family` what `conformance` calls them -> checks, and why a plugin has none. Nothing without the device."""
+    """`kind` names the records, `family` what `conformance` calls them -> checks, and why a plugin
+    has none. Nothing without the device."""
     if device == "cuda" and not torch.cuda.is_available():
         return [], {}
     registry = load_registry(installed=False)

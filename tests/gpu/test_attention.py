@@ -1,4 +1,5 @@
-"""Every attention backend that says it runs on a GPU keeps the laws there, in every dtype that it states."""
+"""Every attention backend that says it runs on a GPU keeps the laws there, in every dtype that it
+states."""
 
 from __future__ import annotations
 

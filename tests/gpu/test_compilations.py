@@ -45,7 +45,8 @@ def make_loop(path: Path) -> LocalLoop:
 
 
 def requests(draw: random.Random, count: int, begin: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of all lengths, a part of them after a beginning that they share; drawn in every way."""
+    """Prompts of all lengths, a part of them after a beginning that they share; drawn in every
+    way."""
     prompts = [[draw.randrange(6, VOCAB) for _ in range(draw.choice(LENGTHS))] for _ in range(count)]
     prompts = [begin + prompt if draw.random() < 0.3 and len(prompt) < 2000 else prompt for prompt in prompts]
     params = [

@@ -1,4 +1,5 @@
-"""Both products of experts of many rows, rows and weights fetched by warps of their own, against float32: loads, sizes, strides, types."""
+"""Both products of experts of many rows, rows and weights fetched by warps of their own, against
+float32: loads, sizes, strides, types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole models in float32 on a GPU's kernels, captured and not: the greedy tokens of the CPU's plain PyTorch."""
+"""Whole models in float32 on a GPU's kernels, captured and not: the greedy tokens of the CPU's
+plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole models with fp8 weights and cache on a GPU, captured decodes included, near their plain twins."""
+"""Whole models with fp8 weights and cache on a GPU, captured decodes included, near their plain
+twins."""
 
 from __future__ import annotations
 

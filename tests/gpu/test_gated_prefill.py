@@ -1,4 +1,5 @@
-"""SiLU(gate) * up of many rows, fetched by a warp of its own, against float32: sizes of models, tiles that rows end in, strides, types."""
+"""SiLU(gate) * up of many rows, fetched by a warp of its own, against float32: sizes of models,
+tiles that rows end in, strides, types."""
 
 from __future__ import annotations
 

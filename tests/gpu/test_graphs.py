@@ -1,4 +1,5 @@
-"""Steps as CUDA graphs: the tokens of plain steps, for every backend that can be captured, with heads and with latents."""
+"""Steps as CUDA graphs: the tokens of plain steps, for every backend that can be captured, with
+heads and with latents."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ RECORDS = {record.name: record for record in load_registry(installed=False).reco
 
 
 def found() -> dict[tuple[str, str], str]:
-    """Backends that can be captured, by the models whose attention they have -> why not here, or nothing."""
+    """Backends that can be captured, by the models whose attention they have -> why not here, or
+    nothing."""
     if not torch.cuda.is_available():
         return {}
     reasons = {}
@@ -67,7 +69,8 @@ CAPTURABLE = [key for key, reason in FOUND.items() if not reason]
 
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Of the embedded model, which has latents, or of one with latents or heads of the widths that every library takes."""
+    """Of the embedded model, which has latents, or of one with latents or heads of the widths that
+    every library takes."""
     wide = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
     @functools.cache
@@ -115,7 +118,8 @@ def test_tokens_are_those_of_plain_steps(backend, model, most_tokens, chunk, dty
         outputs = plain.generate(PROMPTS, params), captured.generate(PROMPTS, params)
         same = sum(a[:length] == b[:length] for a, b in zip(*outputs, strict=True))
         print(f"{backend}, {model}, {dtype}, pieces of {most_tokens}, chunks of {chunk}: {same} of {ROWS} rows the same")
-        # in bf16 near ties may tip, more of them where prompts are computed by other kernels, and all that follows is another text
+        # in bf16 near ties may tip, more of them where prompts are computed by other kernels, and
+        # all that follows is another text
         assert same >= (ROWS - 2 if dtype == "float32" else ROWS * 2 // 3 if chunk > MOST else ROWS // 3)
     captured.scheduler.check_integrity()
 

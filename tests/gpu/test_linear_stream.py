@@ -1,4 +1,5 @@
-"""The products of few rows from boxes of weights against float64, over plans, types, shapes, strides and biases."""
+"""The products of few rows from boxes of weights against float64, over plans, types, shapes,
+strides and biases."""
 
 from __future__ import annotations
 

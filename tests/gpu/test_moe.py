@@ -1,4 +1,5 @@
-"""Routing and expert products, compiled; and every MoE runner that says it runs on a GPU keeps the laws there."""
+"""Routing and expert products, compiled; and every MoE runner that says it runs on a GPU keeps the
+laws there."""
 
 from __future__ import annotations
 

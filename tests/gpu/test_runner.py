@@ -1,4 +1,5 @@
-"""The runner on a GPU: one packed copy a step, steps in flight, and the tokens of the CPU, whatever the batches look like."""
+"""The runner on a GPU: one packed copy a step, steps in flight, and the tokens of the CPU, whatever
+the batches look like."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_tokens_are_those_of_the_cpu(on_cpu, overlap, chunk, tokens):
 
 
 def test_no_launch_waits_for_the_device():
-    """With a model that does not synchronise, neither builder nor sampler nor processors do, while steps are in flight."""
+    """With a model that does not synchronise, neither builder nor sampler nor processors do, while
+    steps are in flight."""
     model_config, device = fake_model_config(97, 256, (3,)), torch.device("cuda")
     limits = Limits(ROWS, 2048, 256, 16)
     context = BuildContext(device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)

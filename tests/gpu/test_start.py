@@ -1,4 +1,5 @@
-"""What a start and a measurement do on a GPU: weights read ahead arrive whole, and calls are timed as graphs where they can be."""
+"""What a start and a measurement do on a GPU: weights read ahead arrive whole, and calls are timed
+as graphs where they can be."""
 
 from __future__ import annotations
 

@@ -184,7 +184,8 @@ def test_unsupported_weights_have_no_product() -> None:
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each 128 outputs as if they were one checkpoint tensor: e4m3, and its scale for each output."""
+    """Each 128 outputs as if they were one checkpoint tensor: e4m3, and its scale for each
+    output."""
     scale = weight.unflatten(0, (-1, 128)).abs().amax((1, 2)).repeat_interleave(128) / 448
     return (weight / scale[:, None]).to(FP8), scale
 

@@ -1,4 +1,5 @@
-"""Programs over the real backends: the documented examples, equal results, scoring, prefix reuse, and what a failure leaves."""
+"""Programs over the real backends: the documented examples, equal results, scoring, prefix reuse,
+and what a failure leaves."""
 
 from __future__ import annotations
 

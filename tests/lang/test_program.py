@@ -1,4 +1,5 @@
-"""Programs over a fake backend: control flow against a direct implementation, branches, errors, traces, batches."""
+"""Programs over a fake backend: control flow against a direct implementation, branches, errors,
+traces, batches."""
 
 from __future__ import annotations
 

@@ -301,7 +301,8 @@ def test_dummy_weights_for_an_fp8_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_made_by_transformers(tmp_path: Path) -> None:
-    """transformers' fine-grained fp8 as far as it runs without a GPU: its layers, with our values."""
+    """transformers' fine-grained fp8 as far as it runs without a GPU: its layers, with our
+    values."""
     fine_grained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path / "plain", hidden_size=128, intermediate_size=256)
     model = load_reference(folder)
@@ -344,7 +345,8 @@ def test_conformance_of_stored_weights(dialect: str) -> None:
 
 def test_an_engine_with_fp8_weights_and_cache() -> None:
     prompts = ["copy: alpha beta gamma ->", "The quick brown fox " * 8]
-    # float32, since near ties of bfloat16 fall differently on some processors when the prefix is read from the cache
+    # float32, since near ties of bfloat16 fall differently on some processors when the prefix is
+    # read from the cache
     sizes = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 2048, "max_model_len": 512}
     keys = {**sizes, "quantization": "fp8", "kv_cache_dtype": "fp8"}
     with Engine(**keys) as engine:

@@ -35,7 +35,8 @@ def test_both_headers_and_several_keys() -> None:
 
 
 def test_a_key_is_looked_up_by_a_keyed_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one lookup, by a keyed digest that clients cannot compute, so timing reveals no key."""
+    """There is one lookup, by a keyed digest that clients cannot compute, so timing reveals no
+    key."""
     looked_up: list[bytes] = []
 
     class Spied(dict[bytes, str]):

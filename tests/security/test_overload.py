@@ -41,7 +41,8 @@ class Load:
 
 
 async def overload(url: str, rate: float, seconds: float) -> Load:
-    """Send `rate` requests a second, each on its own connection, without waiting for earlier ones."""
+    """Send `rate` requests a second, each on its own connection, without waiting for earlier
+    ones."""
     parts = urlsplit(url)
     body = json.dumps(
         {"input_ids": [5, 6, 7], "timeout": DEADLINE, "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}

@@ -1,4 +1,5 @@
-"""Chat templates run in a sandbox, clients cannot send one, and client input is only data in them."""
+"""Chat templates run in a sandbox, clients cannot send one, and client input is only data in
+them."""
 
 from __future__ import annotations
 

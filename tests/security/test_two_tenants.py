@@ -85,7 +85,8 @@ async def modest(url: str, seconds: float, streams: int = STREAMS) -> Service:
 
 @contextmanager
 def attacked(url: str) -> Iterator[list[str]]:
-    """Runs the hostile tenant in its own process meanwhile; its output is in the list at the end."""
+    """Runs the hostile tenant in its own process meanwhile; its output is in the list at the
+    end."""
     command = [sys.executable, str(Path(__file__).with_name("hostile.py")), url, HOSTILE, str(CONNECTIONS), "7"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     printed: list[str] = []

@@ -1,4 +1,5 @@
-"""The table of docs/security.md: each known vulnerability of other servers has a test that exists."""
+"""The table of docs/security.md: each known vulnerability of other servers has a test that
+exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every in-tree policy passes the conformance checks, and each check fails for a policy that breaks its law."""
+"""Every in-tree policy passes the conformance checks, and each check fails for a policy that breaks
+its law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fake runner notices what a wrong scheduler does; a check that cannot fail would prove nothing."""
+"""The fake runner notices what a wrong scheduler does; a check that cannot fail would prove
+nothing."""
 
 from __future__ import annotations
 

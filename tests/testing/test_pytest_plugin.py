@@ -1,4 +1,5 @@
-"""`pytest --frame-conformance=…`: what it collects, what it says of mistakes, and the verdict that it writes."""
+"""`pytest --frame-conformance=…`: what it collects, what it says of mistakes, and the verdict that
+it writes."""
 
 from __future__ import annotations
 

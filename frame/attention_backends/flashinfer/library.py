@@ -132,7 +132,8 @@ def _build(specs: Sequence[Any]) -> None:
 
 
 def _is_built(spec: Any) -> bool:
-    """Whether the module needs no compiler: prebuilt, or compiled in a build that ninja has logged."""
+    """Whether the module needs no compiler: prebuilt, or compiled in a build that ninja has
+    logged."""
     return bool(spec.is_aot) or (bool(spec.is_compiled) and (Path(spec.build_dir) / ".ninja_log").exists())
 
 

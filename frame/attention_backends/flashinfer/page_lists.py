@@ -68,8 +68,8 @@ class PageBuffers:
 def list_pages(batch: ForwardBatch, first: int, stop: int, buffers: PageBuffers | None = None) -> PageLists:
     """The page lists of rows `first` … `stop - 1`. Does not wait for the device.
 
-    With `buffers` (captured decodes) nothing is copied to the device: `PageBuffers.write_lists` is part
-    of the graph.
+    With `buffers` (captured decodes) nothing is copied to the device: `PageBuffers.write_lists` is
+    part of the graph.
     """
     host, page_size, device = batch.host, batch.kv.page_size, batch.token_ids.device
     lengths = host.seq_lens[first:stop].astype(np.int32)

@@ -26,7 +26,8 @@ MAX_SHORT_QUERIES = 80
 
 
 class MHAShape(NamedTuple):
-    """What a wrapper of multi-head attention depends on; layers of equal shape share one wrapper."""
+    """What a wrapper of multi-head attention depends on; layers of equal shape share one
+    wrapper."""
 
     heads: int
     kv_heads: int

@@ -154,7 +154,8 @@ class TorchNativeBackend(AttentionBackend):
         return self.attend(layer.spec, group, q, torch.cat((k_nope, k_rope), dim=-1), v)
 
     def attend(self, spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] -> [rows, query_len, heads, dv]."""
+        """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] ->
+        [rows, query_len, heads, dv]."""
         return attend(spec, group, q, k, v)
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
@@ -165,7 +166,8 @@ class TorchNativeBackend(AttentionBackend):
 
 
 def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] -> [rows, query_len, heads, dv]."""
+    """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] ->
+    [rows, query_len, heads, dv]."""
     q = q.view(group.rows, group.query_len, *q.shape[1:])
     k, v = (part.view(group.rows, group.key_len, *part.shape[1:]) for part in (k, v))
     plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's attention supports neither
@@ -278,7 +280,8 @@ def _read(cache: torch.Tensor, places: Index, scale: float, dtype: torch.dtype) 
 
 
 def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:
-    """The groups' results [rows, query_len, …] in the order of the step's tokens, without padding."""
+    """The groups' results [rows, query_len, …] in the order of the step's tokens, without
+    padding."""
     flat = [result.flatten(0, 1) for result in results]
     if len(groups) == 1 and groups[0].valid is None and flat[0].shape[0] == tokens:
         return flat[0]

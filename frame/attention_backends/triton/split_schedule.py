@@ -28,7 +28,8 @@ CLASSES = tl.constexpr(8)  # classes of pieces by length
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How the decodes of one layer shape are divided. A schedule depends on this and on the batch."""
+    """How the decodes of one layer shape are divided. A schedule depends on this and on the
+    batch."""
 
     capacity: int  # most rows of a step; fixes the layout of the schedule tensor
     heads: int  # query heads

@@ -340,7 +340,7 @@ def _name_of(path: str) -> str:
     return EMBEDDED if path == EMBEDDED else find_model(path).name
 
 
-# the task and the pooling --------------------------------------------------------------------------------------------
+# the task and the pooling -------------------------------------------------------------------------
 
 
 def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:

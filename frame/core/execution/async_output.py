@@ -1,4 +1,5 @@
-"""A launched step's tokens on their way to the host: at once on the CPU, by event and pinned memory on CUDA.
+"""A launched step's tokens on their way to the host: at once on the CPU, by event and pinned memory
+on CUDA.
 
 Knows the sampler's result and `StepResult`, nothing of how either came about.
 """
@@ -105,7 +106,8 @@ class DoneStep:
 
 
 class CudaStep:
-    """A step on a stream: copies to pinned memory are queued behind it, `wait` blocks on the event after them."""
+    """A step on a stream: copies to pinned memory are queued behind it, `wait` blocks on the event
+    after them."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -130,7 +132,8 @@ def fetch(output: Output) -> PendingStep:
 
 
 def _spread(values: np.ndarray, plan: SamplingPlan) -> np.ndarray:
-    """Values of the rows that want log-probabilities -> one a sampling row; the others get 0 and are not read."""
+    """Values of the rows that want log-probabilities -> one a sampling row; the others get 0 and
+    are not read."""
     rows = plan.logprob_rows
     if rows is None or len(rows) == plan.num_rows:
         return values.astype(np.int32) if values.dtype == np.int64 else values

@@ -1,6 +1,8 @@
-"""Groups of ranks that add, gather and broadcast tensors: a group of one, and one over gloo (CPU) or NCCL (CUDA).
+"""Groups of ranks that add, gather and broadcast tensors: a group of one, and one over gloo (CPU)
+or NCCL (CUDA).
 
-Tensors only: nothing is pickled. Groups are values; torch's default group stays untouched, so two engines can live in one process.
+Tensors only: nothing is pickled. Groups are values; torch's default group stays untouched, so two
+engines can live in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class LocalGroup:
 
 
 class TorchGroup:
-    """Ranks of one host over one torch process group. Calls must come in the same order on every rank.
+    """Ranks of one host over one torch process group. Calls must come in the same order on every
+    rank.
 
     A rank that does not answer within the timeout makes the others raise RuntimeError.
     """
@@ -70,7 +73,8 @@ class TorchGroup:
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: float = 300.0) -> LocalGroup | TorchGroup:
-    """Join the group whose ranks meet in `folder` (private to this start, on one host). `timeout` in seconds, for joining and each call.
+    """Join the group whose ranks meet in `folder` (private to this start, on one host). `timeout`
+    in seconds, for joining and each call.
 
     Gloo listens on the loopback device only. Raises RuntimeError when the other ranks do not come.
     """

@@ -1,6 +1,8 @@
-"""`Parts`: the chosen plugin classes, loaded; and what is built from them: the build context, logits processors, the runner of a rank.
+"""`Parts`: the chosen plugin classes, loaded; and what is built from them: the build context,
+logits processors, the runner of a rank.
 
-Used by `processes.build_engine`, which loads the classes. Must not know a plugin by name or the registry.
+Used by `processes.build_engine`, which loads the classes. Must not know a plugin by name or the
+registry.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def limits_of(resolved: Resolved) -> Limits:
 
 
 def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
-    """The context of one rank, with its backend, quantization method, MoE runner and dispatcher built."""
+    """The context of one rank, with its backend, quantization method, MoE runner and dispatcher
+    built."""
     base = BuildContext(
         device=device,
         dtype=DTYPES[resolved.dtype],
@@ -112,7 +115,8 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
 
 
 def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
-    """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError for memory that does not fit."""
+    """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError
+    for memory that does not fit."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
@@ -160,7 +164,8 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
 
 
 def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:
-    """Capture the graphs that were resolved. The start fails without piecewise graphs only if the user set their size."""
+    """Capture the graphs that were resolved. The start fails without piecewise graphs only if the
+    user set their size."""
     clock = time.perf_counter()
     if resolved.cuda_graph_max_bs:
         runner.capture_decode_graphs(resolved.cuda_graph_max_bs)

@@ -1,8 +1,10 @@
-"""Decode steps as CUDA graphs: forward pass, head and plain sampling of a fixed number of rows, captured once and replayed each step.
+"""Decode steps as CUDA graphs: forward pass, head and plain sampling of a fixed number of rows,
+captured once and replayed each step.
 
-A graph serves every batch of decodes up to its size; the rows that are left over belong to the padding slot and write to page 0. A short
-prompt is a few decodes more, whose tokens are known and whose successors, but for the last one's, nobody wants.
-What changes from step to step lies in `InputBuffers`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
+A graph serves every batch of decodes up to its size; the rows that are left over belong to the
+padding slot and write to page 0. A short prompt is a few decodes more, whose tokens are known and
+whose successors, but for the last one's, nobody wants. What changes from step to step lies in
+`InputBuffers`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
 computed anew. Knows no request and no plugin.
 """
 
@@ -28,7 +30,8 @@ _ALIGNMENT = 16
 
 
 class DecodeOutputs(NamedTuple):
-    """What a captured step leaves behind, good until the next replay. Each has one row a row of the batch."""
+    """What a captured step leaves behind, good until the next replay. Each has one row a row of the
+    batch."""
 
     token_ids: torch.Tensor  # int64 [rows]
     best: torch.Tensor  # float32 [rows]; the greatest logit
@@ -39,9 +42,11 @@ class Captured(Protocol):
     def replay(self) -> None: ...
 
 
-# (batch, the draw's parameters by name, where in the last-token table each row's token is written, int64 [rows]) -> outputs
+# (batch, the draw's parameters by name, where in the last-token table each row's token is written,
+# int64 [rows]) -> outputs
 Body = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
-# (what the body left behind, parameters and places as above) -> the same with other tokens, also in the last-token table
+# (what the body left behind, parameters and places as above) -> the same with other tokens, also in
+# the last-token table
 Redraw = Callable[[DecodeOutputs, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
 
 _DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "uniform": np.float64(0.5)}  # values in rows that nobody uses
@@ -49,7 +54,8 @@ _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes that are captured, for batches of up to `most` rows: close together where a step's time depends on them."""
+    """The batch sizes that are captured, for batches of up to `most` rows: close together where a
+    step's time depends on them."""
     steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
     steps += range(640, most, 128)
     return (*(size for size in steps if size < most), most)
@@ -57,7 +63,8 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, garbage waits: what an earlier engine of this process left gives memory and graphs back by calls that break a capture."""
+    """Inside, garbage waits: what an earlier engine of this process left gives memory and graphs
+    back by calls that break a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -69,8 +76,8 @@ def uncollected() -> Iterator[None]:
 
 
 class InputBuffers:
-    """The arrays of a decode step, by row, in one pinned layout that one copy moves to the device. Buffers are used in turn, so that a
-    copy in flight is not overwritten."""
+    """The arrays of a decode step, by row, in one pinned layout that one copy moves to the device.
+    Buffers are used in turn, so that a copy in flight is not overwritten."""
 
     def __init__(self, most: int, device: torch.device, padding: Mapping[str, np.generic]) -> None:
         """`padding`: the value of each array in a row that nobody uses; its type is the array's."""
@@ -95,7 +102,8 @@ class InputBuffers:
         self._target.copy_(self._pinned[0])
 
     def write(self, arrays: Mapping[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-        """Bring a step's arrays (all of one length) to the device, padded to `size` rows. -> the padded arrays, until the next but one."""
+        """Bring a step's arrays (all of one length) to the device, padded to `size` rows. -> the
+        padded arrays, until the next but one."""
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         if self._copied:
             self._copied[self._turn].synchronize()
@@ -112,7 +120,8 @@ class InputBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A captured step and the batch that it reads; `filtered` draws other tokens from its logits."""
+    """A captured step and the batch that it reads; `filtered` draws other tokens from its
+    logits."""
 
     batch: ForwardBatch
     outputs: DecodeOutputs
@@ -121,7 +130,8 @@ class _Size:
 
 
 class DecodeGraphs:
-    """The captured steps of one runner. `capture` once, then `replay`, both on the runner's stream and in inference mode."""
+    """The captured steps of one runner. `capture` once, then `replay`, both on the runner's stream
+    and in inference mode."""
 
     def __init__(
         self,
@@ -171,8 +181,10 @@ class DecodeGraphs:
                 self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
     def replay(self, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
-        """Run at most `most` rows of one token each, whose pages and ids are in the table. -> of the rows that are sampled. `draws`:
-        temperature and uniform number of each of these, and all filters if one has any; empty where only the logits are wanted."""
+        """Run at most `most` rows of one token each, whose pages and ids are in the table. -> of
+        the rows that are sampled. `draws`:
+        temperature and uniform number of each of these, and all filters if one has any; empty where
+        only the logits are wanted."""
         rows = len(tokens.slots)
         step = self._steps[self._smallest[rows]]
         size = step.batch.num_rows

@@ -1,6 +1,8 @@
-"""The host's memory: how much this process may use, and what the C library does with memory that a step gave back.
+"""The host's memory: how much this process may use, and what the C library does with memory that a
+step gave back.
 
-The capacity of the KV cache on the CPU and the probe of the machine use it. Knows no tensor, and imports no torch.
+The capacity of the KV cache on the CPU and the probe of the machine use it. Knows no tensor, and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _LARGEST_KEPT = 32 << 20  # glibc takes no more
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed, for the next step, up to `_KEPT_BYTES`.
 
-    Otherwise it returns the larger activations to the system after each use, and each page of them is mapped and zeroed anew: a third
-    of the time of a prompt. Without glibc nothing happens.
+    Otherwise it returns the larger activations to the system after each use, and each page of them
+    is mapped and zeroed anew: a third of the time of a prompt. Without glibc nothing happens.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -37,7 +39,8 @@ def keep_freed_memory() -> None:
 
 
 def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or less where a control group (v1 or v2) of this process sets a limit."""
+    """(total, available) bytes: the machine's, or less where a control group (v1 or v2) of this
+    process sets a limit."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     for group, (limit, usage, reclaimable) in _memory_groups(cgroups, membership):
@@ -49,8 +52,8 @@ def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP
 
 
 def _memory_groups(cgroups: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups that limit this process's memory, the inmost first, with the names of their files. In a container the root is its
-    own group, whatever path the kernel names."""
+    """The control groups that limit this process's memory, the inmost first, with the names of
+    their files. In a container the root is its own group, whatever path the kernel names."""
     for line in _read(membership).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

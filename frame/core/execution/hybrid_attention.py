@@ -1,7 +1,7 @@
 """`HybridAttention`: one attention backend for prompts, another for decodes, over one KV cache.
 
-A backend that compiles its kernels for minutes does so in a thread; the other one serves all rows meanwhile. Used by `model_parts` and the
-model runner. Knows both backends by their interface alone.
+A backend that compiles its kernels for minutes does so in a thread; the other one serves all rows
+meanwhile. Used by `model_parts` and the model runner. Knows both backends by their interface alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class SplitPart:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A step's decodes and its extends; None where there are none. One backend for all rows has them in `whole`."""
+    """A step's decodes and its extends; None where there are none. One backend for all rows has
+    them in `whole`."""
 
     decodes: SplitPart | None = None
     extends: SplitPart | None = None
@@ -49,8 +50,9 @@ class SplitPlan:
 
 
 class BackgroundPreparation:
-    """Runs `AttentionBackend.prepare` in a thread of low priority, and logs its progress. What has to be compiled waits for
-    `allow_compilation`: at the start, other kernels are compiled, which the server needs first."""
+    """Runs `AttentionBackend.prepare` in a thread of low priority, and logs its progress. What has
+    to be compiled waits for `allow_compilation`: at the start, other kernels are compiled, which
+    the server needs first."""
 
     def __init__(self, name: str, prepare: Callable[[Callable[[str], None]], None]) -> None:
         """`name` is the backend's class, for the log."""
@@ -105,7 +107,8 @@ class BackgroundPreparation:
 
 
 class HybridAttention(AttentionBackend):
-    """Both backends have one KV layout, and both store K and V or neither does: `resolve` ensures it. `plan` is a `SplitPlan`."""
+    """Both backends have one KV layout, and both store K and V or neither does: `resolve` ensures
+    it. `plan` is a `SplitPlan`."""
 
     def __init__(self, extends: AttentionBackend, decodes: AttentionBackend) -> None:
         super().__init__(decodes.context)
@@ -115,7 +118,7 @@ class HybridAttention(AttentionBackend):
         self._stand_in: AttentionBackend | None = None  # computes all rows while the other backend prepares
         self._preparation: BackgroundPreparation | None = None
 
-    # kernels that are compiled at the start -----------------------------------------------------------------------------
+    # kernels that are compiled at the start -------------------------------------------------------
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
         """Prepare both backends, in the background the one that the other can stand in for."""
@@ -134,7 +137,8 @@ class HybridAttention(AttentionBackend):
         return self._preparation
 
     def switch(self, is_ready: bool) -> bool:
-        """The preparation has ended, on all ranks if `is_ready`: use the backend from the next step on, or never.
+        """The preparation has ended, on all ranks if `is_ready`: use the backend from the next step
+        on, or never.
         -> whether plans that were captured before are another backend's."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None and preparation.error is not None:
@@ -146,7 +150,7 @@ class HybridAttention(AttentionBackend):
         self._stand_in = None
         return was_decoding
 
-    # steps ----------------------------------------------------------------------------------------------------------------
+    # steps ----------------------------------------------------------------------------------------
 
     def plan(self, batch: ForwardBatch) -> SplitPlan:
         if self._stand_in is not None:

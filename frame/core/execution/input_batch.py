@@ -1,7 +1,9 @@
-"""`InputBatch`: turns each `ScheduledBatch` into all that the forward pass, a graph and the sampler read.
+"""`InputBatch`: turns each `ScheduledBatch` into all that the forward pass, a graph and the sampler
+read.
 
-Used by the model runners and the CUDA graphs. It keeps what outlives a step: the page table, last tokens, sampling parameters and the
-slots of the logits processors. A step's host arrays move to the device in one copy. Must not know a request, a model or the scheduler.
+Used by the model runners and the CUDA graphs. It keeps what outlives a step: the page table, last
+tokens, sampling parameters and the slots of the logits processors. A step's host arrays move to the
+device in one copy. Must not know a request, a model or the scheduler.
 """
 
 from __future__ import annotations
@@ -40,15 +42,18 @@ _NUM_BUFFERS = 2
 
 
 class Staging(Protocol):
-    """`move` is called once a step, on the step's stream; the tensors are valid until the copy of the next `move` runs."""
+    """`move` is called once a step, on the step's stream; the tensors are valid until the copy of
+    the next `move` runs."""
 
     def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The arrays (C-contiguous, any dtype that torch has) as tensors on the device, under the same names."""
+        """The arrays (C-contiguous, any dtype that torch has) as tensors on the device, under the
+        same names."""
         ...
 
 
 def make_staging(device: torch.device, num_bytes: int) -> Staging:
-    """The staging of a device; `num_bytes` is the expected maximum of one step. The buffers grow where it is too small."""
+    """The staging of a device; `num_bytes` is the expected maximum of one step. The buffers grow
+    where it is too small."""
     return SharedMemory() if device.type == "cpu" else PinnedCopies(device, num_bytes)
 
 
@@ -61,7 +66,8 @@ class SharedMemory:
 
 
 class PinnedCopies:
-    """CUDA's staging: packs the arrays into pinned memory and makes one asynchronous copy to a device buffer of fixed address.
+    """CUDA's staging: packs the arrays into pinned memory and makes one asynchronous copy to a
+    device buffer of fixed address.
 
     Two pinned buffers take turns, so that a copy in flight is never overwritten.
     """
@@ -119,7 +125,8 @@ class TokenPlacement(Protocol):
         ...
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Copies `TOKEN_ARRAYS` to their addresses. -> tensors of the same names and lengths on the device."""
+        """Copies `TOKEN_ARRAYS` to their addresses. -> tensors of the same names and lengths on the
+        device."""
         ...
 
     def extensions(self, tokens: int) -> dict[type, Any]:
@@ -129,7 +136,8 @@ class TokenPlacement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """A step's tokens as rows of one token each, the sampled ones first, for a decode graph. All int64 [tokens]."""
+    """A step's tokens as rows of one token each, the sampled ones first, for a decode graph. All
+    int64 [tokens]."""
 
     slots: np.ndarray
     positions: np.ndarray
@@ -141,14 +149,16 @@ class TokenRows:
 
 @dataclass(slots=True)
 class StepPlans:
-    """The host's plans of one step; the values of their arrays travel to the device as extra inputs."""
+    """The host's plans of one step; the values of their arrays travel to the device as extra
+    inputs."""
 
     sampling: SamplingPlan
     processing: ProcessorPlan | None  # None: no row uses a logits processor
     prompts: PromptPlan | None  # None: no row needs prompt log-probabilities
 
     def extra_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the sampler, the logits processors and the prompt log-probabilities read on the device, by name."""
+        """The arrays that the sampler, the logits processors and the prompt log-probabilities read
+        on the device, by name."""
         arrays = self.sampling.arrays
         if self.processing is not None:
             arrays = {**arrays, **self.processing.arrays}
@@ -161,9 +171,10 @@ class StepPlans:
 class ForwardInputs:
     """A step that runs the model's forward pass.
 
-    tensors: the extra inputs by name, and "sampling_slots", int64 [sampling rows].
-    logits_indices: int64 [n], the tokens whose hidden states are used; None: all that the forward returns, in order.
-    is_placed: whether the token arrays are at the addresses of the `TokenPlacement`, so that its graphs run the step.
+    tensors: the extra inputs by name, and "sampling_slots", int64 [sampling rows]. logits_indices:
+    int64 [n], the tokens whose hidden states are used; None: all that the forward returns, in
+    order. is_placed: whether the token arrays are at the addresses of the `TokenPlacement`, so that
+    its graphs run the step.
     """
 
     plans: StepPlans
@@ -177,8 +188,9 @@ class ForwardInputs:
 class ReplayInputs:
     """A step that a decode graph replays.
 
-    tensors: as in `ForwardInputs`; empty where the graph draws the tokens.
-    draws: parameters of the draw inside of the graph, one entry a sampling row; empty: the sampler draws from the graph's logits.
+    tensors: as in `ForwardInputs`; empty where the graph draws the tokens. draws: parameters of the
+    draw inside of the graph, one entry a sampling row; empty: the sampler draws from the graph's
+    logits.
     """
 
     plans: StepPlans
@@ -191,14 +203,16 @@ StepInputs = ForwardInputs | ReplayInputs
 
 
 class InputBatch:
-    """The inputs of one runner. `prepare` once a step, in launch order, on the runner's stream and in inference mode.
+    """The inputs of one runner. `prepare` once a step, in launch order, on the runner's stream and
+    in inference mode.
 
     max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
     """
 
     def __init__(self, context: BuildContext, kv: KVCache, processors: Processors, *, selects_tokens: bool = False) -> None:
-        """`selects_tokens`: the model returns the hidden states of `SelectedTokens` alone. Raises ValueError without a backend."""
+        """`selects_tokens`: the model returns the hidden states of `SelectedTokens` alone. Raises
+        ValueError without a backend."""
         if context.attention is None:
             raise ValueError("an input batch needs a context with an attention backend")
         limits = context.limits
@@ -235,10 +249,12 @@ class InputBatch:
         *,
         selects_tokens: bool = False,
     ) -> tuple[ForwardBatch, dict[str, torch.Tensor]]:
-        """The batch on the device with the backend's plan, and the `extra_inputs` as tensors of the same names.
+        """The batch on the device with the backend's plan, and the `extra_inputs` as tensors of the
+        same names.
 
-        The names of `extra_inputs` must differ from the batch's fields. `placement` gives the token arrays their addresses.
-        `selects_tokens` adds the extension `SelectedTokens` of the tokens that need logits.
+        The names of `extra_inputs` must differ from the batch's fields. `placement` gives the token
+        arrays their addresses. `selects_tokens` adds the extension `SelectedTokens` of the tokens
+        that need logits.
         """
         table = self.table
         if len(batch.new_pages):
@@ -270,12 +286,13 @@ class InputBatch:
         return replace(forward, plan=self.backend.plan(forward)), tensors
 
     def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
-        """A deferred grammar mask, int32 [sampling rows, ceil(vocab / 32)], as the tensors that the sampler reads."""
+        """A deferred grammar mask, int32 [sampling rows, ceil(vocab / 32)], as the tensors that the
+        sampler reads."""
         return self._mask_staging.move(grammar_arrays(mask))
 
     def _fits_decode_graph(self, batch: ScheduledBatch, layout: BatchLayout) -> bool:
-        """Whether a decode graph may run the step, with each prompt token as a row of its own: the prompt tokens are few, and either
-        read few keys or read those that they share once."""
+        """Whether a decode graph may run the step, with each prompt token as a row of its own: the
+        prompt tokens are few, and either read few keys or read those that they share once."""
         given = len(batch.token_ids)
         if layout.num_tokens > self.max_graph_rows or given > MAX_SINGLE_TOKEN_ROWS:
             return False
@@ -302,7 +319,8 @@ class InputBatch:
         return ForwardInputs(plans, tensors, forward, indices, placement is not None)
 
     def _stage(self, batch: ScheduledBatch, extra_inputs: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Writes the batch's pages and prompt tokens into the table. -> the `extra_inputs` as tensors."""
+        """Writes the batch's pages and prompt tokens into the table. -> the `extra_inputs` as
+        tensors."""
         given = len(batch.token_ids)
         if given:
             extra_inputs = {**extra_inputs, "given_tokens": batch.token_ids.astype(np.int64)}
@@ -344,8 +362,8 @@ class InputBatch:
         return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - layout.query_starts[:-1], lens)
 
     def _kv_slots(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where the K and V of each token go, int64 [tokens], given its request slot and position. Tokens of rows with `cached` go to
-        page 0, which is reserved."""
+        """Where the K and V of each token go, int64 [tokens], given its request slot and position.
+        Tokens of rows with `cached` go to page 0, which is reserved."""
         size = self.table.page_size
         if size == 1:
             kv_slots: np.ndarray = self.table.host_pages[slots, positions].astype(np.int64)
@@ -360,7 +378,8 @@ class InputBatch:
         return kv_slots
 
     def _move(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Moves arrays and new pages to the device in one copy, and writes the pages into the device's table."""
+        """Moves arrays and new pages to the device in one copy, and writes the pages into the
+        device's table."""
         if not len(batch.new_pages) or self.table.is_shared:
             return self._staging.move(arrays)
         writes = self.table.flat_writes(batch.new_pages)
@@ -369,7 +388,8 @@ class InputBatch:
         return tensors
 
     def _batch_arrays(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
-        """The fields of `ForwardBatch` that change each step, except the ids of decodes, which only the device has."""
+        """The fields of `ForwardBatch` that change each step, except the ids of decodes, which only
+        the device has."""
         slots = batch.slots.astype(np.int64)
         token_ids = np.empty(layout.num_tokens, np.int64)
         token_ids[batch.num_decodes :] = batch.token_ids

@@ -1,7 +1,8 @@
 """`TorchModelRunner`: runs scheduled batches on one rank's device.
 
-A step prepares its inputs, replays CUDA graphs or runs the forward pass, samples, and copies its results to the host asynchronously.
-`components.build_runner` makes one. Must not know a request, the scheduler or a plugin by name: slots, tokens and pages only.
+A step prepares its inputs, replays CUDA graphs or runs the forward pass, samples, and copies its
+results to the host asynchronously. `components.build_runner` makes one. Must not know a request,
+the scheduler or a plugin by name: slots, tokens and pages only.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class TorchModelRunner(ModelRunner):
-    """One rank's runner. Steps run in launch order on one stream; tensors that steps share live at fixed addresses."""
+    """One rank's runner. Steps run in launch order on one stream; tensors that steps share live at
+    fixed addresses."""
 
     def __init__(
         self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
@@ -66,7 +68,8 @@ class TorchModelRunner(ModelRunner):
             self._stream.wait_stream(torch.cuda.current_stream(context.device))
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the device is gone."""
+        """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the
+        device is gone."""
         try:
             with torch.inference_mode():
                 self._enter_stream()
@@ -75,8 +78,9 @@ class TorchModelRunner(ModelRunner):
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
 
     def warm_up(self) -> None:
-        """Run steps that nobody asked for, over the reserved page: what compiles or initialises itself does so now, and not while requests
-        wait. On a CPU, where little is compiled, these are decodes alone."""
+        """Run steps that nobody asked for, over the reserved page: what compiles or initialises
+        itself does so now, and not while requests wait. On a CPU, where little is compiled, these
+        are decodes alone."""
         for batch in idle_decodes(self.inputs.table.padding_slot):
             self.launch(batch).wait()
         if self._stream is None:
@@ -98,7 +102,8 @@ class TorchModelRunner(ModelRunner):
         return preparation is not None and preparation.is_done
 
     def switch_backend(self) -> None:
-        """See `ModelRunner.switch_backend`. Warm-up steps run with the new backend, and its decode graphs replace the captured ones."""
+        """See `ModelRunner.switch_backend`. Warm-up steps run with the new backend, and its decode
+        graphs replace the captured ones."""
         began = time.perf_counter()
         with torch.inference_mode():
             self._enter_stream()
@@ -112,7 +117,8 @@ class TorchModelRunner(ModelRunner):
         _log.info("attention backends switched in %.1f s", time.perf_counter() - began)
 
     def settle_backend(self) -> None:
-        """At the start: use the backend that prepares in the background at once, if nothing has to be compiled on any rank."""
+        """At the start: use the backend that prepares in the background at once, if nothing has to
+        be compiled on any rank."""
         preparation = self._preparation
         if preparation is None:
             return
@@ -134,16 +140,18 @@ class TorchModelRunner(ModelRunner):
         return attention.switch(is_true_on_all_ranks(attention.preparation.error is None, self._tp, self.context.device))
 
     def capture_decode_graphs(self, max_rows: int) -> None:
-        """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them. Raises ConfigurationError where the
-        model or a backend cannot be captured, or the memory does not suffice."""
+        """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.
+        Raises ConfigurationError where the model or a backend cannot be captured, or the memory
+        does not suffice."""
         redraw = self._redraw if self.sampler.use_triton else None
         graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, graph_sizes(max_rows), self.context.device, redraw)
         self._capture(graphs, "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0")
         self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
 
     def capture_piecewise_graphs(self, max_tokens: int) -> None:
-        """Capture CUDA graphs of the computations between the attention of steps of up to `max_tokens` tokens; later steps that no decode
-        graph runs replay them. Raises ConfigurationError as `capture_decode_graphs` does."""
+        """Capture CUDA graphs of the computations between the attention of steps of up to
+        `max_tokens` tokens; later steps that no decode graph runs replay them. Raises
+        ConfigurationError as `capture_decode_graphs` does."""
         graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.device)
         self._capture(graphs, "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0")
         self.piecewise_graphs = self.inputs.placement = graphs
@@ -162,12 +170,14 @@ class TorchModelRunner(ModelRunner):
             self._stream.synchronize()
 
     def _enter_stream(self) -> None:
-        """Put what this thread asks of the device on the runner's stream from now on: to come and go would cost 50 µs a step."""
+        """Put what this thread asks of the device on the runner's stream from now on: to come and
+        go would cost 50 µs a step."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
-        """Prepare the inputs, replay a decode graph or run the forward pass, sample, and start the copy of the results to the host."""
+        """Prepare the inputs, replay a decode graph or run the forward pass, sample, and start the
+        copy of the results to the host."""
         inputs = self.inputs.prepare(batch)
         prompts = None
         if isinstance(inputs, ReplayInputs):
@@ -187,8 +197,9 @@ class TorchModelRunner(ModelRunner):
         return self.decode_graphs.replay(inputs.rows, inputs.draws)
 
     def _forward_logits(self, inputs: ForwardInputs) -> tuple[torch.Tensor | None, PromptScores | None]:
-        """Run the model, through piecewise graphs where the inputs are placed for them. -> logits [sampling rows, vocab] (None: no row
-        samples) and the scores of prompt tokens (None: no row needs them)."""
+        """Run the model, through piecewise graphs where the inputs are placed for them. -> logits
+        [sampling rows, vocab] (None: no row samples) and the scores of prompt tokens (None: no row
+        needs them)."""
         plans, placed = inputs.plans, self.piecewise_graphs if inputs.is_placed else None
         hidden = self.forward(inputs.batch) if placed is None else placed.run(inputs.batch)
         if inputs.logits_indices is not None:
@@ -232,7 +243,8 @@ class TorchModelRunner(ModelRunner):
         return fetch(StepOutput(step, self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling, prompts))
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
-        """Draw and remember the tokens. `tensors` hold the plans' arrays, and the slots of the sampling rows."""
+        """Draw and remember the tokens. `tensors` hold the plans' arrays, and the slots of the
+        sampling rows."""
         slots = tensors["sampling_slots"]
         if logits is None:
             nothing = slots.new_empty(0)

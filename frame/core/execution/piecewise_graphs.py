@@ -1,9 +1,11 @@
-"""Steps with prompts as CUDA graphs in pieces: what a model does between two layers' attention is captured for a fixed number of tokens,
-and attention runs between the pieces, over the step's own tokens with its own plan.
+"""Steps with prompts as CUDA graphs in pieces: what a model does between two layers' attention is
+captured for a fixed number of tokens, and attention runs between the pieces, over the step's own
+tokens with its own plan.
 
-So a layer costs the host one replay and one call of the attention backend. A size serves every step of up to so many tokens; the tokens
-left over write to page 0. A model may be captured so if outside of attention it reads of the batch only what each token has: id,
-position, place in the cache. On a CPU, where there are no graphs, the pieces are computed anew. Knows no request and no plugin.
+So a layer costs the host one replay and one call of the attention backend. A size serves every step
+of up to so many tokens; the tokens left over write to page 0. A model may be captured so if outside
+of attention it reads of the batch only what each token has: id, position, place in the cache. On a
+CPU, where there are no graphs, the pieces are computed anew. Knows no request and no plugin.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Meet = Callable[..., torch.Tensor]
 
 
 def piece_sizes(most: int) -> tuple[int, ...]:
-    """The numbers of tokens that are captured: close together where products are bound by arithmetic and padding costs time."""
+    """The numbers of tokens that are captured: close together where products are bound by
+    arithmetic and padding costs time."""
     steps = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
     while steps[-1] < most:
         steps += [steps[-1] * part // 4 for part in range(5, 9)]
@@ -46,7 +49,8 @@ def piece_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """A layer's attention: the backend's method, the layer, its operands where the piece ahead leaves them, and where the result goes."""
+    """A layer's attention: the backend's method, the layer, its operands where the piece ahead
+    leaves them, and where the result goes."""
 
     call: Callable[..., torch.Tensor]
     layer: AttentionSpec | LatentProjections
@@ -54,7 +58,8 @@ class _Attention:
     out: torch.Tensor
 
     def run(self, batch: ForwardBatch, tokens: int) -> None:
-        """Over the first `tokens` tokens; the result of the others stays what it was, which is finite."""
+        """Over the first `tokens` tokens; the result of the others stays what it was, which is
+        finite."""
         result = self.call(self.layer, *(operand[:tokens] for operand in self.operands), batch)
         if result.data_ptr() != self.out.data_ptr():
             self.out[:tokens] = result
@@ -62,7 +67,8 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A captured pass over so many tokens: pieces, the attention behind each but the last, hidden states."""
+    """A captured pass over so many tokens: pieces, the attention behind each but the last, hidden
+    states."""
 
     graphs: list[torch.cuda.CUDAGraph]
     attention: list[_Attention]
@@ -77,8 +83,8 @@ class _Pieces:
 
 
 class PiecewiseGraphs:
-    """The captured passes of one runner. `capture` once; then, step by step, `place` what tokens have and `run`; all on the runner's
-    stream and in inference mode."""
+    """The captured passes of one runner. `capture` once; then, step by step, `place` what tokens
+    have and `run`; all on the runner's stream and in inference mode."""
 
     def __init__(
         self,
@@ -120,19 +126,22 @@ class PiecewiseGraphs:
         )  # fmt: skip
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Bring ids, positions and cache places of a step of at most `most` tokens to where the pieces read them. All int64 [tokens]."""
+        """Bring ids, positions and cache places of a step of at most `most` tokens to where the
+        pieces read them. All int64 [tokens]."""
         tokens = len(arrays["token_ids"])
         self._buffers.write(arrays, self._sizes[self._smallest[tokens]])
         return {name: self._buffers.tensors[name][:tokens] for name in arrays}
 
     def extensions(self, tokens: int) -> dict[type, Any]:
-        """Where attention leaves its results, if it can, and they are of one shape in all layers."""
+        """Where attention leaves its results, if it can, and they are of one shape in all
+        layers."""
         if len(self._outs) != 1:
             return {}
         return {AttentionOutput: AttentionOutput(next(iter(self._outs.values()))[:tokens])}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The hidden states of a batch whose tokens were placed; good until the next replay of any graph."""
+        """The hidden states of a batch whose tokens were placed; good until the next replay of any
+        graph."""
         tokens = batch.num_tokens
         index = self._smallest[tokens]
         if self._pieces:
@@ -171,7 +180,8 @@ class PiecewiseGraphs:
         return _Pieces(graphs, attention, _borrowed(hidden))
 
     def _out(self, layer: AttentionSpec | LatentProjections, q: torch.Tensor) -> torch.Tensor:
-        """Where the result of a layer's attention goes: one place for all layers and sizes, since each is read before the next."""
+        """Where the result of a layer's attention goes: one place for all layers and sizes, since
+        each is read before the next."""
         spec = layer if isinstance(layer, AttentionSpec) else layer.spec
         key = spec.num_heads, spec.v_head_dim, q.dtype
         if key not in self._outs:
@@ -179,7 +189,8 @@ class PiecewiseGraphs:
         return self._outs[key][: len(q)]
 
     def _batch(self, size: int) -> ForwardBatch:
-        """The batch that the pieces of a size read; with a plan it is one of prompts that nobody asked for, over the reserved page."""
+        """The batch that the pieces of a size read; with a plan it is one of prompts that nobody
+        asked for, over the reserved page."""
         table, inputs = self._input_batch.table, self._buffers.tensors
         longest = (table.max_pages - 1) * table.page_size
         lens = np.full(-(-size // longest), longest, np.int32)
@@ -205,7 +216,8 @@ class PiecewiseGraphs:
 
 @contextmanager
 def _met(backend: AttentionBackend, meet: Meet) -> Iterator[None]:
-    """Inside, what layers ask of their backend is asked of `meet`, which gets the backend's own method first."""
+    """Inside, what layers ask of their backend is asked of `meet`, which gets the backend's own
+    method first."""
     for name in _CALLS:
         setattr(backend, name, partial(meet, getattr(backend, name)))
     try:
@@ -230,7 +242,8 @@ class _Place:
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which its owner may give back: the pool hands it out again to whatever a graph does later, not while it is read."""
+    """The same memory, which its owner may give back: the pool hands it out again to whatever a
+    graph does later, not while it is read."""
     return torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
 
 

@@ -1,4 +1,5 @@
-"""`Pooler`: a step's hidden states to one vector a sequence, in batched tensor code. Knows no request, no page and no model's name."""
+"""`Pooler`: a step's hidden states to one vector a sequence, in batched tensor code. Knows no
+request, no page and no model's name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pooler:
-    """`head` turns pooled hidden states into logits, of which `label_ids` keeps these columns; None: the hidden states are the result."""
+    """`head` turns pooled hidden states into logits, of which `label_ids` keeps these columns;
+    None: the hidden states are the result."""
 
     def __init__(
         self, pooling: Pooling, head: Head | None = None, label_ids: Sequence[int] = (), device: torch.device | None = None
@@ -26,8 +28,8 @@ class Pooler:
         self._labels = torch.tensor(label_ids, dtype=torch.int64, device=device) if label_ids else None
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """hidden [tokens, hidden_size] -> float32 [rows of `batch.logits_indices`, width]. Unless the mode is "last", every row is one of
-        those, with its whole prompt."""
+        """hidden [tokens, hidden_size] -> float32 [rows of `batch.logits_indices`, width]. Unless
+        the mode is "last", every row is one of those, with its whole prompt."""
         pooled = self._pool(hidden, batch)
         if self._head is not None:
             return self._activate(self._head(pooled).float())

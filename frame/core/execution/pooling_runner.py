@@ -1,4 +1,5 @@
-"""`PoolingRunner`: runs scheduled batches of a model that embeds or classifies: build the batch, forward, pool, fetch.
+"""`PoolingRunner`: runs scheduled batches of a model that embeds or classifies: build the batch,
+forward, pool, fetch.
 
 Nothing is sampled: a sequence ends with its prompt. Knows slots and tokens, no request.
 """
@@ -66,7 +67,8 @@ class PoolingRunner(TorchModelRunner):
         return super().launch(batch)
 
     def warm_up(self) -> None:
-        """Run prompts that nobody sent, over the reserved page: what compiles or initialises itself does so now."""
+        """Run prompts that nobody sent, over the reserved page: what compiles or initialises itself
+        does so now."""
         for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):
             self.launch(batch).wait()
 
@@ -90,7 +92,8 @@ class PoolingRunner(TorchModelRunner):
 
 
 def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
-    """How this model's vectors are made. Raises ConfigurationError for a label that is no token of the model's tokenizer."""
+    """How this model's vectors are made. Raises ConfigurationError for a label that is no token of
+    the model's tokenizer."""
     pooling = resolved.pooling
     if pooling is None:
         raise ValueError("the task has no vectors")

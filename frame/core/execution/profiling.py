@@ -1,7 +1,8 @@
-"""`ProfiledRunner`: a runner whose steps can be recorded with torch's profiler; each rank has one and writes a trace of its own.
+"""`ProfiledRunner`: a runner whose steps can be recorded with torch's profiler; each rank has one
+and writes a trace of its own.
 
-A recording ends by itself after its steps, so that one that is forgotten does not fill the memory. Each launch is a span of the trace that
-says what the step is made of. Knows no HTTP and no request.
+A recording ends by itself after its steps, so that one that is forgotten does not fill the memory.
+Each launch is a span of the trace that says what the step is made of. Knows no HTTP and no request.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def step_label(batch: ScheduledBatch) -> str:
 
 
 class ProfiledRunner(ModelRunner):
-    """`rank` goes into the traces' names: FOLDER/NAME-rank0.json.gz, for Perfetto or chrome://tracing."""
+    """`rank` goes into the traces' names: FOLDER/NAME-rank0.json.gz, for Perfetto or
+    chrome://tracing."""
 
     def __init__(self, runner: ModelRunner, folder: Path, rank: int) -> None:
         self._runner = runner

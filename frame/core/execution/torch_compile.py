@@ -1,4 +1,5 @@
-"""`Forward`: the model's forward pass, plain, or compiled for small decode batches, with a way back when compiling fails.
+"""`Forward`: the model's forward pass, plain, or compiled for small decode batches, with a way back
+when compiling fails.
 
 Knows no model; `torch.compile` sees whatever the model and its backend do.
 """
@@ -20,14 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 def keep_out(part: object, *names: str) -> None:
-    """Let these methods of `part` run as they are inside of compiled code: what depends on each step's plan compiles anew for each plan."""
+    """Let these methods of `part` run as they are inside of compiled code: what depends on each
+    step's plan compiles anew for each plan."""
     for name in names:
         setattr(part, name, torch.compiler.disable(getattr(part, name)))
 
 
 class Forward:
-    """Called with a batch. Decode batches of up to `max_rows` rows are compiled when `max_rows` is not 0; shapes are dynamic,
-    so that a handful of compilations serve all of them, in the first steps."""
+    """Called with a batch. Decode batches of up to `max_rows` rows are compiled when `max_rows` is
+    not 0; shapes are dynamic, so that a handful of compilations serve all of them, in the first
+    steps."""
 
     def __init__(self, plain: Pass, max_rows: int = 0) -> None:
         self._plain = plain

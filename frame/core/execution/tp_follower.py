@@ -1,4 +1,5 @@
-"""Ranks ≥ 1: run every batch that rank 0's scheduler makes, and nothing else. There is one scheduler, so ranks cannot disagree.
+"""Ranks ≥ 1: run every batch that rank 0's scheduler makes, and nothing else. There is one
+scheduler, so ranks cannot disagree.
 
 `LeadingRunner` is rank 0's runner that passes each batch on first. Knows no request and no client.
 """
@@ -23,9 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all compute at once.
+    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all
+    compute at once.
 
-    A step that fails on one rank leaves the others waiting in a collective for good, so every failure means that the device is lost.
+    A step that fails on one rank leaves the others waiting in a collective for good, so every
+    failure means that the device is lost.
     """
 
     def __init__(self, runner: ModelRunner, followers: BatchSender) -> None:
@@ -52,7 +55,8 @@ class LeadingRunner(ModelRunner):
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
     def profile(self, request: ProfileRequest | None) -> str:
-        """Raises ProfileError, also for a follower's failure; the other ranks have done as they were told then."""
+        """Raises ProfileError, also for a follower's failure; the other ranks have done as they
+        were told then."""
         path = self._runner.profile(request)
         problems = self._followers.ask(Profile(request))
         if problems:
@@ -102,9 +106,11 @@ class RankObserver(Protocol):
 
 
 def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None) -> None:
-    """Run batches until rank 0 stops. A step is waited for one batch later, as rank 0 does when it overlaps.
+    """Run batches until rank 0 stops. A step is waited for one batch later, as rank 0 does when it
+    overlaps.
 
-    Raises what a step raises: a rank that missed a step can never agree with the others again, so its process ends.
+    Raises what a step raises: a rank that missed a step can never agree with the others again, so
+    its process ends.
     """
     in_flight: PendingStep | None = None
     try:

@@ -1,7 +1,8 @@
-"""Steps that nobody asked for, with which a runner warms up before the first request: all their pages are the reserved one.
+"""Steps that nobody asked for, with which a runner warms up before the first request: all their
+pages are the reserved one.
 
-The sizes are those from which kernels change: what a step compiles depends on how many tokens and rows it has, and on whether there are
-keys before them. Knows no kernel and runs nothing.
+The sizes are those from which kernels change: what a step compiles depends on how many tokens and
+rows it has, and on whether there are keys before them. Knows no kernel and runs nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ def idle_decodes(padding_slot: int) -> Iterator[ScheduledBatch]:
 
 
 def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> Iterator[ScheduledBatch]:
-    """Prompts of the first slot, which has no pages yet; each draws a token, the likeliest. Of sizes within the limits.
+    """Prompts of the first slot, which has no pages yet; each draws a token, the likeliest. Of
+    sizes within the limits.
 
-    The first of them has its logits changed; the second takes its slot, which ends what logits processors keep of it.
-    `few`: for a device on which nothing is compiled for sizes; `fresh`: with no keys before them.
+    The first of them has its logits changed; the second takes its slot, which ends what logits
+    processors keep of it. `few`: for a device on which nothing is compiled for sizes; `fresh`: with
+    no keys before them.
     """
     yield _prompts(_CHANGED, 1, 1, 0)
     yield _prompts(_LIKELIEST, 1, 1, 0)
@@ -57,7 +60,8 @@ def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> I
 
 
 def idle_extends(padding_slot: int, limits: Limits) -> Iterator[ScheduledBatch]:
-    """Prompts that draw no token, of a slot that no request has: they may run while requests are served."""
+    """Prompts that draw no token, of a slot that no request has: they may run while requests are
+    served."""
     for rows, new, before in _PROMPTS:
         if _fits(limits, rows, new, before):
             yield _step(padding_slot, np.full(rows, before, np.int32), np.full(rows, new, np.int32), is_decode=False)

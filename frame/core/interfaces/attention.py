@@ -1,7 +1,7 @@
 """The interface of attention backends, and the capabilities that they declare (`attention/2`).
 
-A backend computes attention over the paged KV cache. It gets one `ForwardBatch` a step and one layer's queries at a time. It must not
-know a request, the scheduler or a model file.
+A backend computes attention over the paged KV cache. It gets one `ForwardBatch` a step and one
+layer's queries at a time. It must not know a request, the scheduler or a model file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Phase = Literal["extend", "decode", "mixed", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """What a model, a device and a configuration require of a backend. None: left open, or not used."""
+    """What a model, a device and a configuration require of a backend. None: left open, or not
+    used."""
 
     device: str  # "cpu", "cuda"
     compute_capability: tuple[int, int] | None
@@ -66,7 +67,8 @@ class AttentionRequirements:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured speed of a backend in one phase on one card, which `auto` compares when several backends fit.
+    """The measured speed of a backend in one phase on one card, which `auto` compares when several
+    backends fit.
 
     Speeds are comparable if they were measured on the same card with the same shapes.
     """
@@ -113,7 +115,8 @@ class AttentionCapabilities:
     measured: tuple[Measured, ...] = ()
 
     def speeds(self, requirements: AttentionRequirements, phase: Phase) -> dict[str, float]:
-        """Measured speed by card, in the phase's unit: cards of the required compute capability, a cache of the model's own dtype."""
+        """Measured speed by card, in the phase's unit: cards of the required compute capability, a
+        cache of the model's own dtype."""
         if requirements.kv_dtype != requirements.dtype:
             return {}
         fits = [
@@ -185,24 +188,34 @@ class AttentionCapabilities:
 
 
 class AttentionBackend(ABC):
-    """Computes causal attention of a mixed batch over the paged cache, and bidirectional attention where it says `bidirectional`.
+    """Computes causal attention of a mixed batch over the paged cache, and bidirectional attention
+    where it says `bidirectional`.
 
     Contract:
-    - `plan` is called once a step on the host, before any `run` of that step; its value arrives as `batch.plan`. It may run while the
+    - `plan` is called once a step on the host, before any `run` of that step; its value arrives as
+      `batch.plan`. It may run while the
       previous step is on the device, so it reads `batch.host` and never synchronises.
-    - `run` and `run_mla` do device work only. Row r's query tokens are positions `seq_len - query_len … seq_len - 1` and attend to all
-      cached positions up to their own. This step's K and V are already in the cache, unless the capabilities say `stores_kv`.
-    - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be absent. Several decodes may be of one
+    - `run` and `run_mla` do device work only. Row r's query tokens are positions `seq_len -
+      query_len … seq_len - 1` and attend to all
+      cached positions up to their own. This step's K and V are already in the cache, unless the
+      capabilities say `stores_kv`.
+    - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be
+      absent. Several decodes may be of one
       slot, at one position each: a prompt's tokens one by one.
-    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`. Only the captured `run`s see the plan of
-      `capture_plan`, so that what the first layer computes for all layers is captured with it. `replay_plan` makes the plan describe
-      another batch of as many rows before each replay. The batch's tensors are at the same addresses in all replays; its host view and
-      Python numbers are the captured ones.
-    - A batch may have the extension `AttentionOutput`. A result that `run` or `run_mla` writes to `AttentionOutput.get_buffer` is not
+    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`.
+      Only the captured `run`s see the plan of
+      `capture_plan`, so that what the first layer computes for all layers is captured with it.
+      `replay_plan` makes the plan describe another batch of as many rows before each replay. The
+      batch's tensors are at the same addresses in all replays; its host view and Python numbers are
+      the captured ones.
+    - A batch may have the extension `AttentionOutput`. A result that `run` or `run_mla` writes to
+      `AttentionOutput.get_buffer` is not
       copied.
-    - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities say `batch_invariant`).
+    - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities
+      say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.
-    - `prepare` is called once, after construction and before the first `plan`. Where the capabilities say `compiles_at_start`, it may run
+    - `prepare` is called once, after construction and before the first `plan`. Where the
+      capabilities say `compiles_at_start`, it may run
       in its own thread while another backend serves: it uses no stream and no buffer of the device.
     """
 
@@ -212,31 +225,35 @@ class AttentionBackend(ABC):
         self.context = context
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
-        """Import, compile and load the kernels for `layers`; by default nothing. Calls `on_compile` with the kernels' names before a
-        compilation that may take minutes. Raises ConfigurationError where the compilation fails."""
+        """Import, compile and load the kernels for `layers`; by default nothing. Calls `on_compile`
+        with the kernels' names before a compilation that may take minutes. Raises
+        ConfigurationError where the compilation fails."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Any:
         """Host work of one step for all layers. -> `batch.plan` of the step's `run`s."""
 
     def capture_plan(self, batch: ForwardBatch) -> Any:
-        """The plan of a batch of decodes for capture, valid for any sequence lengths up to the limits. The tensors that kernels read keep
-        their device addresses. Called only if the capabilities say `graphs`."""
+        """The plan of a batch of decodes for capture, valid for any sequence lengths up to the
+        limits. The tensors that kernels read keep their device addresses. Called only if the
+        capabilities say `graphs`."""
         raise TypeError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
     def replay_plan(self, plan: Any, batch: ForwardBatch) -> None:
-        """Update a captured plan to `batch`, by copies on the current stream; never synchronises. By default nothing, for kernels that
-        read all they need from the batch."""
+        """Update a captured plan to `batch`, by copies on the current stream; never synchronises.
+        By default nothing, for kernels that read all they need from the batch."""
 
     @abstractmethod
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, …] of this step -> [tokens, heads, v_head_dim]."""
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, …] of this step -> [tokens,
+        heads, v_head_dim]."""
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """q_nope [tokens, heads, nope], q_rope [tokens, heads, rope] (rotated), latent [tokens, rank + rope] of this step
-        (normed latent, then rotated key) -> [tokens, heads, v_head_dim]. Only for backends whose kinds include "mla"."""
+        """q_nope [tokens, heads, nope], q_rope [tokens, heads, rope] (rotated), latent [tokens,
+        rank + rope] of this step (normed latent, then rotated key) -> [tokens, heads, v_head_dim].
+        Only for backends whose kinds include "mla"."""
         raise TypeError(f"{type(self).__name__} does not compute multi-head latent attention")
 
 

@@ -1,6 +1,8 @@
-"""`AttentionSpec` and `LatentProjections`: one attention layer, as backends and the KV cache see it.
+"""`AttentionSpec` and `LatentProjections`: one attention layer, as backends and the KV cache see
+it.
 
-Used by models, attention backends and the KV cache. Must not import other interfaces: this page is shared by `attention` and `batch`.
+Used by models, attention backends and the KV cache. Must not import other interfaces: this page is
+shared by `attention` and `batch`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
 class AttentionSpec:
     """One attention layer on this rank, fixed at construction.
 
-    With `causal` False (an encoder's layer) every token attends to its whole row, which one step computes: `run` takes this step's K and
-    V, and there is no cache to read. The scales are set when the model has been loaded, and are constants from then on.
+    With `causal` False (an encoder's layer) every token attends to its whole row, which one step
+    computes: `run` takes this step's K and V, and there is no cache to read. The scales are set
+    when the model has been loaded, and are constants from then on.
     """
 
     layer: int  # index into the KV cache
@@ -35,10 +38,12 @@ class AttentionSpec:
 
 
 class LatentProjections(Protocol):
-    """The two forms of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1), which the layer offers to the backend.
+    """The two forms of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1), which the
+    layer offers to the backend.
 
-    Absorbed: attend over the latent with `absorb`ed queries, then `unabsorb`. Expanded: `expand` the latent to keys and values.
-    A backend takes the form that suits the phase. Both give the same result.
+    Absorbed: attend over the latent with `absorb`ed queries, then `unabsorb`. Expanded: `expand`
+    the latent to keys and values. A backend takes the form that suits the phase. Both give the same
+    result.
     """
 
     spec: AttentionSpec

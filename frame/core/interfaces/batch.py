@@ -1,7 +1,9 @@
-"""The three values of a step: `ScheduledBatch` (host) -> `ForwardBatch` (device, frozen) -> `StepResult` (host).
+"""The three values of a step: `ScheduledBatch` (host) -> `ForwardBatch` (device, frozen) ->
+`StepResult` (host).
 
-The scheduler makes the first, `InputBatch` turns it into the second, the model runner returns the third. Arrays have one row per
-request; rows `[0, num_decodes)` are decodes (one query token each), the rest are extends.
+The scheduler makes the first, `InputBatch` turns it into the second, the model runner returns the
+third. Arrays have one row per request; rows `[0, num_decodes)` are decodes (one query token each),
+the rest are extends.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ T = TypeVar("T")
 class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     """The state of a request slot when a request enters the device, or enters it again.
 
-    The token at position p is sampled from (seed, p) alone, so that a preempted request continues with the same tokens.
+    The token at position p is sampled from (seed, p) alone, so that a preempted request continues
+    with the same tokens.
     """
 
     slot: int
@@ -40,8 +43,9 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that one step computes, as host arrays. Other ranks receive it as bytes.
 
-    Row r has `num_computed[r]` tokens in the cache and computes `num_scheduled[r]` more. The id of a decode row is read from the device's
-    last-token table, because the step that samples it may still be in flight.
+    Row r has `num_computed[r]` tokens in the cache and computes `num_scheduled[r]` more. The id of
+    a decode row is read from the device's last-token table, because the step that samples it may
+    still be in flight.
     """
 
     step: int
@@ -89,13 +93,14 @@ class KVCache(Protocol):
     page_size: int
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Write this step's tokens to `spec.layer`: slots int64 [tokens]; MHA: (k [tokens, kv_heads, head_dim],
-        v [tokens, kv_heads, v_head_dim]); MLA: (latent [tokens, rank + rope],). An fp8 cache divides them by the spec's scales."""
+        """Write this step's tokens to `spec.layer`: slots int64 [tokens]; MHA: (k [tokens,
+        kv_heads, head_dim], v [tokens, kv_heads, v_head_dim]); MLA: (latent [tokens, rank +
+        rope],). An fp8 cache divides them by the spec's scales."""
         ...
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Layout "paged_nhd": (k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_head_dim]).
-        Layout "paged_latent": (latent [pages, page_size, rank + rope],)."""
+        """Layout "paged_nhd": (k [pages, page_size, kv_heads, head_dim], v [pages, page_size,
+        kv_heads, v_head_dim]). Layout "paged_latent": (latent [pages, page_size, rank + rope],)."""
         ...
 
 
@@ -118,7 +123,8 @@ class TokenTypes:
 
 @dataclass(frozen=True, slots=True)
 class SelectedTokens:
-    """Extension for models with `supports_token_selection`: the tokens whose hidden states `forward` returns, in this order."""
+    """Extension for models with `supports_token_selection`: the tokens whose hidden states
+    `forward` returns, in this order."""
 
     indices: torch.Tensor  # int64 [n]; n may be 0
 
@@ -131,7 +137,8 @@ class AttentionOutput:
 
     @staticmethod
     def get_buffer(batch: ForwardBatch, like: torch.Tensor, heads: int, width: int) -> torch.Tensor:
-        """A tensor [tokens of `like`, heads, width] of its dtype: the batch's buffer where it fits, else a new tensor."""
+        """A tensor [tokens of `like`, heads, width] of its dtype: the batch's buffer where it fits,
+        else a new tensor."""
         shape = (like.shape[0], heads, width)
         output = batch.extensions.get(AttentionOutput)
         if output is not None and output.tensor.shape == shape and output.tensor.dtype == like.dtype:
@@ -146,7 +153,8 @@ class AttentionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """All that a model, a layer or a backend gets at run time: device tensors, frozen after construction.
+    """All that a model, a layer or a backend gets at run time: device tensors, frozen after
+    construction.
 
     The tensors of a feature are typed extensions: `batch.get(SelectedTokens)`.
     """

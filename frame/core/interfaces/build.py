@@ -1,4 +1,5 @@
-"""`BuildContext`: all that a model or a layer gets at construction. There are no globals and no `get_*_context()`.
+"""`BuildContext`: all that a model or a layer gets at construction. There are no globals and no
+`get_*_context()`.
 
 Used by models and layers. `core.execution.components` makes it.
 """

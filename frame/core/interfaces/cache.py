@@ -1,6 +1,8 @@
-"""The interfaces of the prefix cache, eviction policies (`eviction_policy/1`) and the page allocator.
+"""The interfaces of the prefix cache, eviction policies (`eviction_policy/1`) and the page
+allocator.
 
-A page is an index into the KV pool; token sequences are int32 arrays. Must not know requests, devices or models.
+A page is an index into the KV pool; token sequences are int32 arrays. Must not know requests,
+devices or models.
 """
 
 from __future__ import annotations
@@ -59,11 +61,15 @@ class PrefixCache(ABC):
 
     Contract:
     - `match` changes only recency; it may find the whole sequence.
-    - A locked handle's pages, and those of all its ancestors, are not evicted; `lock` and `unlock` nest.
-    - `insert` takes ownership of the pages past `num_cached`. Only whole pages are kept; the page of later tokens stays the caller's.
-    - Sequences under different `namespace`s never match each other (tenant, adapter, image hash). A namespace is "OWNER:SALT"; one without
+    - A locked handle's pages, and those of all its ancestors, are not evicted; `lock` and `unlock`
+      nest.
+    - `insert` takes ownership of the pages past `num_cached`. Only whole pages are kept; the page
+      of later tokens stays the caller's.
+    - Sequences under different `namespace`s never match each other (tenant, adapter, image hash). A
+      namespace is "OWNER:SALT"; one without
       a colon has no owner.
-    - `evict(n)` returns at least n pages if that many are evictable, else all that are; `evict(0)` does nothing. The caller frees them.
+    - `evict(n)` returns at least n pages if that many are evictable, else all that are; `evict(0)`
+      does nothing. The caller frees them.
     - num_evictable + num_locked = pages owned; `check_integrity` raises otherwise.
     - A match is valid until the next `insert` or `evict`: lock it at once.
     """
@@ -91,8 +97,9 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def audit(self) -> Iterator[np.ndarray]:
-        """`check_integrity` in parts of bounded time, so that steps can run in between. Each part yields pages that the cache owns, int32,
-        together all of them, in any order. Invalid once any method but `match` is called in between."""
+        """`check_integrity` in parts of bounded time, so that steps can run in between. Each part
+        yields pages that the cache owns, int32, together all of them, in any order. Invalid once
+        any method but `match` is called in between."""
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if the contract is violated."""
@@ -100,12 +107,13 @@ class PrefixCache(ABC):
             pass
 
     def outline(self, limit: int) -> list[CachedRun]:
-        """Up to `limit` nodes for display, parents before children, the most recently used first. Reads a bounded part of a large cache,
-        because requests wait meanwhile. By default none."""
+        """Up to `limit` nodes for display, parents before children, the most recently used first.
+        Reads a bounded part of a large cache, because requests wait meanwhile. By default none."""
         return []
 
     def relock(self, handles: Iterable[Any]) -> None:
-        """Replace all locks by locks of these handles, which repairs a missing or repeated `unlock`."""
+        """Replace all locks by locks of these handles, which repairs a missing or repeated
+        `unlock`."""
         raise NotImplementedError(f"{type(self).__name__} cannot repair its locks")
 
     @property
@@ -131,8 +139,9 @@ class EvictableNode(Protocol):
 class EvictionPolicy(ABC):
     """The eviction order of unlocked leaves: smallest key first.
 
-    Contract: `key` depends on the node alone and changes only when the node is matched, inserted or locked, so that a heap may hold it.
-    A policy whose record has `options` is constructed with them as its one argument.
+    Contract: `key` depends on the node alone and changes only when the node is matched, inserted or
+    locked, so that a heap may hold it. A policy whose record has `options` is constructed with them
+    as its one argument.
     """
 
     @abstractmethod
@@ -140,8 +149,9 @@ class EvictionPolicy(ABC):
 
 
 class PageAllocator(ABC):
-    """Allocates pages. `alloc` returns int32 [n], or None when fewer are free. `free` of a page that is not allocated raises an error
-    that names it. Contract: num_free + allocated pages = capacity."""
+    """Allocates pages. `alloc` returns int32 [n], or None when fewer are free. `free` of a page
+    that is not allocated raises an error that names it. Contract: num_free + allocated pages =
+    capacity."""
 
     @property
     @abstractmethod

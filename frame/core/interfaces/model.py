@@ -1,6 +1,8 @@
-"""The interface of model architectures (`model/2`), and the configuration of a checkpoint, which needs no torch to read.
+"""The interface of model architectures (`model/2`), and the configuration of a checkpoint, which
+needs no torch to read.
 
-A model file holds names and wiring. It must not know parallel arithmetic, a config section or a backend by name.
+A model file holds names and wiring. It must not know parallel arithmetic, a config section or a
+backend by name.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Pooling:
     label_tokens: tuple[str, ...] = ()  # classify with the language model's head: the logits of these tokens alone
 
     def needs_whole_prompts(self, is_encoder: bool) -> bool:
-        """Whether one step must compute the whole prompt, without a cached prefix, because pooling reads all its hidden states."""
+        """Whether one step must compute the whole prompt, without a cached prefix, because pooling
+        reads all its hidden states."""
         return is_encoder or self.mode != "last"
 
 
@@ -65,7 +68,8 @@ class SentenceTransformersConfig:
     default_prompt: str | None = None  # name of the prompt for inputs that name none
 
     def lead(self, name: str | None = None) -> str:
-        """The text put before an input: the named prompt, or the default one. Raises ValueError for an unknown name."""
+        """The text put before an input: the named prompt, or the default one. Raises ValueError for
+        an unknown name."""
         chosen = self.default_prompt if name is None else name
         if chosen is None:
             return ""
@@ -77,7 +81,8 @@ class SentenceTransformersConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`config.json` in one vocabulary, read without torch by `frame.core.loading.model_config`. Sizes are of the whole model."""
+    """`config.json` in one vocabulary, read without torch by `frame.core.loading.model_config`.
+    Sizes are of the whole model."""
 
     architecture: str
     num_layers: int
@@ -110,8 +115,9 @@ class ModelConfig:
 class ModelCapabilities:
     """Which checkpoints a model plugin serves.
 
-    `graphs`: CUDA graphs can capture its steps. No shape depends on data, nothing synchronises with the device, and outside of attention
-    the model reads only token ids, positions and KV slots of the batch.
+    `graphs`: CUDA graphs can capture its steps. No shape depends on data, nothing synchronises with
+    the device, and outside of attention the model reads only token ids, positions and KV slots of
+    the batch.
     """
 
     architectures: tuple[str, ...] | None  # names in config.json; None: any (the fallback)
@@ -148,8 +154,8 @@ def is_classifier(architecture: str) -> bool:
 
 
 def checkpoint_tasks(architecture: str) -> tuple[Task, ...]:
-    """The tasks of a checkpoint, by its architecture: a model without a head embeds, one with a head over labels classifies, and a
-    language model serves all tasks."""
+    """The tasks of a checkpoint, by its architecture: a model without a head embeds, one with a
+    head over labels classifies, and a language model serves all tasks."""
     if is_classifier(architecture):
         return ("classify",)
     return ("embed",) if architecture.endswith("Model") and "LMHead" not in architecture else ("generate", "embed", "classify")
@@ -164,16 +170,21 @@ class LazyTensor(Protocol):
 
 
 class Model(ABC):
-    """A model, built on the meta device from a model config and a build context, which also names the task.
+    """A model, built on the meta device from a model config and a build context, which also names
+    the task.
 
     Contract:
-    - `forward` reads nothing but the batch and its own parameters, and returns hidden states after the final norm: of all tokens, or
+    - `forward` reads nothing but the batch and its own parameters, and returns hidden states after
+      the final norm: of all tokens, or
       if the model has `supports_token_selection`, of the batch's `SelectedTokens` where present.
-    - `compute_logits` gets the rows that need logits only. A decoder that generates (or classifies by label tokens) returns the full
+    - `compute_logits` gets the rows that need logits only. A decoder that generates (or classifies
+      by label tokens) returns the full
       vocabulary on every rank, a sequence classifier its labels. It is not called for embeddings.
-    - `load_weights` consumes every (name, tensor) and returns the names of the parameters that it set, so that the loader can name the
+    - `load_weights` consumes every (name, tensor) and returns the names of the parameters that it
+      set, so that the loader can name the
       missing ones. An unknown name is an error, unless `ignored_weights` matches it.
-    Implementations also derive from `torch.nn.Module`. A plugin whose record has `options` gets them as a third constructor argument.
+    Implementations also derive from `torch.nn.Module`. A plugin whose record has `options` gets
+    them as a third constructor argument.
     """
 
     ignored_weights: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are not loaded

@@ -1,6 +1,8 @@
-"""The two halves of a mixture-of-experts layer: expert GEMMs (`moe_runner/2`) and token exchange (`moe_dispatcher/2`).
+"""The two halves of a mixture-of-experts layer: expert GEMMs (`moe_runner/2`) and token exchange
+(`moe_dispatcher/2`).
 
-The model routes. A dispatcher moves tokens to the ranks of their experts and back; a runner computes the experts.
+The model routes. A dispatcher moves tokens to the ranks of their experts and back; a runner
+computes the experts.
 """
 
 from __future__ import annotations
@@ -67,11 +69,14 @@ class MoECapabilities:
 class MoERunner(ABC):
     """Computes the experts over dispatched tokens.
 
-    Contract: the result is the weighted sum over each token's experts, before any reduction over ranks. `experts` holds `gate_up` and
-    `down` as its `ExpertsMethod` created them. The activation is SiLU(gate) * up.
+    Contract: the result is the weighted sum over each token's experts, before any reduction over
+    ranks. `experts` holds `gate_up` and `down` as its `ExpertsMethod` created them. The activation
+    is SiLU(gate) * up.
 
-    `takes_fp8`: the weights may be e4m3, with float32 scales `gate_up_fp8_scale` and `down_fp8_scale` beside them, in these forms:
-    "block", [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. Quantization methods dequantize other forms.
+    `takes_fp8`: the weights may be e4m3, with float32 scales `gate_up_fp8_scale` and
+    `down_fp8_scale` beside them, in these forms:
+    "block", [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. Quantization
+    methods dequantize other forms.
     """
 
     takes_fp8: ClassVar[tuple[Fp8Scale, ...]] = ()
@@ -84,14 +89,16 @@ class MoERunner(ABC):
         """-> [tokens, hidden]."""
 
     def run_parts(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
-        """The result of `run`, or its summands [tokens, parts, hidden], where the next operation adds them at less cost."""
+        """The result of `run`, or its summands [tokens, parts, hidden], where the next operation
+        adds them at less cost."""
         return self.run(tokens, experts)
 
 
 class MoEDispatcher(ABC):
     """Moves tokens to the ranks of their experts and the results back.
 
-    Contract: combine(run(dispatch(x))) is the layer's output on every rank that needs it, for any placement of the experts.
+    Contract: combine(run(dispatch(x))) is the layer's output on every rank that needs it, for any
+    placement of the experts.
     """
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:

@@ -1,11 +1,14 @@
-"""The interfaces of reasoning parsers (`reasoning_parser/2`) and tool-call parsers (`tool_call_parser/2`): incremental text filters.
+"""The interfaces of reasoning parsers (`reasoning_parser/2`) and tool-call parsers
+(`tool_call_parser/2`): incremental text filters.
 
 Contract:
 - For every split of a text into chunks, the concatenated deltas are those of the whole text.
-- The parser reads every text that its `grammar` allows as the calls or the answer that the grammar was built for.
+- The parser reads every text that its `grammar` allows as the calls or the answer that the grammar
+  was built for.
 - A parser raises on no text, and its time and memory are linear in the text.
 
-A grammar here is a format of a structural tag: a JSON object with a `type` (`json_schema`, `tag`, `sequence`, `or`, …).
+A grammar here is a format of a structural tag: a JSON object with a `type` (`json_schema`, `tag`,
+`sequence`, `or`, …).
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ Format = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ParserCapabilities:
-    """How `auto` recognises the parser of a chat template. A parser without marks is used only by name."""
+    """How `auto` recognises the parser of a chat template. A parser without marks is used only by
+    name."""
 
     marks: tuple[str, ...] = ()  # texts that are all in the template of a model that writes this format
     never: tuple[str, ...] = ()  # texts that are not
@@ -53,11 +57,13 @@ class ReasoningParser(ABC):
     keeps_special_tokens: ClassVar[bool] = False  # its marks are special tokens, which must stay in the text
 
     def begin(self, prompt_end: str, may_think: bool = True) -> None:
-        """Called before the first `feed` with the end of the prompt, special tokens included, which may open or close the reasoning.
-        `may_think` is False where the client switched reasoning off."""
+        """Called before the first `feed` with the end of the prompt, special tokens included, which
+        may open or close the reasoning. `may_think` is False where the client switched reasoning
+        off."""
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        """The format of a whole output, around the format of its `answer` (with `is_calls`: of its tool calls)."""
+        """The format of a whole output, around the format of its `answer` (with `is_calls`: of its
+        tool calls)."""
         return answer
 
     @abstractmethod
@@ -112,7 +118,8 @@ class ToolCallParser(ABC):
         """Called before the first `feed` with the functions that may be called."""
 
     def grammar(self, rule: CallRule) -> Format | None:
-        """The format of answers with calls by `rule`; None: this parser's format cannot be constrained."""
+        """The format of answers with calls by `rule`; None: this parser's format cannot be
+        constrained."""
         return None
 
     @abstractmethod
@@ -122,7 +129,8 @@ class ToolCallParser(ABC):
     def finish(self) -> ToolDelta: ...
 
     def finish_cut(self) -> ToolDelta:
-        """Called instead of `finish` when `max_tokens` or an abort cut the answer off: marks and the start of a call are not content."""
+        """Called instead of `finish` when `max_tokens` or an abort cut the answer off: marks and
+        the start of a call are not content."""
         return self.finish()
 
 

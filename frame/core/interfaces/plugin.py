@@ -1,6 +1,7 @@
 """`PluginRecord`: what a plugin registers. It is readable without importing the plugin.
 
-`frame.plugins` makes records and `frame.core.config.resolve` chooses among them. Must not know pluggy or entry points.
+`frame.plugins` makes records and `frame.core.config.resolve` chooses among them. Must not know
+pluggy or entry points.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One plugin, as listed, checked and explained. `target` is imported only when the plugin is selected."""
+    """One plugin, as listed, checked and explained. `target` is imported only when the plugin is
+    selected."""
 
     kind: str
     name: str

@@ -1,4 +1,5 @@
-"""The interface of quantization methods: how a layer's weights are stored, loaded and multiplied (`quantization/2`).
+"""The interface of quantization methods: how a layer's weights are stored, loaded and multiplied
+(`quantization/2`).
 
 A method sees one linear layer, or the experts of one layer, at a time. It must not know the model.
 """
@@ -60,16 +61,19 @@ class QuantizationCapabilities:
 class LinearMethod(Protocol):
     """The weights of one linear layer.
 
-    A method may also have `apply_gated` (`GatedApply`). Layers whose outputs are gate and up call it before `apply`.
+    A method may also have `apply_gated` (`GatedApply`). Layers whose outputs are gate and up call
+    it before `apply`.
     """
 
     def create_weights(self, layer: nn.Module, input_size: int, output_sizes: Sequence[int], dtype: torch.dtype) -> None:
-        """Register the layer's parameters, each with its shard rule (see `frame.models.layers.parameter`). `output_sizes` are the sizes
-        of the merged parts (q, k, v …) on this rank."""
+        """Register the layer's parameters, each with its shard rule (see
+        `frame.models.layers.parameter`). `output_sizes` are the sizes of the merged parts (q, k, v
+        …) on this rank."""
         ...
 
     def process_weights(self, layer: nn.Module) -> None:
-        """Process the weights after loading (repack, quantize). Called again after a weight update."""
+        """Process the weights after loading (repack, quantize). Called again after a weight
+        update."""
         ...
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,7 +82,8 @@ class LinearMethod(Protocol):
 
 
 class GatedApply(Protocol):
-    """`apply_gated(layer, x, bias)`: SiLU(first half of the outputs) * second half, […, sum(output_sizes) // 2], in one operation.
+    """`apply_gated(layer, x, bias)`: SiLU(first half of the outputs) * second half, […,
+    sum(output_sizes) // 2], in one operation.
 
     None where `apply` and a separate activation are as fast for these rows. Optional.
     """
@@ -103,7 +108,8 @@ class QuantizationMethod(ABC):
 
 
 class ExpertsMethod(Protocol):
-    """The weights of one layer's experts: `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] on this rank."""
+    """The weights of one layer's experts: `gate_up` [experts, 2 * inner, hidden] and `down`
+    [experts, hidden, inner] on this rank."""
 
     def create_weights(self, layer: nn.Module, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None: ...
 

@@ -1,7 +1,8 @@
-"""`RankContext`: device, dtype, group and limits of one rank, known before any part of the model is built.
+"""`RankContext`: device, dtype, group and limits of one rank, known before any part of the model is
+built.
 
-Attention backends, MoE runners and MoE dispatchers are built from it; `BuildContext` adds them for the model. Must not import other
-interfaces: all of them may use this page.
+Attention backends, MoE runners and MoE dispatchers are built from it; `BuildContext` adds them for
+the model. Must not import other interfaces: all of them may use this page.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Collective(Protocol):
 
 
 class LoadCode(Protocol):
-    """Imports a class of a checkpoint's own Python code: `reference` ("module.Class") as in its JSON files, `part` for error texts."""
+    """Imports a class of a checkpoint's own Python code: `reference` ("module.Class") as in its
+    JSON files, `part` for error texts."""
 
     def __call__(self, part: str, reference: str) -> Any: ...
 

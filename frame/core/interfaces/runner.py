@@ -1,4 +1,5 @@
-"""The interface of model runners, which run scheduled batches on a device. Slots, tokens and pages only; must not know a request."""
+"""The interface of model runners, which run scheduled batches on a device. Slots, tokens and pages
+only; must not know a request."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MAX_SINGLE_TOKEN_ROWS = 64  # prompt tokens of a step that a decode graph may co
 
 
 class DeviceLost(RuntimeError):  # noqa: N818 - named after the event
-    """The device cannot run another step, and the engine ends. Any other error of a step ends only the requests of that step."""
+    """The device cannot run another step, and the engine ends. Any other error of a step ends only
+    the requests of that step."""
 
 
 class PendingStep(Protocol):
@@ -45,11 +47,13 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnsampledStep(ABC):
-    """A `PendingStep` of a batch with `has_deferred_grammar_mask`: the forward pass is launched, the tokens are not drawn."""
+    """A `PendingStep` of a batch with `has_deferred_grammar_mask`: the forward pass is launched,
+    the tokens are not drawn."""
 
     @abstractmethod
     def sample(self, mask: np.ndarray | None) -> None:
-        """Draw the tokens. Called once, before the next batch is launched. mask: as `ScheduledBatch.grammar_mask`."""
+        """Draw the tokens. Called once, before the next batch is launched. mask: as
+        `ScheduledBatch.grammar_mask`."""
 
     @abstractmethod
     def wait(self) -> StepResult: ...
@@ -58,9 +62,10 @@ class UnsampledStep(ABC):
 class ModelRunner(ABC):
     """Runs steps in the order of their launch.
 
-    Contract: `launch` is asynchronous where the device allows it. The next batch may be launched before the last one is waited for; it
-    reads last tokens on the device. For a batch with `has_deferred_grammar_mask`, `launch` returns an `UnsampledStep`.
-    `ScheduledBatch.setups` sets up a slot before its first use, `released` ends its use.
+    Contract: `launch` is asynchronous where the device allows it. The next batch may be launched
+    before the last one is waited for; it reads last tokens on the device. For a batch with
+    `has_deferred_grammar_mask`, `launch` returns an `UnsampledStep`. `ScheduledBatch.setups` sets
+    up a slot before its first use, `released` ends its use.
     """
 
     @abstractmethod
@@ -73,7 +78,8 @@ class ModelRunner(ABC):
         return False
 
     def switch_backend(self) -> None:
-        """Use that backend from now on, on all ranks. Called when no step is in flight; may take seconds."""
+        """Use that backend from now on, on all ranks. Called when no step is in flight; may take
+        seconds."""
 
     def profile(self, request: ProfileRequest | None) -> str:
         """Start a profile, or stop it (None). -> path of the trace. Raises ProfileError."""

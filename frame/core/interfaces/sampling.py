@@ -1,6 +1,8 @@
-"""The interfaces of logits processors (`logits_processor/2`) and grammar backends (`grammar/2`), which change logits before sampling.
+"""The interfaces of logits processors (`logits_processor/2`) and grammar backends (`grammar/2`),
+which change logits before sampling.
 
-Processors keep state by slot and work on whole batches. A request that uses none of them costs nothing.
+Processors keep state by slot and work on whole batches. A request that uses none of them costs
+nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ GRAMMAR_API = "grammar/2"
 class LogitsProcessor(ABC):
     """Changes logits in place for the rows whose request it applies to.
 
-    Contract: `applies_to` is pure and decides per request. `add_slot` and `remove_slot` keep state by slot, allocated on first use.
-    `apply` is called only if the processor applies to a row of the batch; it works on tensors, without a loop over requests, and never
-    synchronises. `observe_tokens` gets every token sampled for its slots, so that a resumed request has the same state.
+    Contract: `applies_to` is pure and decides per request. `add_slot` and `remove_slot` keep state
+    by slot, allocated on first use. `apply` is called only if the processor applies to a row of the
+    batch; it works on tensors, without a loop over requests, and never synchronises.
+    `observe_tokens` gets every token sampled for its slots, so that a resumed request has the same
+    state.
     """
 
     eos_token_ids: tuple[int, ...] = ()  # of the model; set once before the first `add_slot`
@@ -43,8 +47,9 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Change rows of logits, float32 [n, vocab]. rows, slots: int64 [m], the rows that it applies to and their slots.
-        positions: int64 [m], of the tokens to be sampled (prompt + output so far)."""
+        """Change rows of logits, float32 [n, vocab]. rows, slots: int64 [m], the rows that it
+        applies to and their slots. positions: int64 [m], of the tokens to be sampled (prompt +
+        output so far)."""
 
     @abstractmethod
     def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -57,12 +62,14 @@ class LogitsProcessor(ABC):
 class Grammar(Protocol):
     """The constraint of one request; host state.
 
-    `fill` and `accept` may raise ValueError with one sentence, which ends the request. Any other error also ends it, as a fault of the
-    backend. Calls for one request never overlap. Threads call `fill` for different requests at once, so shared data must be thread-safe.
+    `fill` and `accept` may raise ValueError with one sentence, which ends the request. Any other
+    error also ends it, as a fault of the backend. Calls for one request never overlap. Threads call
+    `fill` for different requests at once, so shared data must be thread-safe.
     """
 
     def fill(self, mask: np.ndarray) -> bool:
-        """Write the bits of the allowed tokens into int32 [ceil(vocab / 32)]. -> False when every token is allowed."""
+        """Write the bits of the allowed tokens into int32 [ceil(vocab / 32)]. -> False when every
+        token is allowed."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -101,17 +108,20 @@ class GrammarCapabilities:
 
 
 class GrammarBackend(ABC):
-    """Compiles grammars. Contract: an invalid grammar raises ValueError with one sentence, and affects no other request.
+    """Compiles grammars. Contract: an invalid grammar raises ValueError with one sentence, and
+    affects no other request.
 
-    `compile` runs in a separate process with limits on time and memory. The engine then calls `load(kind, source, dump(compiled))`,
-    which must be fast. By default `load` compiles again, after `compile` has shown that the limits suffice.
+    `compile` runs in a separate process with limits on time and memory. The engine then calls
+    `load(kind, source, dump(compiled))`, which must be fast. By default `load` compiles again,
+    after `compile` has shown that the limits suffice.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def compile(self, kind: str, source: str) -> CompiledGrammar:
-        """kind: "json_schema", "json_object" (no source), "regex", "ebnf", "choice" (JSON list of texts) or "structural_tag" (JSON)."""
+        """kind: "json_schema", "json_object" (no source), "regex", "ebnf", "choice" (JSON list of
+        texts) or "structural_tag" (JSON)."""
 
     def dump(self, compiled: CompiledGrammar) -> bytes:
         return b""

@@ -1,4 +1,5 @@
-"""`SamplingParams`: how the tokens of one request are sampled, and when it ends. A wire struct; must not know a tokenizer or a tensor."""
+"""`SamplingParams`: how the tokens of one request are sampled, and when it ends. A wire struct;
+must not know a tokenizer or a tensor."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ class ParamProblem(NamedTuple):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters, with the names of the OpenAI API and SGLang.
 
-    `max_tokens=None`: up to the end of the context. `temperature=0`: greedy. `top_k=-1` (or 0) and `top_p=1`: off. `seed=None`: random.
-    `stop` strings are matched on text. `stop_token_ids` end a request even where `ignore_eos` disables the model's end tokens.
-    `logprobs=k` returns the log-probabilities of the sampled token and of the k likeliest (0: of the sampled token only; None: none);
-    `prompt_logprobs` does so for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`, `json_object`, `regex`,
-    `ebnf`, `choice` (one of these texts) and `structural_tag` (JSON: which grammar holds where in free text) constrains the output.
-    JSON has no whitespace unless `disable_any_whitespace` is false.
+    `max_tokens=None`: up to the end of the context. `temperature=0`: greedy. `top_k=-1` (or 0) and
+    `top_p=1`: off. `seed=None`: random. `stop` strings are matched on text. `stop_token_ids` end a
+    request even where `ignore_eos` disables the model's end tokens. `logprobs=k` returns the
+    log-probabilities of the sampled token and of the k likeliest (0: of the sampled token only;
+    None: none); `prompt_logprobs` does so for the prompt. `logit_bias` adds to single logits. At
+    most one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` (one of these texts) and
+    `structural_tag` (JSON: which grammar holds where in free text) constrains the output. JSON has
+    no whitespace unless `disable_any_whitespace` is false.
     """
 
     max_tokens: int | None = None
@@ -80,7 +83,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, "top_k", -1)
 
     def problems(self, vocab_size: int | None = None) -> list[ParamProblem]:
-        """Every reason why these parameters cannot be served; each sentence names the parameter and its range."""
+        """Every reason why these parameters cannot be served; each sentence names the parameter and
+        its range."""
         found = [*self._out_of_range(), *self._too_large()]
         if vocab_size is not None:
             found += [
@@ -184,7 +188,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _spaced(kind: str, source: str) -> tuple[str, str]:
-    """The same JSON with whitespace between its parts, as a structural tag: the kind and source of a grammar cannot say so."""
+    """The same JSON with whitespace between its parts, as a structural tag: the kind and source of
+    a grammar cannot say so."""
     schema = msgspec.Raw(source.encode()) if kind == "json_schema" else {"type": "object"}
     form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE}
     return "structural_tag", msgspec.json.encode({"type": "structural_tag", "format": form}).decode()

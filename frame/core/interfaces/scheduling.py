@@ -1,4 +1,5 @@
-"""The interface of scheduling policies: order of waiting requests, choice of preempted ones (`scheduling_policy/2`). Imports no torch."""
+"""The interface of scheduling policies: order of waiting requests, choice of preempted ones
+(`scheduling_policy/2`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ class SchedulerView:
 class SchedulingPolicy(ABC):
     """Orders waiting requests and selects the requests to preempt.
 
-    Contract: `order` returns a permutation of `waiting`, or a lazy prefix of one, of which the scheduler reads as much as the budget
-    allows; it changes nothing. `select_victim` never returns the oldest running request (progress guarantee).
-    Where `order` raises or returns no requests, waiting requests keep their order in that step. Where `select_victim` raises or returns
-    a request that it may not, the newest is preempted. Where `can_preempt` raises, no request is preempted. The log names the policy.
-    `waiting` is a bounded window of the head of the queue (the oldest; with `by_priority` those of highest priority), so that 10,000
-    queued requests cost no more than 100: a policy must not assume that it sees all.
-    A policy whose record has `options` is constructed with them as its one argument.
+    Contract: `order` returns a permutation of `waiting`, or a lazy prefix of one, of which the
+    scheduler reads as much as the budget allows; it changes nothing. `select_victim` never returns
+    the oldest running request (progress guarantee). Where `order` raises or returns no requests,
+    waiting requests keep their order in that step. Where `select_victim` raises or returns a
+    request that it may not, the newest is preempted. Where `can_preempt` raises, no request is
+    preempted. The log names the policy. `waiting` is a bounded window of the head of the queue (the
+    oldest; with `by_priority` those of highest priority), so that 10,000 queued requests cost no
+    more than 100: a policy must not assume that it sees all. A policy whose record has `options` is
+    constructed with them as its one argument.
     """
 
     needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `order`
@@ -45,7 +48,8 @@ class SchedulingPolicy(ABC):
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...
 
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
-        """The request to preempt when pages run out; `running` is oldest first. By default the newest. None: none."""
+        """The request to preempt when pages run out; `running` is oldest first. By default the
+        newest. None: none."""
         return running[-1] if len(running) > 1 else None
 
     def can_preempt(self, waiting: Request, running: Request) -> bool:
@@ -54,8 +58,8 @@ class SchedulingPolicy(ABC):
 
 
 def late_first(ordered: Sequence[Request], view: SchedulerView) -> list[Request]:
-    """Ageing, for policies whose order may starve a request: requests that waited longer than `PATIENCE` come first, the oldest before
-    the others. The rest keeps its order."""
+    """Ageing, for policies whose order may starve a request: requests that waited longer than
+    `PATIENCE` come first, the oldest before the others. The rest keeps its order."""
     late = [request for request in ordered if view.now - request.arrival > PATIENCE]
     if not late:
         return list(ordered)

@@ -23,8 +23,8 @@ def hash_request(rid: str) -> int:
 
 def open_inflight(path: Path, num_slots: int) -> np.ndarray:
     """Create the file and map it, zeroed, uint64 [2, num_slots]: row 0 has the hash of each slot's
-    request (0: the slot is empty), row 1 the tokens scheduled for its prefill. Writes reach the file
-    even if this process is killed. Raises OSError."""
+    request (0: the slot is empty), row 1 the tokens scheduled for its prefill. Writes reach the
+    file even if this process is killed. Raises OSError."""
     path.write_bytes(bytes(16 * num_slots))  # allocates the blocks: a full disk raises here, and would be a SIGBUS later
     return np.memmap(path, np.uint64, "r+", shape=(2, num_slots))
 

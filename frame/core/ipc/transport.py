@@ -247,7 +247,7 @@ def _pull(context: zmq.Context[zmq.Socket[bytes]], address: str | None, sources:
     return socket
 
 
-# ScheduledBatch to the other ranks ---------------------------------------------------------------------------------
+# ScheduledBatch to the other ranks ----------------------------------------------------------------
 
 
 def _encode_array(value: Any) -> Any:
@@ -406,7 +406,7 @@ class BatchReceiver:
         self._context.term()
 
 
-# addresses ---------------------------------------------------------------------------------------------------------
+# addresses ----------------------------------------------------------------------------------------
 
 
 class SocketDirectory:

@@ -86,7 +86,7 @@ class RadixCache(PrefixCache):
         self._num_evictable = 0
         self._num_locked = 0
 
-    # PrefixCache ------------------------------------------------------------------------------------------------------
+    # PrefixCache ----------------------------------------------------------------------------------
 
     def match(self, tokens: np.ndarray, namespace: str = "") -> Match:
         path, last = self._walk(self._key(tokens), namespace)
@@ -264,7 +264,7 @@ class RadixCache(PrefixCache):
         _require(parent.parent is None or parent.refs >= node.refs, "a node is locked more often than its parent")
         _require(not _is_evictable(node) or id(node) in offered, "an unlocked leaf is in no eviction heap")
 
-    # keys: how two sequences are compared -------------------------------------------------------------------------------
+    # keys: how two sequences are compared ---------------------------------------------------------
 
     def _key(self, tokens: np.ndarray) -> np.ndarray:
         """The tree's key of `tokens`: int32, cut to whole pages."""
@@ -285,7 +285,7 @@ class RadixCache(PrefixCache):
         same = length if length == 0 or not differs[where] else where
         return same // self._page_size
 
-    # the tree -----------------------------------------------------------------------------------------------------------
+    # the tree -------------------------------------------------------------------------------------
 
     def _walk(self, key: np.ndarray, namespace: str) -> tuple[list[Node], int]:
         """The nodes along `key`, and how many pages of the last one match it (at least 1)."""
@@ -367,7 +367,7 @@ class RadixCache(PrefixCache):
             stack.extend(node.children.values())
             yield node
 
-    # the heap -----------------------------------------------------------------------------------------------------------
+    # the heap -------------------------------------------------------------------------------------
 
     def _push_if_evictable(self, node: Node) -> None:
         """Add a node to the eviction heap under its current key, if it is an unlocked leaf."""

@@ -1,4 +1,5 @@
-"""Where a batch's tokens lie and which of them need logits: host arithmetic that the input batch and the sampling plans share.
+"""Where a batch's tokens lie and which of them need logits: host arithmetic that the input batch
+and the sampling plans share.
 
 Knows `ScheduledBatch` alone. Imports no torch.
 """
@@ -27,7 +28,8 @@ class BatchLayout:
 
 
 def compute_layout(batch: ScheduledBatch) -> BatchLayout:
-    """The layout of a batch. Tokens that need logits: the last of each sampling row, then all of each prompt-logprob row."""
+    """The layout of a batch. Tokens that need logits: the last of each sampling row, then all of
+    each prompt-logprob row."""
     rows = len(batch.slots)
     starts = np.zeros(rows + 1, np.int64)
     np.cumsum(batch.num_scheduled, out=starts[1:])

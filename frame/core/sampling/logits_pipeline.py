@@ -1,4 +1,5 @@
-"""The orchestrator of logits processors: which slots want which processor, and calls on whole batches.
+"""The orchestrator of logits processors: which slots want which processor, and calls on whole
+batches.
 
 Costs one integer comparison a step while no request wants any. Knows no processor by name.
 """
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorPlan:
-    """Which processors a step calls. Their rows, slots and positions are in `arrays`, named `processor.INDEX.…`; `processor.rows`
-    are all rows that one of them changes, and `processor.INDEX.places` where its own are among those."""
+    """Which processors a step calls. Their rows, slots and positions are in `arrays`, named
+    `processor.INDEX.…`; `processor.rows` are all rows that one of them changes, and
+    `processor.INDEX.places` where its own are among those."""
 
     indices: tuple[int, ...]
     arrays: dict[str, np.ndarray]
@@ -50,7 +52,8 @@ class Processors:
                     self._num_wants += 1
 
     def plan(self, slots: np.ndarray, positions: np.ndarray) -> ProcessorPlan | None:
-        """What to call for these sampling rows; None when nobody wants anything. Both int64 [rows]."""
+        """What to call for these sampling rows; None when nobody wants anything. Both int64
+        [rows]."""
         if not self._num_wants:
             return None
         wants = self._wants[:, slots]
@@ -68,7 +71,8 @@ class Processors:
         return ProcessorPlan(indices, arrays)
 
     def apply(self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], *, changed_only: bool = False) -> None:
-        """Change logits [rows, vocab], float32, in place; with `changed_only` they are those of `processor.rows` alone."""
+        """Change logits [rows, vocab], float32, in place; with `changed_only` they are those of
+        `processor.rows` alone."""
         for index in plan.indices:
             names = ("places" if changed_only else "rows", "slots", "positions")
             rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in names)

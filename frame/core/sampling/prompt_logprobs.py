@@ -1,4 +1,5 @@
-"""Log-probabilities of prompt tokens, in blocks: a long prompt's logits over a large vocabulary are never in memory at once.
+"""Log-probabilities of prompt tokens, in blocks: a long prompt's logits over a large vocabulary are
+never in memory at once.
 
 Knows neither pages nor sampling; hidden states in, arrays out.
 """
@@ -26,7 +27,8 @@ _CUDA_BLOCK_CELLS = 1 << 25  # where a block costs launches
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """One row's piece: tokens `first …` get a log-probability, `count` of them (the token after the last of a prompt is no prompt)."""
+    """One row's piece: tokens `first …` get a log-probability, `count` of them (the token after the
+    last of a prompt is no prompt)."""
 
     row: int
     first: int
@@ -36,7 +38,8 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The step's pieces; `targets` int64 has one entry a computed token (0 where there is no next prompt token)."""
+    """The step's pieces; `targets` int64 has one entry a computed token (0 where there is no next
+    prompt token)."""
 
     parts: tuple[PromptPart, ...]
     lengths: tuple[int, ...]
@@ -49,7 +52,8 @@ class PromptPlan:
 
 
 def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan | None:
-    """Which prompt tokens this step can score: the logits at position p are of the token at p + 1. None when nobody asked."""
+    """Which prompt tokens this step can score: the logits at position p are of the token at p + 1.
+    None when nobody asked."""
     if not len(layout.prompt_logprob_rows):
         return None
     parts, lengths, targets = [], [], []
@@ -97,6 +101,7 @@ class PromptScores:
 
 
 def _scores(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """What `logprobs` gives of logits [n, vocab], and the rank [n] of each target: 1 + how many tokens are likelier."""
+    """What `logprobs` gives of logits [n, vocab], and the rank [n] of each target: 1 + how many
+    tokens are likelier."""
     ranks = (logits > logits.gather(1, targets.unsqueeze(1))).sum(dim=-1) + 1
     return (*logprobs(logits, targets, num_top), ranks)

@@ -1,8 +1,10 @@
-"""Logits -> tokens, batched on the device. Knows no request: a `SamplingPlan` says which work the step has.
+"""Logits -> tokens, batched on the device. Knows no request: a `SamplingPlan` says which work the
+step has.
 
-Order: log-probabilities are those of the model's own logits (before anything below), as the OpenAI API means them; then the logits
-processors; the grammar; temperature; top-k; top-p over what top-k left; min-p. Every filter is one threshold on the logit, ties at it
-are kept, and the token is drawn by inverse CDF in vocabulary order: no step looks at another row, so company changes nothing.
+Order: log-probabilities are those of the model's own logits (before anything below), as the OpenAI
+API means them; then the logits processors; the grammar; temperature; top-k; top-p over what top-k
+left; min-p. Every filter is one threshold on the logit, ties at it are kept, and the token is drawn
+by inverse CDF in vocabulary order: no step looks at another row, so company changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _MORE = 16  # times as many where these were not enough, and in the end all
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Device tensors of one step, one entry a sampling row; the log-probabilities are of `SamplingPlan.logprob_rows` only."""
+    """Device tensors of one step, one entry a sampling row; the log-probabilities are of
+    `SamplingPlan.logprob_rows` only."""
 
     token_ids: torch.Tensor  # int64 [rows]
     best: torch.Tensor  # float32 [rows]; the greatest logit: not finite when the row's logits are broken
@@ -47,12 +50,14 @@ class Sampler:
     """Turns a step's logits into tokens. Stateless but for its processors."""
 
     def __init__(self, processors: Processors, *, use_triton: bool = False) -> None:
-        """`use_triton`: on a device where kernels run, with plans of a `SamplingTable(by_row=True)`."""
+        """`use_triton`: on a device where kernels run, with plans of a
+        `SamplingTable(by_row=True)`."""
         self._processors = processors
         self.use_triton = use_triton
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
-        """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their type."""
+        """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their
+        type."""
         if not self.use_triton:
             logits = logits.float()
         raw = None
@@ -71,8 +76,8 @@ class Sampler:
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile the kernels for every kind of row; those of processors are compiled by idle steps. logits [rows, vocab] of any values,
-        of the model's type."""
+        """Compile the kernels for every kind of row; those of processors are compiled by idle
+        steps. logits [rows, vocab] of any values, of the model's type."""
         if not self.use_triton:
             return
         from frame.kernels.sampling.logit_changes import apply_token_mask
@@ -107,7 +112,8 @@ class Sampler:
     def _choose_by_kernels(
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks are exact in any type and are written into the logits; rows with processors are drawn from a float32 copy."""
+        """Masks are exact in any type and are written into the logits; rows with processors are
+        drawn from a float32 copy."""
         from frame.kernels.sampling.logit_changes import apply_token_mask
 
         if "grammar_mask" in tensors:
@@ -131,9 +137,9 @@ def draw_by_kernels(
     plain: tuple[torch.Tensor, torch.Tensor] | None = None,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids int64, greatest logits float32) of logits [rows, vocab]; `params` of every row as in `SamplingPlan.arrays`. Can be
-    captured, as its work does not depend on the values. `plain`: what `draw_plain` gave for the same `last_tokens`, which is written
-    over."""
+    """(token ids int64, greatest logits float32) of logits [rows, vocab]; `params` of every row as
+    in `SamplingPlan.arrays`. Can be captured, as its work does not depend on the values. `plain`:
+    what `draw_plain` gave for the same `last_tokens`, which is written over."""
     from frame.kernels.sampling.filtering import Filters, sample_filtered
     from frame.kernels.sampling.sampling import sample_unfiltered
 
@@ -148,9 +154,10 @@ def draw_plain(
     uniform: torch.Tensor,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0: the likeliest token. The work does not
-    depend on the values, so that it can be captured. logits [rows, vocab], temperature float32 [rows], uniform float64 [rows].
-    `last_tokens`: a table of token ids int64 [slots], and each row's slot int64 [rows], where its token is written too."""
+    """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0:
+    the likeliest token. The work does not depend on the values, so that it can be captured. logits
+    [rows, vocab], temperature float32 [rows], uniform float64 [rows]. `last_tokens`: a table of
+    token ids int64 [slots], and each row's slot int64 [rows], where its token is written too."""
     if kernels.can_use_triton(logits.device):
         from frame.kernels.sampling.sampling import sample_unfiltered
 
@@ -170,7 +177,8 @@ def draw_plain(
 
 
 def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(greatest value, its first index) of each row, [rows, vocab] -> [rows] twice. A NaN counts as the greatest."""
+    """(greatest value, its first index) of each row, [rows, vocab] -> [rows] twice. A NaN counts as
+    the greatest."""
     rows, vocab = logits.shape
     if vocab < _BLOCKS_PAY or vocab % _BLOCK or logits.is_cuda:
         values, ids = logits.max(dim=-1)
@@ -182,8 +190,10 @@ def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
-    """Ban what the mask forbids. rows int64 [m]; mask int32 [m, ceil(vocab / 32)], a set bit is allowed."""
-    # eight tokens a byte, by a table of what each of its 256 values adds: ten times as fast on CPUs as bits one by one
+    """Ban what the mask forbids. rows int64 [m]; mask int32 [m, ceil(vocab / 32)], a set bit is
+    allowed."""
+    # eight tokens a byte, by a table of what each of its 256 values adds: ten times as fast on CPUs
+    # as bits one by one
     if mask.device.type == "cpu":  # where numpy's own gather has less to do before it begins
         added = torch.from_numpy(_ADDED.take(mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1))[:, : logits.shape[1]]
     else:
@@ -197,7 +207,8 @@ def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in column order: weights [rows, columns], not normalised, columns a multiple of the block; uniform float64 [rows].
+    """Inverse CDF in column order: weights [rows, columns], not normalised, columns a multiple of
+    the block; uniform float64 [rows].
 
     Never returns a column of weight 0, unless a whole row is 0 (or NaN).
     """
@@ -212,15 +223,16 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _column(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """The first column whose cumulated weight is above the goal; at most the last column of any weight, where rounding puts the goal
-    at the very end."""
+    """The first column whose cumulated weight is above the goal; at most the last column of any
+    weight, where rounding puts the goal at the very end."""
     passed = (cumulated <= goal.unsqueeze(1)).sum(dim=-1)
     return torch.minimum(passed, (cumulated < cumulated[:, -1:]).sum(dim=-1))
 
 
 def _weights(logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
-    """Weights of the drawn rows' tokens at their temperature, the likeliest has 1; 0 where a filter cuts.
-    [drawn, vocab rounded up to the block]. Everything is in powers of 2: `exp2` is fast where `exp` is not (at minus infinity)."""
+    """Weights of the drawn rows' tokens at their temperature, the likeliest has 1; 0 where a filter
+    cuts. [drawn, vocab rounded up to the block]. Everything is in powers of 2: `exp2` is fast where
+    `exp` is not (at minus infinity)."""
     if rows is not None:
         logits, best = logits.index_select(0, rows), best.index_select(0, rows)
     scaled = (logits - best.unsqueeze(1)).div_(tensors["temperature"].unsqueeze(1))  # at most 0
@@ -244,8 +256,8 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None
 
 
 def thresholds(scaled: torch.Tensor, weights: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
-    """The least scaled logit that top-k and top-p keep, float32 [filtered]. scaled [filtered, vocab], each row's greatest is 0;
-    `weights` is 2 to its power."""
+    """The least scaled logit that top-k and top-p keep, float32 [filtered]. scaled [filtered,
+    vocab], each row's greatest is 0; `weights` is 2 to its power."""
     vocab = scaled.shape[1]
     count = plan.max_top_k
     if plan.has_unlimited:  # how many top-p needs is known after a look at the values, which only the CPU has for nothing
@@ -254,7 +266,8 @@ def thresholds(scaled: torch.Tensor, weights: torch.Tensor, plan: SamplingPlan, 
 
 
 def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int) -> torch.Tensor:
-    """The limits from the `count` greatest values of each row, and from more of them for the rows whose top-p needs more."""
+    """The limits from the `count` greatest values of each row, and from more of them for the rows
+    whose top-p needs more."""
     vocab = scaled.shape[1]
     values = scaled.topk(count, dim=-1).values if count < vocab else scaled.sort(dim=-1, descending=True).values
     has_k = top_k > 0
@@ -275,7 +288,8 @@ def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top` likeliest) under logits [n, vocab]."""
+    """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top`
+    likeliest) under logits [n, vocab]."""
     if kernels.can_use_triton(logits.device):
         from frame.kernels.sampling.logprobs import compute_logprobs
 

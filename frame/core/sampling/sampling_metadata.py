@@ -1,8 +1,10 @@
-"""The host's half of sampling: parameters by request slot, and what one step's sampling rows need, as arrays.
+"""The host's half of sampling: parameters by request slot, and what one step's sampling rows need,
+as arrays.
 
-Everything that decides which work a step has (does a row draw, does one want top-p, log-probabilities …) is known here, so that the
-device is never asked. Randomness is made here too: one uniform number a row from a counter-based hash of (seed, position); hence
-a token depends on its seed, its position and its distribution, and on nothing else. Knows no torch.
+Everything that decides which work a step has (does a row draw, does one want top-p,
+log-probabilities …) is known here, so that the device is never asked. Randomness is made here too:
+one uniform number a row from a counter-based hash of (seed, position); hence a token depends on its
+seed, its position and its distribution, and on nothing else. Knows no torch.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ _LEAST_TOP_P = 1e-6  # keeps the likeliest token alone, as any smaller one does;
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """What the sampler does in one step; `arrays` travel to the device under the names that `Sampler` reads.
+    """What the sampler does in one step; `arrays` travel to the device under the names that
+    `Sampler` reads.
 
-    Rows are sampling rows, in order. Rows are drawn (temperature above 0) or greedy; of the drawn ones some are filtered
-    by top-k or top-p. Parameters in `arrays` are those of the rows that have them, or where kernels sample, of every row.
+    Rows are sampling rows, in order. Rows are drawn (temperature above 0) or greedy; of the drawn
+    ones some are filtered by top-k or top-p. Parameters in `arrays` are those of the rows that have
+    them, or where kernels sample, of every row.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -95,8 +99,8 @@ class SamplingTable:
         return int(self._rows["prompt_logprobs"][slot])
 
     def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
-        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order, and filters where plans have them by
-        row and one row wants one."""
+        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order,
+        and filters where plans have them by row and one row wants one."""
         if plan.by_row:
             return {name: plan.arrays[name] for name in PARAMETERS if name in plan.arrays}
         rows = self._rows.take(plan.slots)
@@ -165,7 +169,8 @@ def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in (0, 1) a pair, float64: splitmix64's finaliser (Steele et al. 2014) over seed and position."""
+    """One number in (0, 1) a pair, float64: splitmix64's finaliser (Steele et al. 2014) over seed
+    and position."""
     return _uniforms(_mix(seeds.astype(np.uint64)), positions)
 
 

@@ -95,7 +95,7 @@ class StepPlanner:
             self._growth_reserve = min(max(1, self._growth_reserve * 2), MAX_GROWTH_RESERVE)
             self._last_preemption = self._step
 
-    # decodes ------------------------------------------------------------------------------------------------------------
+    # decodes --------------------------------------------------------------------------------------
 
     def _schedule_decodes(self, now: float) -> np.ndarray:
         """Schedule every slot that can decode, allocating a page where its next token needs one. ->
@@ -121,7 +121,7 @@ class StepPlanner:
         a.last_step[slots] = self._step
         return slots
 
-    # prompts ------------------------------------------------------------------------------------------------------------
+    # prompts --------------------------------------------------------------------------------------
 
     def _exceeds_long_prompt_budget(self) -> bool:
         """Whether the running prompts would use more than the long prompts' part of the token
@@ -175,7 +175,7 @@ class StepPlanner:
             a.can_decode[slot] = end + 1 < request.max_num_tokens
             del self._running.extending[slot]
 
-    # admission ----------------------------------------------------------------------------------------------------------
+    # admission ------------------------------------------------------------------------------------
 
     def _admit_waiting(self, plan: StepPlan, now: float, max_uncached: int | None = None, *, only_underserved: bool = False) -> None:
         """Admit waiting requests in the policy's order, until one does not fit.
@@ -298,7 +298,7 @@ class StepPlanner:
         missing = -(-tokens // self._config.page_size) - a.num_pages[slots]
         return int(np.maximum(missing, 0).sum())
 
-    # preemption ---------------------------------------------------------------------------------------------------------
+    # preemption -----------------------------------------------------------------------------------
 
     def _preempt_one(self, now: float) -> bool:
         """Preempt the policy's victim, or the newest request if it chooses none; False when only

@@ -31,8 +31,11 @@ class SlotArrays:
     """Counters by slot, int32 [slots] unless said otherwise. "In flight" means launched but not
     committed.
 
-    tokens of a decoding slot:   0 ........ num_committed_tokens ........ num_tokens ........ max_num_tokens
-                                 prompt and known output | sampled by steps in flight | not sampled yet
+    tokens of a decoding slot:
+
+        [0, num_committed_tokens)           prompt and known output
+        [num_committed_tokens, num_tokens)  sampled by steps in flight
+        [num_tokens, max_num_tokens)        not sampled yet
     """
 
     num_computed_tokens: np.ndarray  # tokens whose K and V are in the cache, those in flight included

@@ -77,7 +77,7 @@ class Scheduler:
         self._step = 0
         self._num_prompt_tokens = 0
 
-    # requests -----------------------------------------------------------------------------------------------------------
+    # requests -------------------------------------------------------------------------------------
 
     def add_request(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
         """Queue a request. -> None, or how it ends because it is refused (code "queue_full": it may
@@ -129,7 +129,7 @@ class Scheduler:
         """Stop the threads that call grammars."""
         self._grammars.close()
 
-    # steps --------------------------------------------------------------------------------------------------------------
+    # steps ----------------------------------------------------------------------------------------
 
     def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None:
         """Schedule the next step; None when nothing can run before a step is committed or a request
@@ -194,7 +194,7 @@ class Scheduler:
             path.unlink(missing_ok=True)
             log.warning("no in-flight file is kept (%s): if the engine crashes, all its requests are suspected", error)
 
-    # maintenance --------------------------------------------------------------------------------------------------------
+    # maintenance ----------------------------------------------------------------------------------
 
     def flush_cache(self) -> int:
         """Evict all cached prefixes that no running request uses. -> pages freed."""
@@ -237,7 +237,7 @@ class Scheduler:
         """Repair what `check_integrity` finds. -> one sentence for each repair."""
         return repair_accounts(self._running)
 
-    # internals ----------------------------------------------------------------------------------------------------------
+    # internals ------------------------------------------------------------------------------------
 
     def _assemble(self, plan: StepPlan) -> tuple[ScheduledBatch, StepRecord]:
         """Build the step's batch, and the record of it that is kept until its commit."""

@@ -1,4 +1,5 @@
-"""`frame bench offline | serve | startup | compare`: measure an engine, a server or a start; JSON to a file, a table to the terminal."""
+"""`frame bench offline | serve | startup | compare`: measure an engine, a server or a start; JSON
+to a file, a table to the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`frame bench attention | moe`: plugins beside each other and beside the roofline, on batches of a model's shapes, without a model."""
+"""`frame bench attention | moe`: plugins beside each other and beside the roofline, on batches of a
+model's shapes, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`frame chat`: a conversation in the terminal, with a server (`--base-url`) or with a model in this process. Text streams as it comes."""
+"""`frame chat`: a conversation in the terminal, with a server (`--base-url`) or with a model in
+this process. Text streams as it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`frame config check | explain | schema | show`: what is configured, what becomes of it, and why. Loads no plugin and no weight."""
+"""`frame config check | explain | schema | show`: what is configured, what becomes of it, and why.
+Loads no plugin and no weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`frame dashboard`: prints the Grafana dashboard of this version's metrics, to be imported or provisioned."""
+"""`frame dashboard`: prints the Grafana dashboard of this version's metrics, to be imported or
+provisioned."""
 
 from __future__ import annotations
 

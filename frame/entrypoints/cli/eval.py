@@ -1,4 +1,5 @@
-"""`frame eval`: the embedded tasks' scores of a server (`--base-url`) or of a model in this process."""
+"""`frame eval`: the embedded tasks' scores of a server (`--base-url`) or of a model in this
+process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The `frame` command: a table of commands, each imported when it is used, so that help stays fast.
 
-Exit codes: 0 done, 1 the command failed while running, 2 wrong usage of the command line, 78 wrong configuration, checkpoint or plugin.
+Exit codes: 0 done, 1 the command failed while running, 2 wrong usage of the command line, 78 wrong
+configuration, checkpoint or plugin.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when the command is named, and reports configuration errors without a traceback."""
+    """A group that imports a command's module when the command is named, and reports configuration
+    errors without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0])]
@@ -75,12 +77,14 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def cli() -> None:
     """Serve large language models; every backend, method, policy and model is a plugin.
 
-    Exit codes: 0 done, 1 failed while running, 2 wrong usage, 78 wrong configuration, checkpoint or plugin.
+    Exit codes: 0 done, 1 failed while running, 2 wrong usage, 78 wrong configuration, checkpoint or
+    plugin.
     """
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, so that no socket takes their numbers and is printed to."""
+    """Open /dev/null in place of standard streams that are closed, so that no socket takes their
+    numbers and is printed to."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,6 +1,8 @@
-"""Gives a command all configuration flags: `--config`, `--set` and one flag a setting, and hands it the loaded configuration.
+"""Gives a command all configuration flags: `--config`, `--set` and one flag a setting, and hands it
+the loaded configuration.
 
-Use `@config_command(help=…)` in place of `@click.command`; the function gets `loaded: LoadedConfig` and its own options.
+Use `@config_command(help=…)` in place of `@click.command`; the function gets `loaded: LoadedConfig`
+and its own options.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class ConfigCommand(click.Command):
 
 
 def config_command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """`click.command` with all configuration flags. Exit code 78 and one sentence when the configuration is wrong."""
+    """`click.command` with all configuration flags. Exit code 78 and one sentence when the
+    configuration is wrong."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         return click.command(name, cls=ConfigCommand, **attributes)(config_options(function))

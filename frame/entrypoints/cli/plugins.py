@@ -1,4 +1,5 @@
-"""`frame plugins list | info | check | new`: what is installed, whether it works, and how to start one's own. Reads records only."""
+"""`frame plugins list | info | check | new`: what is installed, whether it works, and how to start
+one's own. Reads records only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`frame profile offline | server | read`: where the time of a step goes, kernel by kernel, from a trace of torch's profiler."""
+"""`frame profile offline | server | read`: where the time of a step goes, kernel by kernel, from a
+trace of torch's profiler."""
 
 from __future__ import annotations
 

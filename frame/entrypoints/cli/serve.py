@@ -1,4 +1,5 @@
-"""`frame serve`: resolve, start the processes, serve until a signal. Exit codes: 0 stopped, 1 a process died, 78 wrong configuration."""
+"""`frame serve`: resolve, start the processes, serve until a signal. Exit codes: 0 stopped, 1 a
+process died, 78 wrong configuration."""
 
 from __future__ import annotations
 

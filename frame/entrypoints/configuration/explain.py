@@ -1,5 +1,5 @@
-"""What a configuration became, setting by setting: value, source, reason, and the plugins that were turned down. For display: secrets are
-hidden. Knows no command and no page.
+"""What a configuration became, setting by setting: value, source, reason, and the plugins that were
+turned down. For display: secrets are hidden. Knows no command and no page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SECRETS = ("server.api_key", "server.admin_key")
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """`value` as YAML. `reason` is empty where the user left nothing open; `rejected` maps plugin names to the reasons against them."""
+    """`value` as YAML. `reason` is empty where the user left nothing open; `rejected` maps plugin
+    names to the reasons against them."""
 
     key: str
     value: str
@@ -40,7 +41,8 @@ def explain(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> Explai
 
 
 def explain_all(loaded: LoadedConfig, resolved: Resolved) -> list[Explained]:
-    """Every setting, in the order of the schema, each plugin's options after the table of options."""
+    """Every setting, in the order of the schema, each plugin's options after the table of
+    options."""
     found = [explain(key, loaded, resolved) for key in by_key()]
     return found + list(options(loaded, resolved))
 

@@ -1,4 +1,5 @@
-"""The settings as a flat table (`cache.page_size`, its flag, its kind of value), read off the schema. Knows no source of values."""
+"""The settings as a flat table (`cache.page_size`, its flag, its kind of value), read off the
+schema. Knows no source of values."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from frame.core.config.schema import Auto, FrameConfig
 
 OPTIONS_KEY = ("plugins", "options")
 
-# Flags whose name and sense differ from the field's: flag -> (setting, value that the bare flag means, help).
+# Flags whose name and sense differ from the field's: flag -> (setting, value that the bare flag
+# means, help).
 ALIASES: Mapping[str, tuple[str, Any, str]] = types.MappingProxyType(
     {"disable-radix-cache": ("cache.prefix", "none", "Do not reuse the cache of equal prefixes (cache.prefix: none).")}
 )
@@ -22,8 +24,9 @@ ALIASES: Mapping[str, tuple[str, Any, str]] = types.MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of the schema. `shape`: "switch" (true or false), "list", "table" or "value"; `choices` when it is one of few words;
-    `is_optional`: it may be None; `is_open`: None is spelt `auto` and left to `resolve`."""
+    """One field of the schema. `shape`: "switch" (true or false), "list", "table" or "value";
+    `choices` when it is one of few words; `is_optional`: it may be None; `is_open`: None is spelt
+    `auto` and left to `resolve`."""
 
     key: str
     flag: str

@@ -1,4 +1,5 @@
-"""Finds out what the machine offers, without importing torch: /proc and /sys for the CPU, NVML for GPUs. Decides nothing."""
+"""Finds out what the machine offers, without importing torch: /proc and /sys for the CPU, NVML for
+GPUs. Decides nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class NvmlMemory(ctypes.Structure):
 
 
 def probe(environ: Mapping[str, str] | None = None) -> Hardware:
-    """This machine. GPUs are listed when the driver shows them, CUDA_VISIBLE_DEVICES does not hide them, and torch can use them.
-    OMP_NUM_THREADS is the user's word on how many cores are ours: on a shared machine more threads than that only wait for each other."""
+    """This machine. GPUs are listed when the driver shows them, CUDA_VISIBLE_DEVICES does not hide
+    them, and torch can use them. OMP_NUM_THREADS is the user's word on how many cores are ours: on
+    a shared machine more threads than that only wait for each other."""
     environ = os.environ if environ is None else environ
     accelerators, note = _gpus(environ)
     own = environ.get("OMP_NUM_THREADS", "")
@@ -75,8 +77,8 @@ def _torch_is_cpu_only() -> bool:
 
 
 def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
-    """The GPUs that NVML (the loaded library) lists and CUDA_VISIBLE_DEVICES (`visible`, None: not set) leaves.
-    Raises OSError when the driver does not answer."""
+    """The GPUs that NVML (the loaded library) lists and CUDA_VISIBLE_DEVICES (`visible`, None: not
+    set) leaves. Raises OSError when the driver does not answer."""
     _call(nvml.nvmlInit_v2)
     try:
         count = ctypes.c_uint()

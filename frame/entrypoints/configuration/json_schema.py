@@ -1,4 +1,5 @@
-"""The JSON Schema of configuration files, with the options of every installed plugin, for editors and validators. Reads records only."""
+"""The JSON Schema of configuration files, with the options of every installed plugin, for editors
+and validators. Reads records only."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def _allow_auto(definitions: dict[str, Any]) -> None:
 
 
 def _name_plugins(definitions: dict[str, Any], registry: Registry) -> None:
-    """Editors complete installed plugins' names; others stay allowed, since a file may be for another machine."""
+    """Editors complete installed plugins' names; others stay allowed, since a file may be for
+    another machine."""
     from frame.core.config.resolve_plugins import KEYS
 
     for kind, key in KEYS.items():

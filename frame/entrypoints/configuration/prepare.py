@@ -1,4 +1,5 @@
-"""From a configuration to a `Resolved` and the registry behind it: reads plugins, the checkpoint's facts and the machine, then resolves.
+"""From a configuration to a `Resolved` and the registry behind it: reads plugins, the checkpoint's
+facts and the machine, then resolves.
 
 The one place where the pure solver meets the world; loads no plugin and no weight.
 """
@@ -35,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What every process of a start needs: the resolved configuration and the plugins it was resolved from. `sources` says where
-    the user's values came from, for display."""
+    """What every process of a start needs: the resolved configuration and the plugins it was
+    resolved from. `sources` says where the user's values came from, for display."""
 
     resolved: Resolved
     registry: Registry
@@ -74,7 +75,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
 
 
 def _check_code(resolved: Resolved, registry: Registry) -> None:
-    """Raise CheckpointError where the checkpoint cannot be served without its Python code, which may not run. Runs none."""
+    """Raise CheckpointError where the checkpoint cannot be served without its Python code, which
+    may not run. Runs none."""
     if resolved.user.model.trust_remote_code:
         return
     if resolved.tokenizer_path is not None:
@@ -85,7 +87,8 @@ def _check_code(resolved: Resolved, registry: Registry) -> None:
 
 
 def _chat_template(config: FrameConfig) -> str:
-    """The chat template's source; nothing where there is none. Raises ConfigurationError where it cannot be read or is no template."""
+    """The chat template's source; nothing where there is none. Raises ConfigurationError where it
+    cannot be read or is no template."""
     if config.model.skip_tokenizer_init:
         return ""
     folder = find_model(config.model.tokenizer or config.model.path)

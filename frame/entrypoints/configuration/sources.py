@@ -1,6 +1,8 @@
-"""Makes a `FrameConfig` of its sources, flag > environment > file > default, and remembers where each value came from.
+"""Makes a `FrameConfig` of its sources, flag > environment > file > default, and remembers where
+each value came from.
 
-Values go straight into the schema, never through a command line; unknown keys and wrong types are errors that name the place.
+Values go straight into the schema, never through a command line; unknown keys and wrong types are
+errors that name the place.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Path = tuple[str, ...]  # ("cache", "page_size"), ("plugins", "options", "attent
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration and the source of each value that is no default: `cache.page_size` -> "frame.yaml:3", "flag --page-size" …"""
+    """A configuration and the source of each value that is no default: `cache.page_size` ->
+    "frame.yaml:3", "flag --page-size" …"""
 
     config: FrameConfig
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -46,9 +49,10 @@ def load_config(
     sets: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """The configuration of a command. `file` (else FRAME_CONFIG) is a YAML file; `flags` maps flag names without dashes in front
-    to their values (None: not given; text is parsed by the setting's type); `sets` are `key=value` texts, stronger than flags.
-    Raises ConfigError that names file and line, variable or flag."""
+    """The configuration of a command. `file` (else FRAME_CONFIG) is a YAML file; `flags` maps flag
+    names without dashes in front to their values (None: not given; text is parsed by the setting's
+    type); `sets` are `key=value` texts, stronger than flags. Raises ConfigError that names file and
+    line, variable or flag."""
     environ = os.environ if environ is None else environ
     layers = _Layers()
     path = file or environ.get(ENV_CONFIG)
@@ -61,8 +65,9 @@ def load_config(
 
 
 def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) -> LoadedConfig:
-    """The configuration of `Engine(...)`: flags in underscore form (`tp=2`), `section_field` (`cache_page_size=16`), `"section.field"`,
-    whole sections as dicts (`cache={"page_size": 16}`), and `config="file.yaml"`; environment and file count as everywhere."""
+    """The configuration of `Engine(...)`: flags in underscore form (`tp=2`), `section_field`
+    (`cache_page_size=16`), `"section.field"`, whole sections as dicts (`cache={"page_size": 16}`),
+    and `config="file.yaml"`; environment and file count as everywhere."""
     environ = os.environ if environ is None else environ
     layers = _Layers()
     path = keywords.pop("config", None) or environ.get(ENV_CONFIG)
@@ -142,7 +147,8 @@ def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
-    """`plugins.options`: plugin -> key -> value; kept apart by key, so that another source can replace one of them."""
+    """`plugins.options`: plugin -> key -> value; kept apart by key, so that another source can
+    replace one of them."""
     if not isinstance(located.value, dict):
         raise ConfigError(f"{located.place}: plugins.options maps `kind/name` to that plugin's settings, it is not {located.value!r}.")
     for plugin, inside in located.value.items():
@@ -195,7 +201,8 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _from_sets(sets: Sequence[str]) -> Iterator[tuple[Path, Any, str]]:
-    """`--set key=value`; also plugins' own settings: `plugins.options.attention_backend/x.splits=4`."""
+    """`--set key=value`; also plugins' own settings:
+    `plugins.options.attention_backend/x.splits=4`."""
     known = by_key()
     options = ".".join(OPTIONS_KEY) + "."
     for text in sets:

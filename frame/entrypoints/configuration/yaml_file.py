@@ -1,6 +1,7 @@
 """Reads a YAML configuration file into values with their line numbers. Knows no schema.
 
-YAML 1.2 scalars: `off`, `yes` and `12:30` are words, only `true` and `false` are truth values. A key given twice is an error.
+YAML 1.2 scalars: `off`, `yes` and `12:30` are words, only `true` and `false` are truth values. A
+key given twice is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _MOST_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A value and where it stands, `file:line`. `value` of a mapping is a dict of str -> Located, others are plain."""
+    """A value and where it stands, `file:line`. `value` of a mapping is a dict of str -> Located,
+    others are plain."""
 
     value: Any
     place: str
@@ -97,7 +99,8 @@ def plain(located: Located) -> Any:
 
 
 class _Reader:
-    """Makes values of one file's nodes. Aliases make one node part of many values, so values are counted as they are made."""
+    """Makes values of one file's nodes. Aliases make one node part of many values, so values are
+    counted as they are made."""
 
     def __init__(self, loader: _Loader, name: str) -> None:
         self._loader = loader

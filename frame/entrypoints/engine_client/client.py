@@ -96,11 +96,12 @@ class EngineClient:
         return self._router.stats
 
     # submit
-    # --------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def reserve_sequences(self, count: int) -> None:
-        """Reserve room for `count` sequences, before a request costs any work. Raises QueueFullError, EngineDeadError, and
-        InvalidRequestError for more than the server's maximum."""
+        """Reserve room for `count` sequences, before a request costs any work. Raises
+        QueueFullError, EngineDeadError, and InvalidRequestError for more than the server's
+        maximum."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if count > self.limits.max_outstanding:
@@ -166,8 +167,9 @@ class EngineClient:
         """The state of a request with `params.n` sequences for each prompt, none of them started.
         All must have passed `check_request`.
 
-        `owner` is the tenant; `rid` is unique among that tenant's requests. `second_text_starts` (for pairs of texts) has the
-        index of the second text's first token for each prompt. Raises EngineDeadError, and InvalidRequestError for a `rid` in use.
+        `owner` is the tenant; `rid` is unique among that tenant's requests. `second_text_starts`
+        (for pairs of texts) has the index of the second text's first token for each prompt. Raises
+        EngineDeadError, and InvalidRequestError for a `rid` in use.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
@@ -189,8 +191,8 @@ class EngineClient:
             raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
 
     def cancel_request(self, request: RequestState) -> None:
-        """Abandon a request that could not be started completely. The room of all its sequences is reserved again: the caller gives
-        it back with `release_sequences`."""
+        """Abandon a request that could not be started completely. The room of all its sequences is
+        reserved again: the caller gives it back with `release_sequences`."""
         started = sum(sequence.recovery.generate is not None for sequence in request.sequences)
         self.abandon_request(request)
         self._reserved += started
@@ -200,8 +202,8 @@ class EngineClient:
         return params if params.seed is not None else msgspec.structs.replace(params, seed=self._random.getrandbits(63))
 
     def start_sequence(self, sequence: SequenceState, priority: int = 0, namespace: str = "", deadline: float | None = None) -> None:
-        """Start a prepared sequence, in room that the caller has reserved. `deadline`: seconds from now. Raises EngineDeadError, and
-        InvalidRequestError where its name was taken meanwhile."""
+        """Start a prepared sequence, in room that the caller has reserved. `deadline`: seconds from
+        now. Raises EngineDeadError, and InvalidRequestError where its name was taken meanwhile."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         self._check_name(sequence)
@@ -239,8 +241,9 @@ class EngineClient:
             self._recovery.remove_sequence(sequence)
 
     def abort_requests(self, names: list[str], owner: str | None = None) -> int:
-        """End requests by name (all, when empty), of one tenant only where `owner` is given; they finish with reason "abort". A request's
-        name stands for all its sequences. Returns the number of sequences that end."""
+        """End requests by name (all, when empty), of one tenant only where `owner` is given; they
+        finish with reason "abort". A request's name stands for all its sequences. Returns the
+        number of sequences that end."""
         named, is_all = set(names), not names
         found = [
             s
@@ -268,7 +271,7 @@ class EngineClient:
         return len(self._sequences) + self._reserved
 
     # commands
-    # ------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     async def send_command(self, action: Any, **arguments: Any) -> ControlReply:
         """Send one command to the engine and return its reply. Raises EngineDeadError,
@@ -278,7 +281,7 @@ class EngineClient:
         return await self._commands.send_command(action, arguments)
 
     # receive
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def receive_messages(self) -> None:
         """Handle all messages that have arrived; the reader callback of the link's file
@@ -371,7 +374,7 @@ class EngineClient:
                 self._detokenizer.drop_requests(admitted)
 
     # crashes
-    # -------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def fail_requests(self, error: str) -> None:
         """The engine cannot be restarted: end every request with this error and refuse new ones."""
@@ -385,8 +388,9 @@ class EngineClient:
         """The engine or the detokenizer has crashed and will be restarted: hold all requests until
         `resume_requests`.
 
-        `inflight`: prefilled tokens by request hash of the sequences on the device, if the engine crashed; None if the detokenizer
-        did. `inflight_text`: request hashes of the sequence whose text was in progress in the detokenizer.
+        `inflight`: prefilled tokens by request hash of the sequences on the device, if the engine
+        crashed; None if the detokenizer did. `inflight_text`: request hashes of the sequence whose
+        text was in progress in the detokenizer.
         """
         sequences = sorted(self._sequences.values(), key=lambda s: (s.request.created, s.index))
         is_engine = inflight is not None
@@ -411,8 +415,8 @@ class EngineClient:
         self._recovery.resume_sequences()
 
     def expire_requests(self) -> None:
-        """End held sequences that are past their deadline. The engine ends its own; those that it has not ended `EXPIRY_GRACE` seconds
-        after their deadline are ended here too."""
+        """End held sequences that are past their deadline. The engine ends its own; those that it
+        has not ended `EXPIRY_GRACE` seconds after their deadline are ended here too."""
         now = time.monotonic()
         late = [sequence for sequence in self._recovery.held if sequence.recovery.expires_at <= now]
         late += [s for s in self._sequences.values() if s.recovery.expires_at + EXPIRY_GRACE <= now and not self._recovery.is_held(s)]

@@ -31,7 +31,8 @@ class InvalidRequestError(ValueError):
 class ContextLengthError(InvalidRequestError):
     """The prompt, alone or together with `max_tokens`, exceeds the model's context.
 
-    Clients such as LiteLLM recognise the condition by the beginning of OpenAI's sentence, so every message begins with it.
+    Clients such as LiteLLM recognise the condition by the beginning of OpenAI's sentence, so every
+    message begins with it.
     """
 
     def __init__(self, max_tokens: int, sentence: str, param: str) -> None:

@@ -27,8 +27,9 @@ class QuotaExceededError(Exception):
 class TenantQuotas:
     """The quotas of a server. A request without a key (tenant "") has none.
 
-    `max_requests`: concurrent requests of a tenant, each generated sequence counted as one; None: no limit.
-    `max_sequences`: concurrent sequences of a tenant, of whatever kind; None: no limit but the server's.
+    `max_requests`: concurrent requests of a tenant, each generated sequence counted as one; None:
+    no limit. `max_sequences`: concurrent sequences of a tenant, of whatever kind; None: no limit
+    but the server's.
     """
 
     def __init__(self, max_requests: int | None, max_sequences: int | None = None) -> None:
@@ -88,8 +89,8 @@ class QuotaLease:
         self._num_sequences = num_sequences
 
     def reserve_sequences(self, count: int, counts: bool = True) -> None:
-        """Grow the lease to `count` sequences; `counts`: each counts against the limit of requests too. Raises QuotaExceededError, which
-        leaves what the lease already holds."""
+        """Grow the lease to `count` sequences; `counts`: each counts against the limit of requests
+        too. Raises QuotaExceededError, which leaves what the lease already holds."""
         more = max(0, count - self._num_requests) if counts else 0
         self._quotas.acquire_requests(self._tenant, more, count)
         self._num_requests += more
@@ -117,8 +118,8 @@ class QuotaLease:
 
 
 class FairSemaphore:
-    """At most `count` holders at once. Waiters are served round-robin by tenant, so a tenant with many waiters delays another tenant's
-    single one by at most one turn."""
+    """At most `count` holders at once. Waiters are served round-robin by tenant, so a tenant with
+    many waiters delays another tenant's single one by at most one turn."""
 
     def __init__(self, count: int) -> None:
         self._free = count

@@ -60,8 +60,8 @@ def build_start_detokenize(sequence: SequenceState, message: Generate) -> StartD
 
 
 class RequestRecovery:
-    """`admit` sends a sequence to the engine, from its last token on; `withdraw` takes an unfinished one out again. Each sequence is
-    either held (here) or admitted (in the engine)."""
+    """`admit` sends a sequence to the engine, from its last token on; `withdraw` takes an
+    unfinished one out again. Each sequence is either held (here) or admitted (in the engine)."""
 
     def __init__(
         self, admit: Callable[[SequenceState], None], withdraw: Callable[[SequenceState], None], compiles_elsewhere: bool = False
@@ -107,14 +107,15 @@ class RequestRecovery:
         self._admit_next()
 
     # crashes
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def record_crash(self, sequences: Iterable[SequenceState], on_device: Mapping[int, int]) -> SequenceState | None:
         """Count an engine crash for the sequences that were on the device and return the one that
         caused it, if that is certain.
 
-        `on_device` is the content of the in-flight file: prefilled tokens by request hash. Where it is empty, the crash counts
-        for all admitted sequences but those whose grammar another process may have been compiling.
+        `on_device` is the content of the in-flight file: prefilled tokens by request hash. Where it
+        is empty, the crash counts for all admitted sequences but those whose grammar another
+        process may have been compiling.
         """
         admitted = [sequence for sequence in sequences if sequence.rid not in self._held]
         if on_device:
@@ -133,8 +134,9 @@ class RequestRecovery:
         return involved[0] if is_alone and involved[0].recovery.num_crashes >= MAX_CRASHES else None
 
     def record_detokenizer_crash(self, sequences: Iterable[SequenceState], in_progress: frozenset[int]) -> SequenceState | None:
-        """Count a detokenizer crash for the sequence whose text was in progress (by request hash), and return it once it has caused
-        MAX_CRASHES. The detokenizer works on one sequence at a time, so no solo run is needed."""
+        """Count a detokenizer crash for the sequence whose text was in progress (by request hash),
+        and return it once it has caused MAX_CRASHES. The detokenizer works on one sequence at a
+        time, so no solo run is needed."""
         for sequence in sequences:
             if sequence.rid in self._held or hash_request(sequence.recovery.engine_rid) not in in_progress:
                 continue

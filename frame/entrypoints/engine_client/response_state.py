@@ -31,8 +31,8 @@ class SequenceTimes:
 class RecoveryState:
     """What a sequence needs to continue in a restarted engine, and how many crashes it was part of.
 
-    `engine_rid` names the sequence in the engine. It changes with each recovery, so that late messages of an earlier
-    admission match no sequence.
+    `engine_rid` names the sequence in the engine. It changes with each recovery, so that late
+    messages of an earlier admission match no sequence.
     """
 
     __slots__ = (
@@ -58,8 +58,9 @@ class SequenceState:
     """One sequence of a request: the output since the last `take_output`, totals, and its recovery
     state.
 
-    `index` is its position in the request, `prompt_index` that of its prompt. `name` is unique among the sequences of its tenant,
-    `rid` in the server. `has_update`: it is in the request's `changed`.
+    `index` is its position in the request, `prompt_index` that of its prompt. `name` is unique
+    among the sequences of its tenant, `rid` in the server. `has_update`: it is in the request's
+    `changed`.
     """
 
     __slots__ = (
@@ -130,8 +131,9 @@ class RequestState:
         self._waiter: asyncio.Future[None] | None = None
 
     def set_backpressure_limit(self, max_unread: int, on_overrun: Callable[[], None]) -> None:
-        """Bound the output that waits for the reader of a streamed response: above `max_unread` tokens (each alternative logprob counts
-        as one more) `on_overrun` is called, once; it should end the request. Responses that are sent whole need no limit.
+        """Bound the output that waits for the reader of a streamed response: above `max_unread`
+        tokens (each alternative logprob counts as one more) `on_overrun` is called, once; it should
+        end the request. Responses that are sent whole need no limit.
         """
         self._max_unread, self._on_overrun = max_unread, on_overrun
 
@@ -164,8 +166,8 @@ class RequestState:
         return changed
 
     async def wait_until_complete(self) -> None:
-        """Return when every sequence has ended, or the client has disconnected. The output stays in the sequences for one
-        `take_output`."""
+        """Return when every sequence has ended, or the client has disconnected. The output stays in
+        the sequences for one `take_output`."""
         while self.num_unfinished and not self.is_disconnected:
             await self.wait()
 

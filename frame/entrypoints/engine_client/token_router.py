@@ -16,8 +16,8 @@ from frame.entrypoints.engine_client.stats import ClientStats
 
 
 class TokenRouter:
-    """`sequences`, by their rids in the engine, is the client's own dict. A sequence that ends is removed from it and given to `end`, with
-    the time (`time.perf_counter`)."""
+    """`sequences`, by their rids in the engine, is the client's own dict. A sequence that ends is
+    removed from it and given to `end`, with the time (`time.perf_counter`)."""
 
     def __init__(
         self, sequences: dict[str, SequenceState], stats: ClientStats, end: Callable[[SequenceState, Finish, float], None]
@@ -27,8 +27,8 @@ class TokenRouter:
         self._end = end
 
     def route_step(self, message: StepText | StepTokens, texts: list[str] | None, touched: list[RequestState]) -> None:
-        """Append one step's tokens and `texts` (None: there is no text). Requests without earlier unread output are added to
-        `touched`, once."""
+        """Append one step's tokens and `texts` (None: there is no text). Requests without earlier
+        unread output are added to `touched`, once."""
         sequences, token_ids, now = self._sequences, message.token_ids, time.perf_counter()
         latencies, count = self.stats.inter_token, 0
         for place, rid in enumerate(message.rids):

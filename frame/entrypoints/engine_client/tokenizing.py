@@ -32,8 +32,9 @@ MAX_CRASHES = 2  # of a tokenizer process on one text, after which the text is r
 
 
 class AsyncTokenizer(Protocol):
-    """Text to token ids. Raises ChatTemplateError for messages that the template refuses, and TextTooLongError for a long text of more
-    than `max_tokens` tokens, before all of it is tokenized."""
+    """Text to token ids. Raises ChatTemplateError for messages that the template refuses, and
+    TextTooLongError for a long text of more than `max_tokens` tokens, before all of it is
+    tokenized."""
 
     async def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
 
@@ -49,8 +50,8 @@ class AsyncTokenizer(Protocol):
 
 
 class ThreadedTokenizer:
-    """Encodes short texts at once and others in a small thread pool: the tokenizer releases the interpreter lock. Long texts have a
-    separate thread, so that short ones do not wait for them."""
+    """Encodes short texts at once and others in a small thread pool: the tokenizer releases the
+    interpreter lock. Long texts have a separate thread, so that short ones do not wait for them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -107,8 +108,9 @@ class _Pending:
 
 
 class TokenizerProcesses:
-    """Encodes in tokenizer processes, round-robin. `send(worker, message)` sends to worker number `worker`; their replies are given to
-    `receive_reply`. `resend_requests` repeats the open requests of a worker that was restarted."""
+    """Encodes in tokenizer processes, round-robin. `send(worker, message)` sends to worker number
+    `worker`; their replies are given to `receive_reply`. `resend_requests` repeats the open
+    requests of a worker that was restarted."""
 
     def __init__(self, workers: int, send: Callable[[int, Message], None]) -> None:
         self._turn = itertools.cycle(range(workers))
@@ -152,8 +154,8 @@ class TokenizerProcesses:
                 future.set_result(reply)
 
     def resend_requests(self, worker: int) -> None:
-        """Send the open requests of a restarted worker again. A worker processes them in order, so it crashed on the oldest one; a text
-        that crashed it twice is refused."""
+        """Send the open requests of a restarted worker again. A worker processes them in order, so
+        it crashed on the oldest one; a text that crashed it twice is refused."""
         lost = [pending for pending in self._waiting.values() if pending.worker == worker and not pending.future.done()]
         for pending in lost[:1]:
             pending.num_crashes += 1

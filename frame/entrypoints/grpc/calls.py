@@ -66,8 +66,8 @@ Method = Callable[[Any, GrpcCaller], Awaitable[Any]]  # of a request, or of an i
 
 
 class CallHandlers:
-    """Wraps the service's methods as the handlers that grpcio calls. They take bytes, because grpcio reports undecodable messages as
-    an error of the server."""
+    """Wraps the service's methods as the handlers that grpcio calls. They take bytes, because
+    grpcio reports undecodable messages as an error of the server."""
 
     def __init__(self, services: Services, tenant_of: Callable[[Any], str]) -> None:
         self._services = services

@@ -104,8 +104,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls without a key (`authorization: Bearer KEY` or `x-api-key`) where keys are
     configured, and calls above `most` at once.
 
-    Health checks need no key and are not counted, so clients without a key cannot use up the limit; `Health` limits them. Where there
-    are several keys, each may use half of the limit.
+    Health checks need no key and are not counted, so clients without a key cannot use up the limit;
+    `Health` limits them. Where there are several keys, each may use half of the limit.
     """
 
     def __init__(self, keys: KeyRing | None, most: int) -> None:

@@ -100,7 +100,7 @@ class Service:
         )
 
     # generation
-    # ----------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     async def run_request(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
         """Put all replies of one request of a session. The request has its own quota lease; an

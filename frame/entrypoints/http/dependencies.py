@@ -1,4 +1,5 @@
-"""Dependencies that route handlers ask for: `ContextDep`, the request, and `ServicesDep`, what the routes share.
+"""Dependencies that route handlers ask for: `ContextDep`, the request, and `ServicesDep`, what the
+routes share.
 
 Used by the modules that declare routes. Must not depend on a route.
 """

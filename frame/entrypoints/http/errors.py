@@ -1,4 +1,5 @@
-"""Errors as clients of the OpenAI API know them: `{"error": {message, type, param, code}}` with a status. Knows no route."""
+"""Errors as clients of the OpenAI API know them: `{"error": {message, type, param, code}}` with a
+status. Knows no route."""
 
 from __future__ import annotations
 
@@ -37,12 +38,14 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 def public(sentence: str) -> str:
-    """A sentence that was made of other libraries' words, without the server's folders and memory addresses."""
+    """A sentence that was made of other libraries' words, without the server's folders and memory
+    addresses."""
     return _ADDRESS.sub("0x…", _PATH.sub(r"\1", sentence))
 
 
 def without_folders(value: Any) -> Any:
-    """Plain data with every absolute path cut to its last name; for descriptions of the configuration."""
+    """Plain data with every absolute path cut to its last name; for descriptions of the
+    configuration."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -62,7 +65,8 @@ _quotation = _Quotation()
 
 
 def quoted(value: Any) -> str:
-    """What a client sent, as a sentence quotes it: the beginning alone, in a time that does not depend on its size."""
+    """What a client sent, as a sentence quotes it: the beginning alone, in a time that does not
+    depend on its size."""
     return _quotation.repr(value)
 
 
@@ -71,7 +75,8 @@ CONTEXT_LENGTH = "context_length_exceeded"  # the code of a prompt that does not
 
 
 class ApiError(Exception):
-    """Ends a request with this status and sentence. `retry_after` in seconds. What a failure of the server says is made `public`."""
+    """Ends a request with this status and sentence. `retry_after` in seconds. What a failure of the
+    server says is made `public`."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
@@ -99,8 +104,8 @@ class ApiError(Exception):
 
 
 class ErrorShape(NamedTuple):
-    """How a dialect writes an error: as a whole response, and as the last events of a stream that fails midway. `id_header`: where it has
-    the request's id, besides `x-request-id`."""
+    """How a dialect writes an error: as a whole response, and as the last events of a stream that
+    fails midway. `id_header`: where it has the request's id, besides `x-request-id`."""
 
     body: Callable[[ApiError], bytes]
     events: Callable[[ApiError], bytes]

@@ -1,4 +1,5 @@
-"""Failures of requests, of their preparation and of their sequences, as the `ApiError` that a client is told. Knows no route."""
+"""Failures of requests, of their preparation and of their sequences, as the `ApiError` that a
+client is told. Knows no route."""
 
 from __future__ import annotations
 

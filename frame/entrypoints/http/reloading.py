@@ -1,6 +1,8 @@
-"""`Reload`: what SIGHUP renews while the server runs: API keys, the TLS certificate, and the level of the log.
+"""`Reload`: what SIGHUP renews while the server runs: API keys, the TLS certificate, and the level
+of the log.
 
-The server gives it the parts that use them. Everything is read and checked before anything is changed. Knows no signal and no route.
+The server gives it the parts that use them. Everything is read and checked before anything is
+changed. Knows no signal and no route.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Reload:
-    """`read_config` reads the configuration's sources again; of it, only the section `log` is used. The files of keys and certificates
-    are those of `server`, the running configuration."""
+    """`read_config` reads the configuration's sources again; of it, only the section `log` is used.
+    The files of keys and certificates are those of `server`, the running configuration."""
 
     server: ServerSection
     read_config: Callable[[], FrameConfig]

@@ -1,4 +1,5 @@
-"""`RequestBody`: base class of the JSON request bodies, and `parse_body`, which makes one of decoded JSON.
+"""`RequestBody`: base class of the JSON request bodies, and `parse_body`, which makes one of
+decoded JSON.
 
 Used by the routes. Must not depend on a route or the engine.
 """
@@ -19,7 +20,8 @@ _NESTED = ("schema", "items_schema", "values_schema", "keys_schema")
 
 
 def bounded_schema(schema: Any, in_container: bool = False) -> Any:
-    """A pydantic core schema with the bounds and number rules of `RequestBody`; changes `schema` in place."""
+    """A pydantic core schema with the bounds and number rules of `RequestBody`; changes `schema` in
+    place."""
     kind = schema.get("type")
     if kind in ("int", "float"):
         if in_container:
@@ -67,8 +69,9 @@ def _limit_pairs(value: Any) -> Any:
 class RequestBody(BaseModel):
     """A JSON object that a client sends. Unknown fields are left to `fields.check_fields`.
 
-    Validation runs on the event loop, so its time is bounded: lists stop at their first error, objects with typed values
-    have at most `MAX_PAIRS` entries. Numbers may come as strings, as in the OpenAI API; true and false are no numbers.
+    Validation runs on the event loop, so its time is bounded: lists stop at their first error,
+    objects with typed values have at most `MAX_PAIRS` entries. Numbers may come as strings, as in
+    the OpenAI API; true and false are no numbers.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())

@@ -1,4 +1,5 @@
-"""`RequestContext`: one HTTP request and its response over plain ASGI, with the operations that routes need.
+"""`RequestContext`: one HTTP request and its response over plain ASGI, with the operations that
+routes need.
 
 Made by `ApiRoute` for each request. Must not depend on a route or the engine.
 """
@@ -37,7 +38,8 @@ UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class RequestContext:
-    """`started` once the response's headers are out: from then on an error can only be an event of the stream."""
+    """`started` once the response's headers are out: from then on an error can only be an event of
+    the stream."""
 
     __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
                  "started", "status")  # fmt: skip
@@ -58,16 +60,18 @@ class RequestContext:
         self._held = 0  # bytes of the body that count in `_bodies`
         self._watcher: asyncio.Task[None] | None = None
 
-    # request -------------------------------------------------------------------------------------------------------
+    # request --------------------------------------------------------------------------------------
 
     @property
     def request_id(self) -> str:
-        """As the request brought it, or a new one; goes with the response and with every line logged meanwhile."""
+        """As the request brought it, or a new one; goes with the response and with every line
+        logged meanwhile."""
         return str(self.scope.get("request_id", ""))
 
     @property
     def tenant(self) -> str:
-        """Whose key the request brought; "" where no key is asked for. What is kept for a client must be kept by tenant."""
+        """Whose key the request brought; "" where no key is asked for. What is kept for a client
+        must be kept by tenant."""
         return str(self.scope.get("tenant", ""))
 
     @property
@@ -80,8 +84,9 @@ class RequestContext:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, held by nobody. Raises ApiError 413 before more than the limit is read, 408 when nothing comes and 415
-        when it is packed, DisconnectedError when the client leaves."""
+        """The body as it comes, held by nobody. Raises ApiError 413 before more than the limit is
+        read, 408 when nothing comes and 415 when it is packed, DisconnectedError when the client
+        leaves."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
                 raise self._too_large()
@@ -99,7 +104,8 @@ class RequestContext:
                 return
 
     async def body(self) -> bytes:
-        """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more than they may."""
+        """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more
+        than they may."""
         first, whole = b"", bytearray()
         async for piece in self.pieces():
             self._bodies.take(len(piece))
@@ -128,7 +134,8 @@ class RequestContext:
         return message
 
     async def read_json(self, is_required: bool = True) -> Any:
-        """The decoded JSON of the body; None for no body where none is required. Raises ApiError 400, and as `body`."""
+        """The decoded JSON of the body; None for no body where none is required. Raises ApiError
+        400, and as `body`."""
         data = await self.body()
         if not data or data.isspace():
             if not is_required:
@@ -146,7 +153,8 @@ class RequestContext:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """RequestContext `act` when the client hangs up, whether or not anything is being sent. The body must have been read."""
+        """RequestContext `act` when the client hangs up, whether or not anything is being sent. The
+        body must have been read."""
         self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
 
     async def _watch(self, act: Callable[[], None]) -> None:
@@ -163,7 +171,7 @@ class RequestContext:
             with suppress(asyncio.CancelledError):
                 await self._watcher
 
-    # response ------------------------------------------------------------------------------------------------------
+    # response -------------------------------------------------------------------------------------
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
         self.started, self.status = True, status
@@ -172,7 +180,8 @@ class RequestContext:
         await self._put({"type": "http.response.body", "body": body})
 
     async def respond_pieces(self, pieces: AsyncIterator[bytes], size: int, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        """A response of `size` bytes, of which a piece is asked for when the client has taken most of those before."""
+        """A response of `size` bytes, of which a piece is asked for when the client has taken most
+        of those before."""
         self.started, self.status = True, 200
         length = (b"content-length", str(size).encode())
         await self._put({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._identity()]})
@@ -225,7 +234,8 @@ class RequestContext:
 
 
 def check_query(scope: Scope) -> None:
-    """Raise ApiError 400 for a query string that cannot be decoded as a form: percent escapes of UTF-8."""
+    """Raise ApiError 400 for a query string that cannot be decoded as a form: percent escapes of
+    UTF-8."""
     query: bytes = scope.get("query_string", b"")
     try:
         parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")

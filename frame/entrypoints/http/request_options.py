@@ -1,5 +1,5 @@
-"""Fields that the request bodies of several routes share: `RequestOptions` on every route that runs the model, and `SamplingFields` on
-every route that generates.
+"""Fields that the request bodies of several routes share: `RequestOptions` on every route that runs
+the model, and `SamplingFields` on every route that generates.
 
 Must not depend on a route.
 """
@@ -18,8 +18,8 @@ Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, F
 
 
 class RequestOptions(RequestBody):
-    """`cache_salt` is the client's part of the name of the prefix cache that the request sees; `rid` names the request, and vLLM's name
-    for it is `request_id`."""
+    """`cache_salt` is the client's part of the name of the prefix cache that the request sees;
+    `rid` names the request, and vLLM's name for it is `request_id`."""
 
     priority: int | None = None
     cache_salt: str | None = None
@@ -28,7 +28,8 @@ class RequestOptions(RequestBody):
     request_id: str | None = None
 
     def resolve_priority(self) -> int:
-        """The priority that the scheduler is told. Raises ApiError where a dialect has words for it that are wrong."""
+        """The priority that the scheduler is told. Raises ApiError where a dialect has words for it
+        that are wrong."""
         return self.priority or 0
 
     def request_name(self) -> str | None:
@@ -47,15 +48,17 @@ class RequestOptions(RequestBody):
         return False
 
     def truncated(self, prompt: list[int], room: int) -> list[int]:
-        """The prompt, cut to what the request says; `room` is the most tokens that it may have. Raises ApiError."""
+        """The prompt, cut to what the request says; `room` is the most tokens that it may have.
+        Raises ApiError."""
         return prompt
 
 
 class SamplingFields(RequestOptions):
-    """Sampling parameters beyond a dialect's own, with the names that clients of vLLM and SGLang send.
+    """Sampling parameters beyond a dialect's own, with the names that clients of vLLM and SGLang
+    send.
 
-    `truncate_prompt_tokens` keeps so many tokens of a longer prompt, the last ones unless `truncation_side` is `right`; -1: as many as
-    fit.
+    `truncate_prompt_tokens` keeps so many tokens of a longer prompt, the last ones unless
+    `truncation_side` is `right`; -1: as many as fit.
     """
 
     seed: int | None = None
@@ -96,7 +99,8 @@ class SamplingFields(RequestOptions):
         return parameter
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Those that were sent, as `SamplingParams` names and types them; constraints are left out. Raises ApiError."""
+        """Those that were sent, as `SamplingParams` names and types them; constraints are left out.
+        Raises ApiError."""
         for name, other in (("custom", "custom_params"), ("include_stop_str_in_output", "no_stop_trim")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise ApiError(400, f"{name} and {other} are the same; send one of them", other)

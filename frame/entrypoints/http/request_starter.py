@@ -1,6 +1,7 @@
 """Starts requests of all protocols: admits, tokenizes, checks, submits, and streams the response.
 
-Used by the HTTP routes and the gRPC service. Must not depend on a dialect: the shapes of requests and responses are the routes'.
+Used by the HTTP routes and the gRPC service. Must not depend on a dialect: the shapes of requests
+and responses are the routes'.
 """
 
 from __future__ import annotations

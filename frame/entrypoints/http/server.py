@@ -1,4 +1,5 @@
-"""Runs the HTTP server over a deployment: start, ready line, supervision, drain, exit code. One asyncio loop; uvicorn speaks HTTP.
+"""Runs the HTTP server over a deployment: start, ready line, supervision, drain, exit code. One
+asyncio loop; uvicorn speaks HTTP.
 
 Imports no torch: the model is in other processes.
 """
@@ -63,8 +64,8 @@ FOLD = 5.0  # seconds between two counts of the latency lists
 
 
 def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[], LoadedConfig] | None = None) -> int:
-    """Serve until a signal or a child's death; returns the exit code. `layout` replaces the configured processes; `reread` reads the
-    configuration again."""
+    """Serve until a signal or a child's death; returns the exit code. `layout` replaces the
+    configured processes; `reread` reads the configuration again."""
     resolved = prepared.resolved
     started = time.perf_counter()
     certificate = load_certificate(resolved.user.server)
@@ -97,8 +98,8 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
 
 
 def stop_while_starting() -> None:
-    """From now on, and until the server is up, SIGTERM and SIGINT end the process in order, with exit code 0; SIGHUP does where it means
-    that the terminal is gone."""
+    """From now on, and until the server is up, SIGTERM and SIGINT end the process in order, with
+    exit code 0; SIGHUP does where it means that the terminal is gone."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _give_up)
     signal.signal(signal.SIGHUP, _give_up if is_on_terminal() else signal.SIG_IGN)
@@ -154,13 +155,15 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
 
 
 def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[], Any]]:
-    """What makes a parser for one response, by the attribute of `Services` that holds it; those that were chosen."""
+    """What makes a parser for one response, by the attribute of `Services` that holds it; those
+    that were chosen."""
     kinds = {"reasoning": "reasoning_parser", "tool_calls": "tool_call_parser"}
     return {attribute: registry.constructor(resolved.choice(kind)) for attribute, kind in kinds.items() if resolved.plugins.get(kind)}
 
 
 def check_grpc(server: ServerSection) -> None:
-    """Raise ConfigurationError where a port for gRPC is configured, and a library for it is not installed."""
+    """Raise ConfigurationError where a port for gRPC is configured, and a library for it is not
+    installed."""
     if server.grpc_port is not None and any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
         raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
 
@@ -190,7 +193,8 @@ def _supervisor(services: Services, deployment: Deployment, start_seconds: float
 
 
 class Server:
-    """The running server: uvicorn, the client's reader, the watch over the children, the signals."""
+    """The running server: uvicorn, the client's reader, the watch over the children, the
+    signals."""
 
     def __init__(
         self,

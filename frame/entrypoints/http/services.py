@@ -1,6 +1,7 @@
 """`Services`: the state of one server that all routes share, and checks of a request against it.
 
-Made by the server; routes get it as `ServicesDep`. Must not depend on a dialect's shapes. `request_starter` starts requests with it.
+Made by the server; routes get it as `ServicesDep`. Must not depend on a dialect's shapes.
+`request_starter` starts requests with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Server-sent events of OpenAI streams, as bytes: what is equal in every chunk of a response is written once.
+"""Server-sent events of OpenAI streams, as bytes: what is equal in every chunk of a response is
+written once.
 
 Only a chunk's text goes through a JSON encoder. Knows no engine and no socket.
 """
@@ -17,8 +18,9 @@ _encode = msgspec.json.encode
 
 
 class ChunkWriter:
-    """The events of one response. `head`: the fields of every chunk, whose `object` is "chat.completion.chunk" or "text_completion";
-    `has_usage`: chunks carry `"usage": null` (or numbers), because the client asked for usage."""
+    """The events of one response. `head`: the fields of every chunk, whose `object` is
+    "chat.completion.chunk" or "text_completion"; `has_usage`: chunks carry `"usage": null` (or
+    numbers), because the client asked for usage."""
 
     def __init__(self, head: dict[str, Any], has_usage: bool) -> None:
         self._head = b"data: " + _encode(head)[:-1]
@@ -41,8 +43,8 @@ class ChunkWriter:
         self, index: int, delta: dict[str, Any] | str, finish: str | None = None, logprobs: Any = None, usage: dict[str, Any] | None = None,
         choice: dict[str, Any] | None = None, chunk: dict[str, Any] | None = None,
     ) -> bytes:  # fmt: skip
-        """Any chunk: a chat delta or a text, with logprobs, a finish reason, running usage, and further fields of the choice and the
-        chunk."""
+        """Any chunk: a chat delta or a text, with logprobs, a finish reason, running usage, and
+        further fields of the choice and the chunk."""
         body = {"delta" if self._is_chat else "text": delta, "logprobs": logprobs, "finish_reason": finish, **(choice or {})}
         tail = self._null_usage if usage is None else b',"usage":' + _encode(usage)
         if chunk:
@@ -65,7 +67,8 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def end_fields(finish: Finish | None, params: SamplingParams) -> dict[str, Any]:
-    """What ended a choice: `matched_stop` as SGLang has it, `stop_reason` as vLLM, which is null for the model's own end token."""
+    """What ended a choice: `matched_stop` as SGLang has it, `stop_reason` as vLLM, which is null
+    for the model's own end token."""
     matched = finish.matched if finish is not None else None
     is_asked = isinstance(matched, str) or matched in params.stop_token_ids
     return {"matched_stop": matched, "stop_reason": matched if is_asked else None}

@@ -1,7 +1,9 @@
-"""`EventPump`: writes an answer's news to its connection from within the client's own pass over a step's tokens.
+"""`EventPump`: writes an answer's news to its connection from within the client's own pass over a
+step's tokens.
 
-Waking a task for every token of every stream would cost as much as the writing itself. Only while a connection is full does a task wait
-for it; what comes meanwhile is joined into one event. Knows ASGI's `send` and no dialect.
+Waking a task for every token of every stream would cost as much as the writing itself. Only while a
+connection is full does a task wait for it; what comes meanwhile is joined into one event. Knows
+ASGI's `send` and no dialect.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class EventPump:
         self._waiting: asyncio.Task[None] | None = None  # for a connection that is full
 
     async def run(self, changed: Sequence[SequenceState]) -> None:
-        """Write `changed` and all that follows, until every sequence ended or the client is gone. Raises what writing raises."""
+        """Write `changed` and all that follows, until every sequence ended or the client is gone.
+        Raises what writing raises."""
         self._answer.on_update = self._push
         try:
             if not self._done.done():

@@ -1,4 +1,5 @@
-"""Turns pydantic's validation errors and JSON decoding errors into `ApiError`: one sentence with the field and the remedy.
+"""Turns pydantic's validation errors and JSON decoding errors into `ApiError`: one sentence with
+the field and the remedy.
 
 Used by `request_body`, `request_context` and the routes. Must not depend on a route.
 """
@@ -31,9 +32,11 @@ _CUT = "Input data was truncated"  # msgspec's message
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], value: Any, root: str = "") -> ApiError:
-    """The `ApiError` 400 of pydantic's `errors` about `value`. `root` is the path of `value` in the body, "" for the whole body.
+    """The `ApiError` 400 of pydantic's `errors` about `value`. `root` is the path of `value` in the
+    body, "" for the whole body.
 
-    A union reports one error for each of its types. The errors of the deepest field count, and their types are listed together.
+    A union reports one error for each of its types. The errors of the deepest field count, and
+    their types are listed together.
     """
     found = [(_real_path(error, value), error) for error in errors]
     deepest = max(len(path) for path, _ in found)
@@ -66,7 +69,8 @@ def _sentence(error: Mapping[str, Any]) -> str:
 
 
 def _real_path(error: Mapping[str, Any], value: Any) -> tuple[str | int, ...]:
-    """The error's location without pydantic's names of union members, which are no part of the body."""
+    """The error's location without pydantic's names of union members, which are no part of the
+    body."""
     path: list[str | int] = []
     for part in error["loc"]:
         if (isinstance(value, dict) and part in value) or (isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)):

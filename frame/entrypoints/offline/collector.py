@@ -65,7 +65,8 @@ class Job:
     """All sequences of one call. `on_delta` (for streaming) and `on_done` are called in the thread
     of the messages.
 
-    When `on_done` is called while `num_unfinished` is not 0, the engine has crashed; the job can be added to another collector.
+    When `on_done` is called while `num_unfinished` is not 0, the engine has crashed; the job can be
+    added to another collector.
     """
 
     def __init__(self, on_done: Callable[[], None], on_delta: Callable[[Delta], None] | None = None) -> None:

@@ -47,9 +47,11 @@ class Engine:
     """An engine for offline use. Keywords are configuration keys: names of flags (`max_model_len`,
     `tp`) or `section__field`.
 
-    A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts gives a list of outputs, in order.
-    Parameters are given once for all prompts, or one per prompt. Raises InvalidRequestError (a ValueError) before anything runs when a
-    prompt or a parameter cannot be served. After a crash the engine is restarted and the call continues; EngineError when that fails:
+    A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts
+    gives a list of outputs, in order. Parameters are given once for all prompts, or one per prompt.
+    Raises InvalidRequestError (a ValueError) before anything runs when a prompt or a parameter
+    cannot be served. After a crash the engine is restarted and the call continues; EngineError when
+    that fails:
     its `outputs` hold what was generated so far.
     """
 
@@ -79,7 +81,7 @@ class Engine:
         return dict(self._session.info)
 
     # generate
-    # ------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
         """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
@@ -138,13 +140,14 @@ class Engine:
             self._stop(job)
 
     # vectors
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def embed(
         self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input. `dimensions` keeps the first values of
-        each; `prompt_name` is one of the checkpoint's prompts; `truncate` cuts inputs that are too long instead of refusing them.
+        """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input.
+        `dimensions` keeps the first values of each; `prompt_name` is one of the checkpoint's
+        prompts; `truncate` cuts inputs that are too long instead of refusing them.
         """
         is_single, several = to_list(inputs)
         vectors = self._vectors.embed(several, dimensions, prompt_name, truncate)
@@ -159,13 +162,14 @@ class Engine:
     def score(
         self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Relevance of pairs of texts, float32 [pairs]; the cosine for an embedding model. One first text is paired with every second
-        one, or two lists of equal length are paired in order."""
+        """Relevance of pairs of texts, float32 [pairs]; the cosine for an embedding model. One
+        first text is paired with every second one, or two lists of equal length are paired in
+        order."""
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
         return self._vectors.score(texts[0], texts[1], instruction, truncate)
 
     # control
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
         """Empty the prefix cache. Raises EngineError while requests run."""
@@ -203,7 +207,7 @@ class Engine:
             self.close()
 
     # parts
-    # ---------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _running(self) -> Session:
         """The session; a new one if its engine has crashed. Raises the error of a start that

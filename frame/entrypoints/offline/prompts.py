@@ -20,8 +20,8 @@ Params = SamplingParams | Mapping[str, Any]
 
 
 class EngineError(RuntimeError):
-    """The engine or the server has crashed, failed or cannot be reached. `outputs`: of an offline call, all sequences in order with what
-    was generated; those without an `error` are finished."""
+    """The engine or the server has crashed, failed or cannot be reached. `outputs`: of an offline
+    call, all sequences in order with what was generated; those without an `error` are finished."""
 
     outputs: Sequence[Any] = ()
 

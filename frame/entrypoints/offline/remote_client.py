@@ -63,9 +63,10 @@ class Client:
     """A client of a frame server. Prompts, parameters and outputs are those of `Engine`, sync,
     async and streaming.
 
-    `timeout`: seconds for a response, or between two events of a stream. Raises InvalidRequestError (a ValueError) for an invalid
-    request, EngineError when the server cannot be reached, is overloaded or fails. Threads may share a client; its async methods
-    serve one event loop at a time.
+    `timeout`: seconds for a response, or between two events of a stream. Raises InvalidRequestError
+    (a ValueError) for an invalid request, EngineError when the server cannot be reached, is
+    overloaded or fails. Threads may share a client; its async methods serve one event loop at a
+    time.
     """
 
     def __init__(self, base_url: str = "http://127.0.0.1:30000", *, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -81,7 +82,8 @@ class Client:
         self._async_http: httpx.AsyncClient | None = None
 
     def copy(self) -> Client:
-        """A client that shares all but the connections of the async methods, for another event loop."""
+        """A client that shares all but the connections of the async methods, for another event
+        loop."""
         other = copy(self)
         other._async_http = other._loop = None  # noqa: SLF001 - of the same class
         return other
@@ -97,7 +99,7 @@ class Client:
         return self.control("server_info")
 
     # generate
-    # ------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
         """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
@@ -150,7 +152,7 @@ class Client:
             raise _unreachable(self._settings["base_url"], error) from error
 
     # vectors
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def embed(
         self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
@@ -171,22 +173,23 @@ class Client:
     def score(
         self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> np.ndarray:
-        """Relevance of pairs of texts, float32 [pairs]. One first text is paired with every second one, or two lists of equal length are
-        paired in order."""
+        """Relevance of pairs of texts, float32 [pairs]. One first text is paired with every second
+        one, or two lists of equal length are paired in order."""
         texts = [side if isinstance(side, str) else list(side) for side in (first, second)]
         body = {"text_1": texts[0], "text_2": texts[1], "instruction": instruction, **_cut(truncate)}
         return np.array([row["score"] for row in self.post("/v1/score", body)["data"]], np.float32)
 
     # control
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
         """Empty the prefix cache."""
         self.control("flush_cache")
 
     def control(self, action: str, **arguments: Any) -> dict[str, Any]:
-        """Run a command (`server_info`, `check_integrity`, …) and return its data. Commands are for operators: `api_key` must be the
-        admin key, and `base_url` the admin listener, where the server has these."""
+        """Run a command (`server_info`, `check_integrity`, …) and return its data. Commands are for
+        operators: `api_key` must be the admin key, and `base_url` the admin listener, where the
+        server has these."""
         if action not in COMMANDS:
             raise EngineError(f"there is no command {action!r}{did_you_mean(action, COMMANDS)}")
         method, path = COMMANDS[action]
@@ -224,7 +227,7 @@ class Client:
         self.close()
 
     # parts
-    # ---------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _job(self, prompts: Any, params: Params | Sequence[Params] | None) -> Job:
         return Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)

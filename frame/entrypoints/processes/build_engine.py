@@ -117,8 +117,9 @@ def add_profiling(resolved: Resolved, runner: ModelRunner, place: Place | None) 
 
 
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
-    """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the configuration names is loaded now, so
-    that its failure stops the start; one chosen automatically is loaded for the first grammar."""
+    """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
+    configuration names is loaded now, so that its failure stops the start; one chosen automatically
+    is loaded for the first grammar."""
     choices, sampling = resolved.plugins.get("grammar"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None

@@ -143,8 +143,9 @@ class Deployment:
         self.children[name] = Child(name, command, environment or {})
 
     def start_children(self, names: Sequence[str]) -> None:
-        """Start these children, none of which may be running. Messages sent to their predecessors are dropped. Raises OSError,
-        RuntimeError (no thread) or zmq.ZMQError; then none of them runs."""
+        """Start these children, none of which may be running. Messages sent to their predecessors
+        are dropped. Raises OSError, RuntimeError (no thread) or zmq.ZMQError; then none of them
+        runs."""
         try:
             self._start([self.children[name] for name in names])
         except BaseException:

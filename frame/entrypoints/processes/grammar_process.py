@@ -135,7 +135,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
 
 
 # the process
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:

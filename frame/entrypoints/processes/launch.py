@@ -166,8 +166,8 @@ class ProcessSession:
 
 
 def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str, Any]:
-    """Wait until every process is ready; returns the data of the engine's `Ready`. Raises ConfigurationError or RuntimeError with the
-    error of a child that failed."""
+    """Wait until every process is ready; returns the data of the engine's `Ready`. Raises
+    ConfigurationError or RuntimeError with the error of a child that failed."""
     info: dict[str, Any] = {}
     waiting = set(deployment.names)
     started = time.perf_counter()

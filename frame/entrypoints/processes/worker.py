@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
 
 
 # roles
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -217,7 +217,7 @@ def _until_term(resolved: Resolved, name: str) -> Tracing | None:
 
 
 # set-up
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

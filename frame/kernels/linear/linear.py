@@ -243,7 +243,8 @@ def tile_kernel(
     UPCAST: tl.constexpr,
     num_stages: tl.constexpr,
 ):
-    """Grid: blocks of BN outputs. Software-pipelined MMA through shared memory, for up to 64 rows."""
+    """Grid: blocks of BN outputs. Software-pipelined MMA through shared memory, for up to 64
+    rows."""
     launch_dependents(PDL)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     if PIECES == 1:

@@ -21,7 +21,8 @@ SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
 
 @triton.jit
 def _load_weights(w, first, k, rows, w_row, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):
-    """[BN, BK] of one expert's weights: from row `first` of a descriptor, or `rows` from a pointer."""
+    """[BN, BK] of one expert's weights: from row `first` of a descriptor, or `rows` from a
+    pointer."""
     if TMA:
         tile = w.load([first, k])
     else:

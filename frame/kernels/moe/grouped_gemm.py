@@ -75,7 +75,8 @@ def compute_gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, t
 
 
 def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-    """`compute_gate_up`'s result times down -> [pairs, hidden], each row times its pair's weight."""
+    """`compute_gate_up`'s result times down -> [pairs, hidden], each row times its pair's
+    weight."""
     if tile.use_gluon and _can_use_gluon(act, weights, dtype):
         return _prefill().compute_down(act.values, weights.values, pairs.weights, order)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)

@@ -170,7 +170,8 @@ def _normed_logits_kernel(
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (blocks of experts, tokens). A token's first program stores the normed row and the sum."""
+    """Grid: (blocks of experts, tokens). A token's first program stores the normed row and the
+    sum."""
     launch_dependents(PDL)
     experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     columns = tl.arange(0, BLOCK)

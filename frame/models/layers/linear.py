@@ -119,7 +119,8 @@ class HeadLinear(Linear):
 
 
 class HeadLayout:
-    """The attention heads of this rank. `num_heads` and `num_kv_heads` are the rank's own counts."""
+    """The attention heads of this rank. `num_heads` and `num_kv_heads` are the rank's own
+    counts."""
 
     def __init__(self, context: BuildContext, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> None:
         rank, ranks = context.tp.rank, context.tp.size

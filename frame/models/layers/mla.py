@@ -262,7 +262,8 @@ class LatentExpansion(nn.Module):
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
     def finish(self) -> None:
-        """Derive the two weights and free the stored one. Does nothing if nothing was loaded since."""
+        """Derive the two weights and free the stored one. Does nothing if nothing was loaded
+        since."""
         stored = [parameter for _, parameter in own_parameters(self.stored)]
         version = sum(parameter.version for parameter in stored)
         if version == self.version:

@@ -3,8 +3,8 @@ weight in every call.
 
 Uses the operators that torch.compile uses for constant weights. float32 gains nothing and stays
 unpacked. oneDNN compiles a kernel for each number of rows, 0.5 to 2 ms for each weight size, and
-caches 1,024 of them; batches are therefore padded to few distinct numbers of rows (`pad_row_count`).
-Depends on no layer.
+caches 1,024 of them; batches are therefore padded to few distinct numbers of rows
+(`pad_row_count`). Depends on no layer.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ class ShardedParameter(nn.Parameter):
         self.data[part.write].copy_(value)
 
     def release(self) -> None:
-        """Free the memory once the values live in another form; a later `load` allocates it again."""
+        """Free the memory once the values live in another form; a later `load` allocates it
+        again."""
         self.data = torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property

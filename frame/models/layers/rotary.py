@@ -72,7 +72,8 @@ class Rotary(nn.Module):
             compute_frequencies(parameters, dim)  # refuse an unknown scheme before weights are read
 
     def finish(self) -> None:
-        """Compute the table in float32, like the reference, then convert it to the model's dtype."""
+        """Compute the table in float32, like the reference, then convert it to the model's
+        dtype."""
         angles = _angles(self.scheme, self.dim, self.length)
         factor = compute_attention_factor(self.scheme)
         cos, sin = angles.cos() * factor, angles.sin() * factor  # [positions, dim / 2]

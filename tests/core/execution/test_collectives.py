@@ -1,4 +1,5 @@
-"""Groups of ranks: a group of one does nothing; gloo adds, gathers and broadcasts between threads and gives up on absentees."""
+"""Groups of ranks: a group of one does nothing; gloo adds, gathers and broadcasts between threads
+and gives up on absentees."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ if sys.argv[2] == "closes":
 
 @pytest.mark.parametrize("ending", ["closes", "forgets", "dies"])
 def test_the_end_of_a_rank(tmp_path: Path, ending: str) -> None:
-    """A process ends cleanly with and without `close` (a group that outlives the interpreter would abort it);
-    when a rank dies, the others' next call raises instead of waiting for the timeout."""
+    """A process ends cleanly with and without `close` (a group that outlives the interpreter would
+    abort it); when a rank dies, the others' next call raises instead of waiting for the timeout."""
     root = Path(__file__).resolve().parents[3]
     other = subprocess.Popen([sys.executable, "-c", RANK, tmp_path, ending], cwd=root, stderr=subprocess.PIPE)
     group = connect(0, 2, tmp_path, CPU, timeout=30)

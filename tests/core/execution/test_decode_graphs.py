@@ -1,5 +1,6 @@
-"""Captured steps give the tokens that plain steps give, whatever the batch's size and what its rows want. On a CPU the captured step is
-computed anew, from the same fixed inputs; tests/gpu/test_graphs.py captures it."""
+"""Captured steps give the tokens that plain steps give, whatever the batch's size and what its rows
+want. On a CPU the captured step is computed anew, from the same fixed inputs;
+tests/gpu/test_graphs.py captures it."""
 
 from __future__ import annotations
 

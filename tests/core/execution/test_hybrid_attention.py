@@ -1,4 +1,5 @@
-"""A pair of attention backends: the conformance cases hold for both together, each sees its own rows alone, graphs are the decodes' own."""
+"""A pair of attention backends: the conformance cases hold for both together, each sees its own
+rows alone, graphs are the decodes' own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Steps with prompts through graphs in pieces give the tokens and log-probabilities that plain steps give. On a CPU the pieces are
-computed anew, over the same padded inputs; tests/gpu/test_graphs.py captures them."""
+"""Steps with prompts through graphs in pieces give the tokens and log-probabilities that plain
+steps give. On a CPU the pieces are computed anew, over the same padded inputs;
+tests/gpu/test_graphs.py captures them."""
 
 from __future__ import annotations
 

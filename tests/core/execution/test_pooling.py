@@ -1,4 +1,5 @@
-"""Vectors equal those of transformers in float32, however the batches came about; what does not fit is refused with a sentence."""
+"""Vectors equal those of transformers in float32, however the batches came about; what does not fit
+is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -198,7 +199,7 @@ def test_broken_numbers_end_their_own_request_only(tmp_path: Path) -> None:
     assert np.isfinite(loop.pool([[8, 9]])).all()
 
 
-# what is chosen, and what is refused -----------------------------------------------------------------------------------
+# what is chosen, and what is refused --------------------------------------------------------------
 
 
 def test_what_resolve_chooses(tmp_path: Path) -> None:
@@ -217,8 +218,16 @@ def test_what_resolve_chooses(tmp_path: Path) -> None:
     [
         ("BertModel", {"model": {"task": "generate"}}, "can only embed"),
         ("LlamaForCausalLM", {"model": {"task": "classify"}}, "model.label_tokens"),
-        ("LlamaForCausalLM", {"model": {"pooling": "cls"}}, "model.pooling is cls, which LlamaForCausalLM does not use for the task generate"),
-        ("BertModel", {"model": {"label_tokens": ["no", "yes"]}}, "model.label_tokens is no,yes, which BertModel does not use for the task embed"),
+        (
+            "LlamaForCausalLM",
+            {"model": {"pooling": "cls"}},
+            "model.pooling is cls, which LlamaForCausalLM does not use for the task generate",
+        ),
+        (
+            "BertModel",
+            {"model": {"label_tokens": ["no", "yes"]}},
+            "model.label_tokens is no,yes, which BertModel does not use for the task embed",
+        ),
         ("BertModel", {"scheduler": {"chunked_prefill_size": 64}}, "in one step"),
         ("BertModel", {"attention": {"backend": "triton"}}, "computes causal attention only, and the model is an encoder"),
     ],

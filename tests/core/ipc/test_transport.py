@@ -170,7 +170,7 @@ def test_a_long_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sockets.remove()
 
 
-# batches -----------------------------------------------------------------------------------------------------------
+# batches ------------------------------------------------------------------------------------------
 
 
 def make_batch(step: int = 3, rows: int = 4, seed: int = 0, full: bool = True) -> ScheduledBatch:

@@ -1,4 +1,5 @@
-"""The sampler against a naive row-by-row reference in float64, and what it promises about seeds and company."""
+"""The sampler against a naive row-by-row reference in float64, and what it promises about seeds and
+company."""
 
 from __future__ import annotations
 

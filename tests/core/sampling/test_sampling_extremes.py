@@ -1,4 +1,5 @@
-"""Sampling parameters at the ends of their types: each is refused by name, or its request gets tokens. None is an error of the server."""
+"""Sampling parameters at the ends of their types: each is refused by name, or its request gets
+tokens. None is an error of the server."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def params_of(**values: Any) -> SamplingParams:
 
 
 def check(loop: LocalLoop, each: list[SamplingParams]) -> None:
-    """`LocalLoop` raises for a request that ends with an error, such as logits that are not finite."""
+    """`LocalLoop` raises for a request that ends with an error, such as logits that are not
+    finite."""
     outputs = loop.generate([PROMPT] * len(each), each)
     vocab = loop.scheduler.config.vocab_size
     assert all(len(output) == 3 and min(output) >= 0 and max(output) < vocab for output in outputs)

@@ -116,7 +116,7 @@ def test_skipped_long_prompts_run_in_order() -> None:
     found.check()
 
 
-# priorities --------------------------------------------------------------------------------------------------------
+# priorities ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -191,7 +191,7 @@ def test_equal_priorities_preempt_none() -> None:
     assert found.scheduler.get_load()["preempted"] == 0
 
 
-# ageing ------------------------------------------------------------------------------------------------------------
+# ageing -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof"])

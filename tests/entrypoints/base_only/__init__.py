@@ -1,4 +1,5 @@
-"""Servers as if nothing but the base installation were there, so that tests see what a plain `pip install` serves. No network."""
+"""Servers as if nothing but the base installation were there, so that tests see what a plain `pip
+install` serves. No network."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def environment() -> dict[str, str]:
 
 
 def base_distributions() -> set[str]:
-    """The closure of the project's own dependencies, without extras; names are normalised. The project file counts, not what an
-    installed copy of it says."""
+    """The closure of the project's own dependencies, without extras; names are normalised. The
+    project file counts, not what an installed copy of it says."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found, todo = {OURS}, [Requirement(line) for line in project["dependencies"]]
     seen: set[str] = set()
@@ -46,7 +47,8 @@ def base_distributions() -> set[str]:
 
 
 def hidden_modules(kept: set[str]) -> list[str]:
-    """Modules that only other distributions provide: top-level ones, and packages within a shared namespace."""
+    """Modules that only other distributions provide: top-level ones, and packages within a shared
+    namespace."""
     top: dict[str, bool] = {}  # module -> whether a distribution of the base installation provides it
     nested: dict[str, bool] = {}
     for found in metadata.distributions():

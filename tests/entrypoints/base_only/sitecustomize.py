@@ -1,5 +1,6 @@
-"""Hides every distribution but those of the base installation from a Python process: their modules do not import, and
-`importlib.metadata` does not know them. Python runs this file at start when its folder is on PYTHONPATH (`base_only.environment`).
+"""Hides every distribution but those of the base installation from a Python process: their modules
+do not import, and `importlib.metadata` does not know them. Python runs this file at start when its
+folder is on PYTHONPATH (`base_only.environment`).
 """
 
 from __future__ import annotations

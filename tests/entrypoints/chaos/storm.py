@@ -1,4 +1,5 @@
-"""A storm of requests whose answers are known, and a hand that stops and kills the server's processes under them."""
+"""A storm of requests whose answers are known, and a hand that stops and kills the server's
+processes under them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ WORDS = "The quick brown fox jumps over the lazy dog "
 
 
 def body_of(number: int, steps: int) -> dict[str, Any]:
-    """Request `number` of a storm: its answer depends on nothing but its body. Up to `steps` tokens."""
+    """Request `number` of a storm: its answer depends on nothing but its body. Up to `steps`
+    tokens."""
     r = random.Random(number)
     prompt: Any = (SHARED if r.random() < 0.3 else []) + [r.randrange(3, 300) for _ in range(r.choice((3, 30, 200)))]
     if number % 4 == 0:
@@ -52,8 +54,9 @@ class Reply:
 
 
 class Storm:
-    """`count` requests at once, against one server after another. `progress` counts requests that were
-    sent and characters that were streamed, which for given requests come to the same sum however they are cut into events."""
+    """`count` requests at once, against one server after another. `progress` counts requests that
+    were sent and characters that were streamed, which for given requests come to the same sum
+    however they are cut into events."""
 
     def __init__(self, count: int, steps: int) -> None:
         self.bodies = [body_of(number, steps) for number in range(count)]

@@ -1,4 +1,5 @@
-"""Something in the engine that keeps what it takes, step by step: the process is replaced in time, and clients see a pause."""
+"""Something in the engine that keeps what it takes, step by step: the process is replaced in time,
+and clients see a pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real model behind the whole stack: its ranks die in the middle of answers, which end as they would have."""
+"""A real model behind the whole stack: its ranks die in the middle of answers, which end as they
+would have."""
 
 from __future__ import annotations
 

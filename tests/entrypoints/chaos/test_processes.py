@@ -1,4 +1,5 @@
-"""Processes die and hang under 64 streams: every request completes with the text that it would have had, and nothing is left over."""
+"""Processes die and hang under 64 streams: every request completes with the text that it would have
+had, and nothing is left over."""
 
 from __future__ import annotations
 

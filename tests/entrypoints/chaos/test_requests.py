@@ -1,4 +1,5 @@
-"""Requests that are bad_token, clients that behave oddly, restarts that are refused or asked for at a bad moment."""
+"""Requests that are bad_token, clients that behave oddly, restarts that are refused or asked for at
+a bad moment."""
 
 from __future__ import annotations
 
@@ -105,12 +106,12 @@ def test_logits_that_are_no_numbers_end_their_request_alone(fragile: RunningServ
     assert fragile.post("/check_integrity", {}).status_code == 200
 
 
-# restarts ----------------------------------------------------------------------------------------------------------
+# restarts -----------------------------------------------------------------------------------------
 
 
 def test_while_the_engine_is_away(checkpoint: Path) -> None:
-    """New requests wait, those that are aborted or late end, readiness says no, commands say why; and a SIGTERM in the middle lets the
-    rest finish."""
+    """New requests wait, those that are aborted or late end, readiness says no, commands say why;
+    and a SIGTERM in the middle lets the rest finish."""
     with RunningServer(checkpoint, *FLAGS, env={"FRAME_FAKE_STEP": "0.01", "FRAME_FAKE_START": "3"}) as server:
         bodies = [body_of(5, 6, number, max_tokens=400, rid=rid) for number, rid in enumerate(("first", "named", "late"))]
         first, named, late = ask(server, *bodies, headers={"late": {"x-request-timeout": "2"}})
@@ -140,11 +141,12 @@ def test_enough_restarts_end_the_server(checkpoint: Path) -> None:
         assert server.wait() == 1
 
 
-# clients -----------------------------------------------------------------------------------------------------------
+# clients ------------------------------------------------------------------------------------------
 
 
 def connect(server: RunningServer, body: dict[str, Any], version: str = "1.1", room: int | None = None) -> socket.socket:
-    """A connection over which `body` was sent; the system keeps `room` bytes of what is not read."""
+    """A connection over which `body` was sent; the system keeps `room` bytes of what is not
+    read."""
     url = httpx.URL(server.url)
     connection = socket.socket()
     connection.settimeout(30)

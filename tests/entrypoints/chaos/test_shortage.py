@@ -1,4 +1,5 @@
-"""The system refuses new processes, descriptors or memory, or takes the folder of sockets away: the main process lives through it."""
+"""The system refuses new processes, descriptors or memory, or takes the folder of sockets away: the
+main process lives through it."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(server: RunningServer) ->
 
 
 class Shortage:
-    """Kills processes of a server under load, some of them while the system refuses it descriptors. The main process lives under a limit on
-    its address space all the time."""
+    """Kills processes of a server under load, some of them while the system refuses it descriptors.
+    The main process lives under a limit on its address space all the time."""
 
     def __init__(self, server: RunningServer, seed: int) -> None:
         self.server = server
@@ -104,7 +105,8 @@ class Shortage:
         self._main.rlimit(psutil.RLIMIT_AS, space)
 
     def _strike(self, with_files: bool) -> None:
-        """Kill a process, if one is there. Without files, main has 64 descriptors less than it uses, until it was refused a start."""
+        """Kill a process, if one is there. Without files, main has 64 descriptors less than it
+        uses, until it was refused a start."""
         before = len(self.server.lines)
         if not with_files:
             self._main.rlimit(psutil.RLIMIT_NOFILE, (max(3, self._main.num_fds() - 64), self._files[1]))

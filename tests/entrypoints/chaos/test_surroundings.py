@@ -27,7 +27,8 @@ def is_ready(url: str) -> bool:
 
 
 def test_a_full_disk(checkpoint: Path) -> None:
-    """Neither the log nor the in-flight file can be written; requests are served, and continue after a crash."""
+    """Neither the log nor the in-flight file can be written; requests are served, and continue
+    after a crash."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -54,7 +55,8 @@ def test_a_full_disk(checkpoint: Path) -> None:
 
 
 def test_clients_that_do_not_read(fake_server: RunningServer) -> None:
-    """They keep neither the engine nor other clients waiting, and find everything when they do read."""
+    """They keep neither the engine nor other clients waiting, and find everything when they do
+    read."""
     body: dict[str, Any] = body_of(5, 6, 7, max_tokens=450, stream=True, logprobs=5)
     slow = [connect(fake_server, body) for _ in range(16)]
     answer = fake_server.post("/v1/completions", {**body, "stream": False})
@@ -68,7 +70,8 @@ def test_clients_that_do_not_read(fake_server: RunningServer) -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up(checkpoint: Path) -> None:
-    """Its answer grows no further than allowed, its request ends in the engine, and it is told why; 64 others notice nothing."""
+    """Its answer grows no further than allowed, its request ends in the engine, and it is told why;
+    64 others notice nothing."""
     flags = ("--max-model-len", "1024", "--max-total-tokens", "65536", "--max-running-requests", "128", "--max-unread-tokens", "1000")
     with RunningServer(checkpoint, *flags, env={"FRAME_FAKE_STEP": "0.008"}) as server:
         storm = Storm(64, 60)

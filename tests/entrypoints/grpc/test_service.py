@@ -1,4 +1,5 @@
-"""The gRPC service, by grpcio's own client over real sockets: replies, one call with many requests, errors, keys, cancelling."""
+"""The gRPC service, by grpcio's own client over real sockets: replies, one call with many requests,
+errors, keys, cancelling."""
 
 from __future__ import annotations
 
@@ -245,9 +246,11 @@ async def test_keys() -> None:
 
 
 async def test_watches_without_a_key_are_limited_and_take_no_place_of_calls() -> None:
-    """200 watches of one connection, more than calls may run: the other calls run, and so does another connection's watch.
+    """200 watches of one connection, more than calls may run: the other calls run, and so does
+    another connection's watch.
 
-    gRPC starts the calls of a channel in any order, so which of the watches are accepted is not fixed.
+    gRPC starts the calls of a channel in any order, so which of the watches are accepted is not
+    fixed.
     """
     limits = {"server": {"api_key": "secret", "max_connections": 64}}
     async with listening(limits) as (_, address), grpc.aio.insecure_channel(address, options=[("a", 1)]) as hostile:

@@ -1,4 +1,5 @@
-"""Web pages of other origins: preflights without a key, headers on responses, streams and errors, and what stays closed to them.
+"""Web pages of other origins: preflights without a key, headers on responses, streams and errors,
+and what stays closed to them.
 
 By requests over ASGI, and by Chromium where it is installed.
 """
@@ -136,7 +137,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], part: str) -> None:
     assert part in str(error.value)
 
 
-# in a browser ------------------------------------------------------------------------------------------------------
+# in a browser -------------------------------------------------------------------------------------
 
 SCRIPT = """
 async ([url, key, body]) => {

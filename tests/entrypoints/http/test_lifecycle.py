@@ -1,4 +1,5 @@
-"""What happens when clients leave, processes die and signals come, over a fake model that checks every page it reads."""
+"""What happens when clients leave, processes die and signals come, over a fake model that checks
+every page it reads."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LONG = {"prompt": [5] * 20, "max_tokens": 400, "ignore_eos": True}
 
 
 def body_of(number: int) -> bytes:
-    """A request of some kind: long or short prompt, streaming or not, several choices, stop strings."""
+    """A request of some kind: long or short prompt, streaming or not, several choices, stop
+    strings."""
     r = random.Random(number)
     shared = [7] * 40 if r.random() < 0.3 else []
     body: dict[str, Any] = {
@@ -50,7 +52,8 @@ def finishes(server: RunningServer) -> dict[str, float]:
 
 
 async def cut(host: str, port: int, number: int, gate: asyncio.Semaphore) -> None:
-    """Send a request and leave at a random moment: before the answer, in the middle of it, or never."""
+    """Send a request and leave at a random moment: before the answer, in the middle of it, or
+    never."""
     async with gate:
         body = body_of(number)
         reader, writer = await asyncio.open_connection(host, port)

@@ -1,4 +1,5 @@
-"""RequestOptions: the bodies of all routes that run the model have the same four fields, and a priority comes of each."""
+"""RequestOptions: the bodies of all routes that run the model have the same four fields, and a
+priority comes of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a newcomer gets wrong, and the sentence that he reads: it names the thing, and says what to do."""
+"""What a newcomer gets wrong, and the sentence that he reads: it names the thing, and says what to
+do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A streamed answer is the whole answer, however its tokens come: fuzzed through the client, the detokenizer, stop strings, the parsers and
-the responses themselves. Only sockets and engine are played.
+"""A streamed answer is the whole answer, however its tokens come: fuzzed through the client, the
+detokenizer, stop strings, the parsers and the responses themselves. Only sockets and engine are
+played.
 
-A case is a seed: tokenizer, route, parsers, what the model writes (well formed, damaged, or noise), how it is cut into tokens (also within
-characters), stop strings, log-probabilities, and number of sequences. It is answered whole, then streamed by several cuttings into steps.
+A case is a seed: tokenizer, route, parsers, what the model writes (well formed, damaged, or noise),
+how it is cut into tokens (also within characters), stop strings, log-probabilities, and number of
+sequences. It is answered whole, then streamed by several cuttings into steps.
 """
 
 from __future__ import annotations
@@ -182,7 +184,8 @@ class Played(SimpleNamespace):
 
 
 def steps_of(case: Case, sizes: tuple[int, ...], rng: random.Random) -> list[StepTokens]:
-    """Every sequence's tokens in pieces of some of these sizes, several sequences in a step; the end comes with the last, or after it."""
+    """Every sequence's tokens in pieces of some of these sizes, several sequences in a step; the
+    end comes with the last, or after it."""
     left = [list(ids) for ids, _ in case.ends]
     is_open, found = [True] * len(left), []
     while any(is_open):
@@ -276,7 +279,8 @@ def whole(case: Case, body: Any) -> dict[str, Any]:
 
 
 def plain_text(case: Case, ids: list[int], finish: Finish) -> str:
-    """A completion's text by its definition: the joined bytes, up to the first stop string that a token completes."""
+    """A completion's text by its definition: the joined bytes, up to the first stop string that a
+    token completes."""
     pieces, special = case.tokenizer.pieces, case.tokenizer.special_ids if case.fields["skip_special_tokens"] else ()
     assert pieces is not None
     includes = case.fields["include_stop_str_in_output"]

@@ -1,4 +1,5 @@
-"""Writing from the client's own pass: nothing is lost or reordered when a connection is full, fails, or hangs up."""
+"""Writing from the client's own pass: nothing is lost or reordered when a connection is full,
+fails, or hangs up."""
 
 from __future__ import annotations
 

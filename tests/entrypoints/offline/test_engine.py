@@ -1,4 +1,5 @@
-"""`frame.Engine`: every form of prompt, sync, async and streaming; the same texts each way; errors; processes with tp 2."""
+"""`frame.Engine`: every form of prompt, sync, async and streaming; the same texts each way; errors;
+processes with tp 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`frame.Client` against a real server: the offline engine's own tests run over it, and the two give the same outputs."""
+"""`frame.Client` against a real server: the offline engine's own tests run over it, and the two
+give the same outputs."""
 
 from __future__ import annotations
 

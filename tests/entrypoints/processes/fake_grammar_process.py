@@ -1,4 +1,5 @@
-"""The process that compiles grammars, with a backend that does what its source says: a program for `test_grammar_process.py`."""
+"""The process that compiles grammars, with a backend that does what its source says: a program for
+`test_grammar_process.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Grammars that take too long or too much end their process and nothing else; the next ones get another."""
+"""Grammars that take too long or too much end their process and nothing else; the next ones get
+another."""
 
 from __future__ import annotations
 

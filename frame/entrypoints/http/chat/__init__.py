@@ -1,1 +1,2 @@
-"""What the chat routes of all APIs share: chat requests, tools, structured outputs, output parsing."""
+"""What the chat routes of all APIs share: chat requests, tools, structured outputs, output
+parsing."""

@@ -29,10 +29,12 @@ _STRUCTURED = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-# further fields of structured_outputs; there is no fallback that `disable_fallback` could switch off
+# further fields of structured_outputs; there is no fallback that `disable_fallback` could switch
+# off
 _SWITCHES = ("disable_any_whitespace", "disable_fallback")
 _FORMATS = "text, json_object, json_schema or structural_tag"
-# response_format.type -> the fields that it may have; `structures` and `triggers` are SGLang's older form
+# response_format.type -> the fields that it may have; `structures` and `triggers` are SGLang's
+# older form
 FORMAT_FIELDS = {
     "text": ("type",),
     "json_object": ("type",),

@@ -295,7 +295,8 @@ class BatchJobRunner:
             await asyncio.sleep(0.0 if self._stopping() else RETRY_INTERVAL)
 
     async def _send_once(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
-        """Send a request, which counts in its key's quota; (429, b"") where the quota is exhausted."""
+        """Send a request, which counts in its key's quota; (429, b"") where the quota is
+        exhausted."""
         try:
             with self._quotas.open_lease(batch.tenant) as lease:
                 return await self._call_route(batch, body, lease)

@@ -96,8 +96,8 @@ class TextLogprobs:
 
 
 def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, text_offsets: TextOffsets) -> dict[str, Any]:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the sequence's
-    earlier tokens.
+    """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the
+    sequence's earlier tokens.
     """
     tokens: list[str] = []
     values: list[float | None] = []

@@ -162,7 +162,8 @@ async def _finish(
 
 
 class BackgroundCaller:
-    """A `Caller` for a background response: keeps the tenant and the quota, ignores the connection."""
+    """A `Caller` for a background response: keeps the tenant and the quota, ignores the
+    connection."""
 
     def __init__(self, context: RequestContext) -> None:
         self.answer: RequestState | None = None
@@ -269,7 +270,8 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
 def find_response(
     context: RequestContext, services: Services, name: str, param: str = "response_id", remedy: str = "create it again"
 ) -> StoredEntry:
-    """A stored response. `param`: the field with its id. Raises ApiError 404, which says `remedy`."""
+    """A stored response. `param`: the field with its id. Raises ApiError 404, which says
+    `remedy`."""
     found = services.responses.get(name, context.tenant) if name.startswith("resp_") else None
     return _require(found, services, f"response {name[:100]!r}", param, remedy)
 

@@ -1,8 +1,10 @@
-"""Routes for operators: cache, pause, abort, self-check, profile, what was resolved. `AdminGuard` says who may use them where.
+"""Routes for operators: cache, pause, abort, self-check, profile, what was resolved. `AdminGuard`
+says who may use them where.
 
-They are served on a listener of their own (`server.admin_port`, `server.admin_socket`), or beside the API to whoever brings
-`server.admin_key`, or, when nobody needs a key for anything, to everybody who reaches the API. A user's key never opens them, but for
-`/abort_request`, which ends a user's own requests.
+They are served on a listener of their own (`server.admin_port`, `server.admin_socket`), or beside
+the API to whoever brings `server.admin_key`, or, when nobody needs a key for anything, to everybody
+who reaches the API. A user's key never opens them, but for `/abort_request`, which ends a user's
+own requests.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ async def resume(services: ServicesDep) -> Any:
 
 @own_router.post("/abort_request", dependencies=[SMALL_BODY])
 async def abort_request(request: AbortRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """End requests by the id of their response or their rid, or all: an operator any, a user its own."""
+    """End requests by the id of their response or their rid, or all: an operator any, a user its
+    own."""
     names = [name for name in ([request.rid] if isinstance(request.rid, str) else request.rid) if name]
     if not names and not request.abort_all:
         raise ApiError(400, "name a rid, or set abort_all", "rid")
@@ -87,7 +90,8 @@ async def abort_request(request: AbortRequest, context: ContextDep, services: Se
 
 @router.post("/start_profile", dependencies=[SMALL_BODY])
 async def start_profile(services: ServicesDep, request: ProfileBody | None = None) -> Any:
-    """Record the next steps of every rank with torch's profiler, into the folder `execution.profile_dir`."""
+    """Record the next steps of every rank with torch's profiler, into the folder
+    `execution.profile_dir`."""
     profile = ProfileRequest() if request is None else ProfileRequest(**request.model_dump())
     if (problem := profile.problem()) is not None:
         raise ApiError(400, problem, "num_steps")

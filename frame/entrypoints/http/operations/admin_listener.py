@@ -1,5 +1,6 @@
-"""The listener for operators' routes: a port or a Unix socket of its own, served in the main process's loop. Knows no route.
-The port speaks TLS where the API does; the socket, which stays on the machine, never.
+"""The listener for operators' routes: a port or a Unix socket of its own, served in the main
+process's loop. Knows no route. The port speaks TLS where the API does; the socket, which stays on
+the machine, never.
 
 Its sockets are taken before anything slow, so that what is taken already is an error at once.
 """

@@ -1,4 +1,5 @@
-"""`/openapi.json`, the OpenAPI description of the routes, and `/docs`, a page that shows it without a network."""
+"""`/openapi.json`, the OpenAPI description of the routes, and `/docs`, a page that shows it without
+a network."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The metrics under the names that dashboards made for vLLM and SGLang look for (`server.metrics_aliases`). A table, and how a metric is
-renamed; knows nothing of how it came about.
+"""The metrics under the names that dashboards made for vLLM and SGLang look for
+(`server.metrics_aliases`). A table, and how a metric is renamed; knows nothing of how it came
+about.
 """
 
 from __future__ import annotations

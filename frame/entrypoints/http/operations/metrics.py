@@ -1,5 +1,6 @@
-"""`/metrics` in Prometheus' text format, prefix `frame_`. Latencies are kept as lists while tokens flow and counted into buckets when
-somebody reads (or a list grows long), so that a token costs one append. Other servers' names are `metric_aliases`'.
+"""`/metrics` in Prometheus' text format, prefix `frame_`. Latencies are kept as lists while tokens
+flow and counted into buckets when somebody reads (or a list grows long), so that a token costs one
+append. Other servers' names are `metric_aliases`'.
 """
 
 from __future__ import annotations
@@ -248,7 +249,8 @@ class ServerMetrics(Collector):
 
 
 def exposition(metrics: ServerMetrics) -> bytes:
-    """The text that a scrape gets; the main process's memory, processor time and descriptors too."""
+    """The text that a scrape gets; the main process's memory, processor time and descriptors
+    too."""
     registry = CollectorRegistry(auto_describe=False)  # of its own, so that two servers in one process do not meet
     registry.register(metrics)
     ProcessCollector(registry=registry)

@@ -1,6 +1,8 @@
-"""The page at `/`: static files of `page_assets`, and what they show as JSON: load, prefix cache, plugins, configuration.
+"""The page at `/`: static files of `page_assets`, and what they show as JSON: load, prefix cache,
+plugins, configuration.
 
-The files hold no secret and need no key; the data do. Nothing is loaded from elsewhere, which the content security policy enforces.
+The files hold no secret and need no key; the data do. Nothing is loaded from elsewhere, which the
+content security policy enforces.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ async def live(services: ServicesDep) -> Any:
 
 @router.get("/page/cache.json")
 async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
-    """The lately used runs of the prefix cache. Holders of keys do not see their first words: prompts are their senders'."""
+    """The lately used runs of the prefix cache. Holders of keys do not see their first words:
+    prompts are their senders'."""
     try:
         reply = await services.client.send_command("outline_cache", limit=CACHE_RUNS)
     except (EngineDeadError, TimeoutError):
@@ -111,7 +114,8 @@ async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
 
 @router.get("/page/about.json")
 async def about(context: ContextDep, services: ServicesDep) -> Any:
-    """What runs here and why: fixed from the start on. Settings, which name paths, are not for holders of keys."""
+    """What runs here and why: fixed from the start on. Settings, which name paths, are not for
+    holders of keys."""
     return {**services.about, "settings": []} if context.tenant else services.about
 
 

@@ -1,6 +1,8 @@
-"""`Gate`: whether a request may use an endpoint of an access level, and whose request it is. `AdminGuard`: who is an operator.
+"""`Gate`: whether a request may use an endpoint of an access level, and whose request it is.
+`AdminGuard`: who is an operator.
 
-Used by the application after a route has matched, and by the gRPC service for its operators' methods. Knows no route and no path.
+Used by the application after a route has matched, and by the gRPC service for its operators'
+methods. Knows no route and no path.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Access(IntEnum):
 
 
 class AdminGuard:
-    """Who may use the routes of operators. `is_own_listener`: asked on a listener that serves nothing else."""
+    """Who may use the routes of operators. `is_own_listener`: asked on a listener that serves
+    nothing else."""
 
     def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
         self._is_elsewhere = not is_own_listener and has_listener(server)
@@ -53,7 +56,8 @@ class AdminGuard:
 
 
 class Gate:
-    """The access check of one listener. `is_admin`: the listener is the operators' own, where users' keys mean nothing. `cors`:
+    """The access check of one listener. `is_admin`: the listener is the operators' own, where
+    users' keys mean nothing. `cors`:
     whose pages are no strangers at routes that are not the operators'."""
 
     def __init__(self, server: ServerSection, is_admin: bool, cors: Cors | None = None) -> None:
@@ -64,7 +68,8 @@ class Gate:
         self._is_open_to_all = server.insecure
 
     def admit(self, scope: Scope, access: Access) -> str:
-        """The request's tenant, "" where no key is asked for. Raises ApiError unless its key reaches this level."""
+        """The request's tenant, "" where no key is asked for. Raises ApiError unless its key
+        reaches this level."""
         headers = scope["headers"]
         if self.keys is None:
             self._check_origin(scope, access)
@@ -85,7 +90,8 @@ class Gate:
         return ""
 
     def _check_origin(self, scope: Scope, access: Access) -> None:
-        """Where no key is asked for, a browser must not be made to act for a page from elsewhere."""
+        """Where no key is asked for, a browser must not be made to act for a page from
+        elsewhere."""
         is_shared = self._cors is not None and access in (Access.OPEN, Access.USER) and self._cors.allows(scope["headers"])
         is_safe = is_shared or self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
         sentence = None if is_safe else why_foreign(scope["headers"])

@@ -1,7 +1,8 @@
-"""`ApiRouter`, `ApiRoute`: FastAPI's router and route with what every route of this server needs: an access level, bounded bodies, the
-error shape of its dialect, counting and tracing.
+"""`ApiRouter`, `ApiRoute`: FastAPI's router and route with what every route of this server needs:
+an access level, bounded bodies, the error shape of its dialect, counting and tracing.
 
-Used by the modules that declare routes, and by the application. Must not depend on a route or the engine.
+Used by the modules that declare routes, and by the application. Must not depend on a route or the
+engine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ BodyKind = Literal["prompts", "small", "file"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequireAccess:
-    """Dependency: admits a request by its key, and takes a place of the key's quota. The place is given back with the request.
+    """Dependency: admits a request by its key, and takes a place of the key's quota. The place is
+    given back with the request.
 
     Raises ApiError 401 or 403, QuotaExceededError.
     """
@@ -55,7 +57,8 @@ class RequireAccess:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyLimit:
-    """Marks what a route's body holds, and so how large it may be: prompts (bounded by the context), a file, or neither (small)."""
+    """Marks what a route's body holds, and so how large it may be: prompts (bounded by the
+    context), a file, or neither (small)."""
 
     kind: BodyKind
 
@@ -94,7 +97,8 @@ class ApiRoute(APIRoute):
         self.app = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of the route. Raises ApiError, QuotaExceededError for a request that may not run."""
+        """The ASGI application of the route. Raises ApiError, QuotaExceededError for a request that
+        may not run."""
         request, state = Request(scope, receive, send), scope["app"].state
         receive, send = scope["asgi_channel"]
         context = RequestContext(scope, receive, send, state.body_limits[self.body_kind], self.errors, state.bodies)
@@ -154,7 +158,8 @@ class ApiRoute(APIRoute):
 
 
 def simple_dependencies(dependant: Dependant) -> list[tuple[str, Callable[[Request], Awaitable[Any]]]] | None:
-    """The dependencies of a route as (parameter, coroutine function of the request), resolved in turn; None where one needs more.
+    """The dependencies of a route as (parameter, coroutine function of the request), resolved in
+    turn; None where one needs more.
 
     Almost all routes need no more. FastAPI's `solve_dependencies` costs 10 us for each dependency.
     """
@@ -194,7 +199,8 @@ class ApiRouter(APIRouter):
 
 
 def operation_name(path: str, methods: list[str]) -> str:
-    """The OpenAPI operation id: the method and the words of the path, such as `post_v1_completions`."""
+    """The OpenAPI operation id: the method and the words of the path, such as
+    `post_v1_completions`."""
     return "_".join([methods[0].lower(), *re.findall(r"\w+", re.sub(r"{(\w+)(:path)?}", r"\1", path))])
 
 

@@ -1,6 +1,8 @@
-"""`Bodies`: what request bodies may take, in bytes and in time, alone and together; and what JSON may hold before it is decoded.
+"""`Bodies`: what request bodies may take, in bytes and in time, alone and together; and what JSON
+may hold before it is decoded.
 
-Decoding holds the event loop, so its time has to be bounded before: lists and objects cost up to 0.5 us, keys up to 1 us and other values
+Decoding holds the event loop, so its time has to be bounded before: lists and objects cost up to
+0.5 us, keys up to 1 us and other values
 0.1 us each, while the bytes of texts are almost free. Used by `Call`; knows no route.
 """
 
@@ -36,8 +38,8 @@ _STEPS[[ord("}"), ord("]")]] = -1
 
 @dataclass(slots=True)
 class Bodies:
-    """One a server. `most` bytes are held at once; `pause` is the longest time between two pieces of a body, in seconds; one body's JSON
-    may hold `most_values` values."""
+    """One a server. `most` bytes are held at once; `pause` is the longest time between two pieces
+    of a body, in seconds; one body's JSON may hold `most_values` values."""
 
     most: int
     pause: float
@@ -67,9 +69,11 @@ def value_limit(max_context: int) -> int:
 
 
 def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
-    """Why JSON is not to be decoded: too deep, or too many parts; None where it may be. Texts count for nothing, whatever they hold.
+    """Why JSON is not to be decoded: too deep, or too many parts; None where it may be. Texts count
+    for nothing, whatever they hold.
 
-    Cheap for what is plainly small; looks no further than the first place that is too much. Mostly releases the interpreter's lock."""
+    Cheap for what is plainly small; looks no further than the first place that is too much. Mostly
+    releases the interpreter's lock."""
     whole = np.frombuffer(data, np.uint8)
     opening = int(np.count_nonzero(whole == ord("[")) + np.count_nonzero(whole == ord("{")))
     parts = opening + int(np.count_nonzero(whole == ord(":")))

@@ -1,6 +1,8 @@
-"""`GuardedProtocol`: uvicorn's HTTP connection with limits: connections, size and time of a request's head, time without reading an answer.
+"""`GuardedProtocol`: uvicorn's HTTP connection with limits: connections, size and time of a
+request's head, time without reading an answer.
 
-What is no HTTP, and what is too much, is answered in the API's error shape. Knows no route; bodies are bounded by `Call`.
+What is no HTTP, and what is too much, is answered in the API's error shape. Knows no route; bodies
+are bounded by `Call`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`client_timeout` in seconds: for a whole head, and without reading an answer. `lingering` are refused and nearly closed."""
+    """`client_timeout` in seconds: for a whole head, and without reading an answer. `lingering` are
+    refused and nearly closed."""
 
     max_connections: int
     client_timeout: float
@@ -34,7 +37,8 @@ class ConnectionLimits:
 
 
 class GuardedProtocol(HalfClosableProtocol):
-    """One connection. At most one timer runs for its reading side (`_reading`) and one for its writing side (`_writing`)."""
+    """One connection. At most one timer runs for its reading side (`_reading`) and one for its
+    writing side (`_writing`)."""
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -48,7 +52,7 @@ class GuardedProtocol(HalfClosableProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
-    # the connection ------------------------------------------------------------------------------------------------
+    # the connection -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -65,7 +69,8 @@ class GuardedProtocol(HalfClosableProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Of the server; a connection without a transport is in its TLS handshake, which its listener ends."""
+        """Of the server; a connection without a transport is in its TLS handshake, which its
+        listener ends."""
         if self.transport is not None:
             super().shutdown()
 
@@ -81,7 +86,7 @@ class GuardedProtocol(HalfClosableProtocol):
             self._writing.cancel()
             self._writing = None
 
-    # requests ------------------------------------------------------------------------------------------------------
+    # requests -------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:  # it is being closed
@@ -114,7 +119,8 @@ class GuardedProtocol(HalfClosableProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer after a chunked body. Trailers are dropped: they bring no credentials and change no framing."""
+        """A header, or a trailer after a chunked body. Trailers are dropped: they bring no
+        credentials and change no framing."""
         self._count(len(name) + len(value))
         self._num_headers += 1
         if self._num_headers > MOST_HEADERS:
@@ -143,7 +149,7 @@ class GuardedProtocol(HalfClosableProtocol):
         if not is_idle and self.cycle.response_complete and self._reading is None:
             self._await_reading()
 
-    # limits --------------------------------------------------------------------------------------------------------
+    # limits ---------------------------------------------------------------------------------------
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
@@ -199,7 +205,8 @@ class GuardedProtocol(HalfClosableProtocol):
 
 
 def raise_file_limit(max_connections: int) -> None:
-    """Let this process open as many files as its connections need, as far as the system allows; a warning says where that is less."""
+    """Let this process open as many files as its connections need, as far as the system allows; a
+    warning says where that is less."""
     try:
         import resource
     except ImportError:  # no such limit there

@@ -1,5 +1,5 @@
-"""The policy for fields of request bodies: each is implemented, refused by name, or reported as ignored. `Call.json` applies it to every
-route; docs/http_api.md states it for users.
+"""The policy for fields of request bodies: each is implemented, refused by name, or reported as
+ignored. `Call.json` applies it to every route; docs/http_api.md states it for users.
 
 Knows no route and no engine.
 """
@@ -30,7 +30,8 @@ _ONE_ENGINE = "this server has one engine, and requests are not routed"
 _NOT_RETURNED = "this server does not return it"
 _HERE = ""  # another route implements it
 
-# Fields of peers' request classes -> why a route that does not implement them refuses them, or what to send instead.
+# Fields of peers' request classes -> why a route that does not implement them refuses them, or what
+# to send instead.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -177,7 +178,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 def check_fields(known: Iterable[str], given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names in a JSON object that are not `known` and are ignored. Raises ApiError 400 for a name that may not be ignored."""
+    """The names in a JSON object that are not `known` and are ignored. Raises ApiError 400 for a
+    name that may not be ignored."""
     unknown = given.keys() - known
     if not unknown:
         return ()
@@ -220,7 +222,8 @@ def _spelt_right(names: list[str], known: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_nested_fields(place: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ApiError 400 for a field of the nested object `place` that is not `known`; null and false are ignored.
+    """Raise ApiError 400 for a field of the nested object `place` that is not `known`; null and
+    false are ignored.
 
     Nested objects have no list of ignored fields, so every unknown field is refused by its path.
     """

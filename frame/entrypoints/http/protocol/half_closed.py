@@ -1,7 +1,9 @@
-"""`HalfClosableProtocol`: uvicorn's HTTP connection for clients that shut their sending side when the request is out, and still listen.
+"""`HalfClosableProtocol`: uvicorn's HTTP connection for clients that shut their sending side when
+the request is out, and still listen.
 
-A client that is gone looks the same until something is sent to it. So until the answer begins, interim responses go out: clients ignore
-them, and a socket that nobody owns any more refuses them, which ends the request. Knows no route.
+A client that is gone looks the same until something is sent to it. So until the answer begins,
+interim responses go out: clients ignore them, and a socket that nobody owns any more refuses them,
+which ends the request. Knows no route.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class HalfClosableProtocol(PlainProtocol):
         self._is_half_closed = False
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open for writing: for a whole request of HTTP/1.1 that is not answered yet."""
+        """Whether the connection stays open for writing: for a whole request of HTTP/1.1 that is
+        not answered yet."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
             return False

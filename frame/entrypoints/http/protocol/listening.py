@@ -1,4 +1,5 @@
-"""What the listeners of the API and of operators share: a port that is taken before anything slow, and uvicorn with its guards.
+"""What the listeners of the API and of operators share: a port that is taken before anything slow,
+and uvicorn with its guards.
 
 Knows no route.
 """
@@ -23,7 +24,8 @@ KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handlers: the process decides what a signal means. `listening` is set once it is up."""
+    """Uvicorn without its own signal handlers: the process decides what a signal means. `listening`
+    is set once it is up."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, certificate: Certificate | None = None) -> None:
         protocol: Any = partial(GuardedProtocol, limits=limits)
@@ -68,7 +70,8 @@ class HttpServer(uvicorn.Server):
 
 
 def bound_port(host: str, port: int, flags: str) -> socket.socket:
-    """A TCP socket on the address, not listening yet. Raises ConfigurationError that names the `flags` that choose another."""
+    """A TCP socket on the address, not listening yet. Raises ConfigurationError that names the
+    `flags` that choose another."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,5 @@
-"""`FormReader`: multipart/form-data (RFC 7578), read piece by piece as it comes. Holds no more than a part's head at a time.
+"""`FormReader`: multipart/form-data (RFC 7578), read piece by piece as it comes. Holds no more than
+a part's head at a time.
 
 Used by the route that takes files. Knows no route and no disk.
 """
@@ -26,7 +27,8 @@ class FormPart(NamedTuple):
 
 
 class FormReader:
-    """One body. `content_type` is its header. Raises ApiError for a header that names no boundary."""
+    """One body. `content_type` is its header. Raises ApiError for a header that names no
+    boundary."""
 
     def __init__(self, content_type: str) -> None:
         boundary = _BOUNDARY.match(content_type)

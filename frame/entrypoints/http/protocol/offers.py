@@ -1,7 +1,9 @@
-"""`PlainProtocol`: uvicorn's HTTP connection, which stays HTTP/1.1 when a client offers to change to another protocol.
+"""`PlainProtocol`: uvicorn's HTTP connection, which stays HTTP/1.1 when a client offers to change
+to another protocol.
 
-Java's HttpClient and `curl --http2` offer HTTP/2 with each first request, body and all. The parser reads nothing behind such an offer,
-as if it had been taken up; so the request is read again without it. Knows no route.
+Java's HttpClient and `curl --http2` offer HTTP/2 with each first request, body and all. The parser
+reads nothing behind such an offer, as if it had been taken up; so the request is read again without
+it. Knows no route.
 """
 
 from __future__ import annotations

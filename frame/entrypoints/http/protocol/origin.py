@@ -1,8 +1,11 @@
-"""Web pages: which origins may use the API (`Cors`), and what protects a server without keys from all others (`why_foreign`).
+"""Web pages: which origins may use the API (`Cors`), and what protects a server without keys from
+all others (`why_foreign`).
 
-A browser names the page that a request comes from (`Origin`), and lets any page send simple requests to any address; it hands the answer to
-the page only where the answer's headers allow the origin. A page may also give its own name the address of this machine (DNS rebinding);
-then only `Host` shows it, and what it reads (GET) comes without `Origin`, as from clients that are no browsers.
+A browser names the page that a request comes from (`Origin`), and lets any page send simple
+requests to any address; it hands the answer to the page only where the answer's headers allow the
+origin. A page may also give its own name the address of this machine (DNS rebinding); then only
+`Host` shows it, and what it reads (GET) comes without `Origin`, as from clients that are no
+browsers.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class Cors:
         return (*vary, *self._allowed(headers), exposed)
 
     def preflight_headers(self, headers: Sequence[tuple[bytes, bytes]], methods: Sequence[str]) -> Headers:
-        """Headers of the answer to a preflight: the path's methods, and the headers that the page wants to send."""
+        """Headers of the answer to a preflight: the path's methods, and the headers that the page
+        wants to send."""
         wanted = dict(headers).get(b"access-control-request-headers", b"")
         given = ((b"access-control-allow-headers", wanted),) if _NAMES.fullmatch(wanted) else ()
         allowed = (b"access-control-allow-methods", ", ".join(methods).encode())
@@ -81,8 +85,9 @@ def read_cors(server: ServerSection) -> Cors | None:
 
 
 def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Why a request may be one of somebody else's page: it comes from another origin than the server's, or asks for a name that need
-    not be the server's. A sentence with the remedy, else None."""
+    """Why a request may be one of somebody else's page: it comes from another origin than the
+    server's, or asks for a name that need not be the server's. A sentence with the remedy, else
+    None."""
     found = dict(headers)
     origin, host = found.get(b"origin"), found.get(b"host", b"").decode("latin-1").lower()
     if origin is None:
@@ -96,7 +101,8 @@ def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _is_certain(host: str) -> bool:
-    """Whether a `Host` is an address, a name that every machine gives to itself, or left out, as no browser does."""
+    """Whether a `Host` is an address, a name that every machine gives to itself, or left out, as no
+    browser does."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)

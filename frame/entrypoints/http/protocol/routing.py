@@ -1,6 +1,8 @@
-"""`PathIndex`: finds the endpoint of a method and a path. `decode_path` refuses paths that two readers could read differently.
+"""`PathIndex`: finds the endpoint of a method and a path. `decode_path` refuses paths that two
+readers could read differently.
 
-Used by the application and by the server of the start phase. Knows no key: an endpoint says itself who may use it.
+Used by the application and by the server of the start phase. Knows no key: an endpoint says itself
+who may use it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _PARAMETER = re.compile(r"{(\w+)(:path)?}")
 
 
 def decode_path(raw: bytes) -> str:
-    """The path with its percent escapes decoded once. Raises ApiError 400 for control characters and invalid escapes."""
+    """The path with its percent escapes decoded once. Raises ApiError 400 for control characters
+    and invalid escapes."""
     if b"%" not in raw and raw.isascii():
         path = raw.decode("ascii")
     else:
@@ -52,7 +55,8 @@ class Found(Generic[E]):
     parameters: dict[str, str]
 
     def endpoint(self, method: str) -> E | None:
-        """The endpoint for a method. HEAD is answered as GET: the HTTP protocol leaves the body out."""
+        """The endpoint for a method. HEAD is answered as GET: the HTTP protocol leaves the body
+        out."""
         return self.endpoints.get("GET" if method == "HEAD" else method)
 
     def methods(self) -> list[str]:
@@ -61,9 +65,11 @@ class Found(Generic[E]):
 
 
 class PathIndex(Generic[E]):
-    """Paths without parameters are looked up in a dict, then the others are tried in the order of the table.
+    """Paths without parameters are looked up in a dict, then the others are tried in the order of
+    the table.
 
-    `{name}` matches one segment, `{name:path}` the rest of the path. A single trailing slash makes no difference.
+    `{name}` matches one segment, `{name:path}` the rest of the path. A single trailing slash makes
+    no difference.
     """
 
     def __init__(self, rows: Iterable[tuple[str, Iterable[str], E]]) -> None:
@@ -78,7 +84,8 @@ class PathIndex(Generic[E]):
         self._patterns = [(_compile(path), endpoints) for path, endpoints in patterns.items()]
 
     def find(self, path: str) -> Found[E] | None:
-        """The endpoints of a decoded path; None where there are none. Raises ApiError 400 for an encoded slash outside `{name:path}`."""
+        """The endpoints of a decoded path; None where there are none. Raises ApiError 400 for an
+        encoded slash outside `{name:path}`."""
         if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
             path = path[:-1]
         if (endpoints := self._exact.get(path)) is not None:

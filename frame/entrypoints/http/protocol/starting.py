@@ -1,7 +1,9 @@
-"""`StartingServer` answers on the server's socket while the model loads: `/health/live` and `/livez` 200, everything else 503.
+"""`StartingServer` answers on the server's socket while the model loads: `/health/live` and
+`/livez` 200, everything else 503.
 
-It is the real server's HTTP and TLS with an application of its own, in a thread with an event loop. Knows no engine and no key.
-Connections that it does not accept stay in the socket's queue for the real server.
+It is the real server's HTTP and TLS with an application of its own, in a thread with an event loop.
+Knows no engine and no key. Connections that it does not accept stay in the socket's queue for the
+real server.
 """
 
 from __future__ import annotations

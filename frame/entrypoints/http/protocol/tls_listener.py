@@ -1,7 +1,9 @@
-"""`TlsListener`: accepts TCP connections and counts them from then on, also while their TLS handshake lasts.
+"""`TlsListener`: accepts TCP connections and counts them from then on, also while their TLS
+handshake lasts.
 
-The event loop's own TLS server tells a protocol of a connection only after the handshake, so that connections without one would be neither
-counted nor ended by the server's limits. Used by `HttpServer`. Knows no HTTP.
+The event loop's own TLS server tells a protocol of a connection only after the handshake, so that
+connections without one would be neither counted nor ended by the server's limits. Used by
+`HttpServer`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ PAUSE = 1.0  # seconds without accepting when the process has no descriptor left
 
 
 class TlsListener:
-    """One listening socket, in the running loop. `connections` is the server's set: those before their handshake are in it too.
+    """One listening socket, in the running loop. `connections` is the server's set: those before
+    their handshake are in it too.
 
     `close` and `wait_closed` are as those of asyncio's servers, for uvicorn.
     """

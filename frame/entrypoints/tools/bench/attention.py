@@ -1,7 +1,9 @@
-"""Times attention backends on batches of one shape, beside the least that the machine could take: one layer, all rows in one call.
+"""Times attention backends on batches of one shape, beside the least that the machine could take:
+one layer, all rows in one call.
 
-For decodes the floor is the time to read the cached keys and values once; for extends that of their products. Backends are reached through
-the registry; batches are those of the conformance suites, filled on the device.
+For decodes the floor is the time to read the cached keys and values once; for extends that of their
+products. Backends are reached through the registry; batches are those of the conformance suites,
+filled on the device.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`rows` requests of `context` cached tokens (a span: drawn evenly from it), of which `new` are computed in the step; 0: a decode."""
+    """`rows` requests of `context` cached tokens (a span: drawn evenly from it), of which `new` are
+    computed in the step; 0: a decode."""
 
     rows: int
     context: Span
@@ -91,7 +94,8 @@ class AttentionBench:
         return [record for record in self.registry.records("attention_backend") if not record.problems]
 
     def rows(self, record: PluginRecord, batches: list[Batch]) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Each batch with its figures, or with the sentence why this backend does not compute it."""
+        """Each batch with its figures, or with the sentence why this backend does not compute
+        it."""
         for batch in batches:
             case = self._case(batch)
             reasons = record.capabilities.unsupported(requirements(case))
@@ -131,7 +135,8 @@ def figures(seconds: float, how: str, read: int, operations: float, ceilings: Ce
 
 
 def parse_batches(phases: tuple[str, ...], rows: list[int], contexts: list[Span], new: int | None) -> list[Batch]:
-    """Every combination; extends compute `new` tokens after a prefix, or the whole (shortest) context. Raises ConfigError."""
+    """Every combination; extends compute `new` tokens after a prefix, or the whole (shortest)
+    context. Raises ConfigError."""
     shortest = min(low for low, _ in contexts)
     if new is not None and new > shortest:
         raise ConfigError(f"--new {new} is more than the shortest context ({shortest}); new tokens are the last ones of a context.")
@@ -152,7 +157,8 @@ def _pairs(rows: Rows) -> int:
 
 
 def _batch(backend: AttentionBackend, case: Case, timed_as_graph: bool) -> tuple[ForwardBatch, float]:
-    """The batch, with the plan that all layers of a step share but without a cache, and the seconds of its `plan`."""
+    """The batch, with the plan that all layers of a step share but without a cache, and the seconds
+    of its `plan`."""
     pages = lay_out(case.rows, case.page_size, np.random.default_rng(0), spare_pages=SPARE_PAGES)
     batch = forward_batch(case.rows, pages, PlainKVCache(case.page_size, []), case.device)
     backend.plan(batch)

@@ -1,7 +1,8 @@
 """Times calls on a device, and what the device reaches at best. Knows no backend.
 
-Several calls on different data are timed in turn, so that none finds its data in a cache that a model's step would have emptied. On a GPU
-they are recorded once as a CUDA graph, which takes the host out of the figure, where that is possible.
+Several calls on different data are timed in turn, so that none finds its data in a cache that a
+model's step would have emptied. On a GPU they are recorded once as a CUDA graph, which takes the
+host out of the figure, where that is possible.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _LEAST, _MOST = 5, 200  # rounds
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of one call (the median over rounds), and how they were taken: replays of a CUDA graph, events, or the host's clock."""
+    """Seconds of one call (the median over rounds), and how they were taken: replays of a CUDA
+    graph, events, or the host's clock."""
 
     seconds: float
     how: How
@@ -40,7 +42,8 @@ class Clock:
         self._budget = budget
 
     def time(self, calls: Sequence[Call], graph: bool = True) -> Timed:
-        """One of `calls`, which are made in turn. Each is made once before, for what is compiled or allocated then."""
+        """One of `calls`, which are made in turn. Each is made once before, for what is compiled or
+        allocated then."""
         for call in calls:
             call()
         self._wait()
@@ -52,7 +55,8 @@ class Clock:
         return Timed(self._by_events([recorded.replay]) / len(calls), "graph")
 
     def _recorded(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
-        """The calls as a graph; None when they cannot be captured (something waits for the device, or takes memory elsewhere)."""
+        """The calls as a graph; None when they cannot be captured (something waits for the device,
+        or takes memory elsewhere)."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -94,7 +98,8 @@ class Clock:
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Read and copy bandwidth over memory that no cache holds, and the rate of a large dense product."""
+    """Read and copy bandwidth over memory that no cache holds, and the rate of a large dense
+    product."""
     clock = Clock(device)
     read, copy = _bandwidths(clock)
     found = Ceilings(read, _operations(clock, dtype), copy)

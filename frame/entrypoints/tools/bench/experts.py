@@ -1,7 +1,8 @@
 """Times MoE runners on one layer's experts, beside the least that the machine could take.
 
-The floor is the time to read the weights of the experts that a batch touches once, or that of the products. Runners are reached through the
-registry, weights are plain; routing is drawn, a new one for each call, so that weights come from memory and not from a cache.
+The floor is the time to read the weights of the experts that a batch touches once, or that of the
+products. Runners are reached through the registry, weights are plain; routing is drawn, a new one
+for each call, so that weights come from memory and not from a cache.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ROUTINGS = 8  # drawn for each number of tokens
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """One layer: `experts` of which a token uses `active`, each [hidden -> inner -> hidden] with a gate."""
+    """One layer: `experts` of which a token uses `active`, each [hidden -> inner -> hidden] with a
+    gate."""
 
     experts: int
     active: int
@@ -78,7 +80,8 @@ class ExpertBench:
         return layer
 
     def rows(self, record: PluginRecord, layer: nn.Module, counts: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each number of tokens with its figures, or with the sentence why this runner does not compute it."""
+        """Each number of tokens with its figures, or with the sentence why this runner does not
+        compute it."""
         device = self.clock.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."))

@@ -1,7 +1,9 @@
-"""The least time that a workload can take on a machine: bytes that must be read and operations that must be done, over its ceilings.
+"""The least time that a workload can take on a machine: bytes that must be read and operations that
+must be done, over its ceilings.
 
-Decode is modelled step by step: every weight that a step touches and every cached token is read once, or the matrix operations take longer;
-prefill by its operations. Launches, sampling and the host cost nothing. Knows no engine; shapes come from a model's configuration.
+Decode is modelled step by step: every weight that a step touches and every cached token is read
+once, or the matrix operations take longer; prefill by its operations. Launches, sampling and the
+host cost nothing. Knows no engine; shapes come from a model's configuration.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from frame.core.interfaces.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a machine reaches at best: bytes/s read, operations/s of dense products (a multiplication and an addition are two), and
-    bytes/s read and written together, 0 where they were not measured."""
+    """What a machine reaches at best: bytes/s read, operations/s of dense products (a
+    multiplication and an addition are two), and bytes/s read and written together, 0 where they
+    were not measured."""
 
     read: float
     operations: float
@@ -34,8 +37,8 @@ H200 = Ceilings(4.39e12, 780e12, 4.28e12)  # one card, bf16, as measured: docs/p
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """`count` equal layers, in values of each: `dense`, the matrices that every token meets, and `experts` of `expert` each, of which a
-    token meets `active`."""
+    """`count` equal layers, in values of each: `dense`, the matrices that every token meets, and
+    `experts` of `expert` each, of which a token meets `active`."""
 
     count: int
     dense: int
@@ -56,8 +59,8 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Sizes of one model, in values: its layers, the output matrix, a token's cache in all layers; the operations of a query with a key in
-    all layers; bytes of a weight and of a cached value."""
+    """Sizes of one model, in values: its layers, the output matrix, a token's cache in all layers;
+    the operations of a query with a key in all layers; bytes of a weight and of a cached value."""
 
     layers: tuple[LayerCost, ...]
     head: int
@@ -68,7 +71,8 @@ class ModelCost:
 
     @classmethod
     def of(cls, model_config: ModelConfig, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
-        """From a configuration; None for what this arithmetic does not know (encoders, windows, unnamed sizes)."""
+        """From a configuration; None for what this arithmetic does not know (encoders, windows,
+        unnamed sizes)."""
         layers = _layers(model_config)
         if model_config.encoder or model_config.sliding_window is not None or layers is None:
             return None
@@ -87,19 +91,22 @@ class ModelCost:
         )
 
     def prefill(self, lengths: Sequence[int], cached: int = 0) -> float:
-        """Operations of computing prompts of these lengths of which the first `cached` tokens are there already."""
+        """Operations of computing prompts of these lengths of which the first `cached` tokens are
+        there already."""
         matrices = 2 * sum(layers.met for layers in self.layers)
         pairs = self.pair / 2  # a token sees, on average, half of its prompt
         return float(sum((n - cached) * matrices + 2 * self.head + pairs * (n * n - cached * cached) for n in lengths))
 
     def step(self, rows: int, tokens: float) -> tuple[float, float]:
-        """(bytes, operations) of one decode step of `rows` sequences that read `tokens` cached ones in all."""
+        """(bytes, operations) of one decode step of `rows` sequences that read `tokens` cached ones
+        in all."""
         read = self.weight_bytes * (sum(layers.read(rows) for layers in self.layers) + self.head) + self.cache_bytes * tokens * self.cached
         return read, float(2 * rows * (sum(layers.met for layers in self.layers) + self.head))
 
 
 def _layers(model_config: ModelConfig) -> tuple[LayerCost, ...] | None:
-    """Dense layers and mixtures of experts; None where a size has another name than the usual ones."""
+    """Dense layers and mixtures of experts; None where a size has another name than the usual
+    ones."""
     config: dict[str, Any] = model_config.config
     hidden, attention = model_config.hidden_size, _attention(model_config)
     inner, of_expert = config.get("intermediate_size"), config.get("moe_intermediate_size")
@@ -143,8 +150,8 @@ def _attention(model_config: ModelConfig) -> int:
 
 
 def floor_seconds(cost: ModelCost, ceilings: Ceilings, prompts: Sequence[int], outputs: Sequence[int], shared: int = 0) -> float:
-    """Of requests that all come at once, by lengths in tokens. The first `shared` tokens, common to all prompts, are computed once, and
-    read once a step."""
+    """Of requests that all come at once, by lengths in tokens. The first `shared` tokens, common to
+    all prompts, are computed once, and read once a step."""
     operations = cost.prefill(prompts[:1]) + cost.prefill(prompts[1:], shared)
     ins, outs = np.asarray(prompts), np.asarray(outputs)
     seconds = operations / ceilings.operations

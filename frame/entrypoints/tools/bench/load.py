@@ -1,5 +1,6 @@
-"""An open-loop client: requests leave when they are due, whether or not earlier ones were answered. Speaks `/v1/completions` with token
-ids, which other servers of this API take too. Its own reader, since a general client spends more time on an event than a server does.
+"""An open-loop client: requests leave when they are due, whether or not earlier ones were answered.
+Speaks `/v1/completions` with token ids, which other servers of this API take too. Its own reader,
+since a general client spends more time on an event than a server does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Target:
 
 
 class EventReader(asyncio.Protocol):
-    """One response: notes when events arrive, and the usage of the last. `done` is set when it is over, whatever became of it."""
+    """One response: notes when events arrive, and the usage of the last. `done` is set when it is
+    over, whatever became of it."""
 
     def __init__(self, timing: Timing) -> None:
         self.done = asyncio.get_running_loop().create_future()
@@ -99,7 +101,8 @@ class EventReader(asyncio.Protocol):
 
 
 async def run(target: Target, jobs: Sequence[Job], most_at_once: int | None = None) -> list[Timing]:
-    """Send every job when it is due, `most_at_once` at a time (None: no bound); one timing a job."""
+    """Send every job when it is due, `most_at_once` at a time (None: no bound); one timing a
+    job."""
     start = time.perf_counter()
     gate = asyncio.Semaphore(most_at_once or len(jobs))
     timings = [Timing(start + job.at, len(job.prompt)) for job in jobs]

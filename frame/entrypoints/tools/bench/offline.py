@@ -1,4 +1,5 @@
-"""Runs a workload on an engine of this process, and sets its time beside the least that the machine could take. Knows no terminal."""
+"""Runs a workload on an engine of this process, and sets its time beside the least that the machine
+could take. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ class Floors:
 
 
 def floors(config: FrameConfig, source: str) -> Floors | None:
-    """For the model and devices of a configuration; None for a model whose arithmetic is not known, or whose weights are quantized.
-    `source`: h200, or measured (now, while the device's memory is free)."""
+    """For the model and devices of a configuration; None for a model whose arithmetic is not known,
+    or whose weights are quantized. `source`: h200, or measured (now, while the device's memory is
+    free)."""
     from frame.entrypoints.configuration.prepare import prepare
 
     resolved = prepare(config).resolved

@@ -1,4 +1,5 @@
-"""A report of kernels as a picture: a group of bars a batch, a bar a plugin, its height the share of the floor. Needs matplotlib."""
+"""A report of kernels as a picture: a group of bars a batch, a bar a plugin, its height the share
+of the floor. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The six fixed workloads that figures of different engines are compared by, token for token: lengths and ids come from one seed, and every
-round shifts the ids, so that no prompt of one round is found in the cache of another. And the choice of a workload by its name, fixed or
-with changes. Knows neither engine nor server.
+"""The six fixed workloads that figures of different engines are compared by, token for token:
+lengths and ids come from one seed, and every round shifts the ids, so that no prompt of one round
+is found in the cache of another. And the choice of a workload by its name, fixed or with changes.
+Knows neither engine nor server.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ STRIDE = 17  # by which a round's ids are shifted against those of the round bef
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that all come at once. `shared` tokens stand in front of every prompt; `counts` says which tokens are its figure."""
+    """Requests that all come at once. `shared` tokens stand in front of every prompt; `counts` says
+    which tokens are its figure."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -42,7 +44,8 @@ class Workload:
         return [Job(prompt, output, 0.0, self.temperature) for prompt, output in zip(prompts, self.outputs, strict=True)]
 
     def shrunk(self, factor: int) -> Workload:
-        """The same shape for a small machine: a `factor` of the requests and of all lengths, at least one of each."""
+        """The same shape for a small machine: a `factor` of the requests and of all lengths, at
+        least one of each."""
         count, shared = max(1, len(self.prompts) // factor), self.shared // factor
         tails = [prompt[self.shared :] for prompt in self.prompts[:count]]
         return replace(

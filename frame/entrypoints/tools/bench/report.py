@@ -1,4 +1,5 @@
-"""Reports: JSON with where the figures were taken, a table of them, and two reports side by side. Runs nothing."""
+"""Reports: JSON with where the figures were taken, a table of them, and two reports side by side.
+Runs nothing."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """A column a row of the report, a line a figure that any of them has. Of kernels a line a batch and a column a plugin; of a start a
-    line a phase."""
+    """A column a row of the report, a line a figure that any of them has. Of kernels a line a batch
+    and a column a plugin; of a start a line a phase."""
     rows = found["rows"]
     if found["kind"] in KERNELS:
         return _kernels(found["kind"], rows)
@@ -113,7 +114,8 @@ def _comparison_by_line(first: Mapping[str, Any], second: Mapping[str, Any], nam
 
 
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """For each row that both have: the second's figures, and how they stand to the first's. Raises ConfigError when there is none."""
+    """For each row that both have: the second's figures, and how they stand to the first's. Raises
+    ConfigError when there is none."""
     names = [name for name in first["rows"] if name in second["rows"]]
     if not names:
         raise ConfigError("The two reports have no row in common; compare runs of the same workloads.")

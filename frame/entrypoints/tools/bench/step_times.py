@@ -1,6 +1,8 @@
-"""Where a step's time went, from a trace: kernels, gaps between them, and the host. Knows neither files nor terminals.
+"""Where a step's time went, from a trace: kernels, gaps between them, and the host. Knows neither
+files nor terminals.
 
-Steps of one kind (decode, extend, mixed) are one row. What is said of gaps holds for steps that follow each other and are of one size.
+Steps of one kind (decode, extend, mixed) are one row. What is said of gaps holds for steps that
+follow each other and are of one size.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _ARGUMENTS = re.compile(r"\(.*|<.*", re.DOTALL)
 
 
 def step_times(trace: Trace) -> dict[str, dict[str, Any]]:
-    """A row a kind of step: how long it takes, how much of that the device is idle and where, kernels and host functions by time."""
+    """A row a kind of step: how long it takes, how much of that the device is idle and where,
+    kernels and host functions by time."""
     rows: dict[str, dict[str, Any]] = {}
     for kind in ("decode", "mixed", "extend"):
         steps = [step for step in trace.steps if step.kind == kind and step.device]
@@ -45,7 +48,8 @@ def _followed(steps: Sequence[Step], kind: str) -> Iterator[tuple[Step, Step]]:
 
 
 def _times(steps: Sequence[Step], pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
-    """Medians in milliseconds. `period` is from the first kernel of a step to the first of the next."""
+    """Medians in milliseconds. `period` is from the first kernel of a step to the first of the
+    next."""
     found: dict[str, Any] = {
         "launch_ms": _median(step.end - step.start for step in steps),
         "device_ms": _median(_last(step) - step.device[0].start for step in steps),
@@ -65,8 +69,9 @@ def _times(steps: Sequence[Step], pairs: Sequence[tuple[Step, Step]]) -> dict[st
 
 
 def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Of spans in order of their start, the microseconds that each had the device to itself: one that began while another ran (a
-    programmatic dependent launch waits for it) counts from that one's end."""
+    """Of spans in order of their start, the microseconds that each had the device to itself: one
+    that began while another ran (a programmatic dependent launch waits for it) counts from that
+    one's end."""
     end = float("-inf")
     for span in spans:
         yield span, max(0.0, span.end - max(span.start, end))
@@ -74,7 +79,8 @@ def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
-    """By their own time: share of the steps' busy time, launches a step, mean, and mean with the wait for the kernel before."""
+    """By their own time: share of the steps' busy time, launches a step, mean, and mean with the
+    wait for the kernel before."""
     own: dict[str, float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -106,7 +112,8 @@ def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
 
 
 def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """The launching thread inside of its launches: operators and calls of CUDA by self time, and what is neither (Python)."""
+    """The launching thread inside of its launches: operators and calls of CUDA by self time, and
+    what is neither (Python)."""
     own: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for step in steps:
@@ -128,7 +135,8 @@ def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 
 def self_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Of spans that nest and come in order of their start, each with the microseconds that no span within it takes."""
+    """Of spans that nest and come in order of their start, each with the microseconds that no span
+    within it takes."""
     open_spans: list[list[Any]] = []  # [span, its own time so far]
     for span in spans:
         while open_spans and open_spans[-1][0].end <= span.start:

@@ -1,4 +1,5 @@
-"""From the times of single requests to a row of figures. Knows no engine, no server and no terminal."""
+"""From the times of single requests to a row of figures. Knows no engine, no server and no
+terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class Timing:
-    """One request, in seconds of one clock: when it was due, sent, and got something. `tokens` are those of the answer."""
+    """One request, in seconds of one clock: when it was due, sent, and got something. `tokens` are
+    those of the answer."""
 
     due: float
     prompt_tokens: int
@@ -56,7 +58,8 @@ class Objective:
 
 
 def row(timings: Sequence[Timing], objective: Objective | None = None) -> dict[str, Any]:
-    """Counts, rates over the time from the first due request to the last answer, and percentiles in milliseconds."""
+    """Counts, rates over the time from the first due request to the last answer, and percentiles in
+    milliseconds."""
     done = [timing for timing in timings if not timing.error]
     errors = sorted({timing.error for timing in timings if timing.error})
     found: dict[str, Any] = {"requests": len(timings), "failed": len(timings) - len(done), "errors": errors[:5]}

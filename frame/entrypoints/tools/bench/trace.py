@@ -1,7 +1,9 @@
-"""Reads a trace of torch's profiler (Chrome's format): steps, what the device ran for each, and what the host did. Judges nothing.
+"""Reads a trace of torch's profiler (Chrome's format): steps, what the device ran for each, and
+what the host did. Judges nothing.
 
-A kernel belongs to the step that launched it, which the number that it shares with its launching call tells; so a step that still runs
-while the next is launched is kept apart. In a trace without a GPU the operators of the CPU take the kernels' place.
+A kernel belongs to the step that launched it, which the number that it shares with its launching
+call tells; so a step that still runs while the next is launched is kept apart. In a trace without a
+GPU the operators of the CPU take the kernels' place.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Span:
 
 @dataclass(slots=True)
 class Step:
-    """One step: when the host launched it, the device's spans in order, and the host's own (operators and calls, innermost and outer)."""
+    """One step: when the host launched it, the device's spans in order, and the host's own
+    (operators and calls, innermost and outer)."""
 
     number: int
     decodes: int
@@ -55,7 +58,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording. `has_gpu`: the device's spans are a GPU's; `strays` were launched by no step that was recorded."""
+    """A recording. `has_gpu`: the device's spans are a GPU's; `strays` were launched by no step
+    that was recorded."""
 
     steps: list[Step]
     has_gpu: bool

@@ -1,4 +1,5 @@
-"""Workloads: prompts, output lengths and times of arrival, all from a seed. Knows neither engine nor server."""
+"""Workloads: prompts, output lengths and times of arrival, all from a seed. Knows neither engine
+nor server."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ Span = tuple[int, int]  # from, to; both included
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a workload is made of. Lengths are in tokens, drawn evenly from their span; `shared` tokens stand in front of every prompt of a
-    group, and requests are dealt to `groups` in turn."""
+    """What a workload is made of. Lengths are in tokens, drawn evenly from their span; `shared`
+    tokens stand in front of every prompt of a group, and requests are dealt to `groups` in turn."""
 
     requests: int
     input: Span
@@ -31,8 +32,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come: `rate` a second on average (infinite: all at once). The gaps are gamma distributed: with `burstiness` 1 a
-    Poisson process, below it bursts, above it an ever more even flow."""
+    """When requests come: `rate` a second on average (infinite: all at once). The gaps are gamma
+    distributed: with `burstiness` 1 a Poisson process, below it bursts, above it an ever more even
+    flow."""
 
     rate: float = math.inf
     burstiness: float = 1.0
@@ -85,7 +87,8 @@ def changed(shape: Shape, **changes: object) -> Shape:
 
 
 def jobs(shape: Shape, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
-    """The requests. Another seed has other tokens, so that no prompt of one round is found in the cache of another."""
+    """The requests. Another seed has other tokens, so that no prompt of one round is found in the
+    cache of another."""
     rng = random.Random(seed)
     first = min(10, vocab_size - 1)  # the lowest ids are often special
 

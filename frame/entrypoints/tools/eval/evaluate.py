@@ -1,7 +1,8 @@
 """Accuracy of any server or engine on the evaluation tasks.
 
-`evaluate` asks a backend, through two small methods, for the answers to seeded examples, with bounded concurrency, and returns a
-`Report`: score by task, and for recall by context length. It knows no HTTP, no engine and no tokenizer.
+`evaluate` asks a backend, through two small methods, for the answers to seeded examples, with
+bounded concurrency, and returns a `Report`: score by task, and for recall by context length. It
+knows no HTTP, no engine and no tokenizer.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ from frame.entrypoints.tools.eval.tasks import RECALL_BUCKETS, TASKS, Example, M
 
 
 class EvalBackend(Protocol):
-    """What can be evaluated. Both methods answer greedily (temperature 0) and return text without special tokens."""
+    """What can be evaluated. Both methods answer greedily (temperature 0) and return text without
+    special tokens."""
 
     async def complete_chat(self, messages: Sequence[Message], max_tokens: int) -> str:
         """The assistant's next message."""
@@ -53,7 +55,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of one evaluation: by task, recall by context tokens, and the wrong answers themselves."""
+    """The result of one evaluation: by task, recall by context tokens, and the wrong answers
+    themselves."""
 
     seed: int
     seconds: float
@@ -133,7 +136,8 @@ async def evaluate(
 ) -> Report:
     """Ask `samples` examples of each task, at most `concurrency` at a time, and score the answers.
 
-    The same tasks, samples and seed are the same questions on every machine. A request that raises counts as wrong.
+    The same tasks, samples and seed are the same questions on every machine. A request that raises
+    counts as wrong.
     """
     examples = [example for task in tasks for example in make_examples(task, samples, seed)]
     gate = asyncio.Semaphore(concurrency)

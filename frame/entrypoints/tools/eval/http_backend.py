@@ -1,6 +1,7 @@
 """Evaluation of a server over its OpenAI-compatible HTTP interface.
 
-It asks `/v1/chat/completions` and `/v1/completions` greedily, without streaming. It knows the wire format and no task.
+It asks `/v1/chat/completions` and `/v1/completions` greedily, without streaming. It knows the wire
+format and no task.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from frame.entrypoints.tools.eval.tasks import Message
 
 
 class HttpBackend:
-    """An `EvalBackend` for `base_url` (with or without `/v1`); use it as an async context manager."""
+    """An `EvalBackend` for `base_url` (with or without `/v1`); use it as an async context
+    manager."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """How an answer becomes right or wrong.
 
-Chat tasks: the answer, stripped of white space around it, equals the expected text. Python completions: prompt and completion
-together are cut at the last line end. While Python's parser then says that the text is no error but an incomplete program (an
-open bracket or string, a header without its block), its last line is dropped. The rest must parse as `ast.parse` does, and hold
-at least one line of the completion. Pure Python; knows no backend.
+Chat tasks: the answer, stripped of white space around it, equals the expected text. Python
+completions: prompt and completion together are cut at the last line end. While Python's parser then
+says that the text is no error but an incomplete program (an open bracket or string, a header
+without its block), its last line is dropped. The rest must parse as `ast.parse` does, and hold at
+least one line of the completion. Pure Python; knows no backend.
 """
 
 import ast
@@ -23,7 +24,8 @@ def is_correct(example: Example, answer: str) -> bool:
 
 
 def python_parses(prompt: str, completion: str) -> bool:
-    """Whether prompt and completion are the beginning of a valid Python file, by the rule of this module."""
+    """Whether prompt and completion are the beginning of a valid Python file, by the rule of this
+    module."""
     lines = (prompt + completion).split("\n")[:-1]
     while True:
         text = "\n".join([*lines, ""])

@@ -1,11 +1,13 @@
-"""Seeded generators of the evaluation tasks: recall, copy, reverse, sort, sum and Python completion.
+"""Seeded generators of the evaluation tasks: recall, copy, reverse, sort, sum and Python
+completion.
 
-Every example is a pure function of (task, seed, index, split). The split keeps training and evaluation apart: an example's
-identity (the asked key, the multiset of items, the unordered pair of addends) is hashed, one tenth of all identities belongs
-to `eval` and never appears as a training question. Distractor lines of a recall list belong to either split.
+Every example is a pure function of (task, seed, index, split). The split keeps training and
+evaluation apart: an example's identity (the asked key, the multiset of items, the unordered pair of
+addends) is hashed, one tenth of all identities belongs to `eval` and never appears as a training
+question. Distractor lines of a recall list belong to either split.
 
-Pure Python: this module knows no tokenizer and no model. Context lengths are therefore estimates (`estimate_tokens`) made to
-fit frame-tiny's tokenizer; another tokenizer will count otherwise.
+Pure Python: this module knows no tokenizer and no model. Context lengths are therefore estimates
+(`estimate_tokens`) made to fit frame-tiny's tokenizer; another tokenizer will count otherwise.
 """
 
 import hashlib
@@ -51,7 +53,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One request of an evaluation: chat `messages` with an `expected` answer, or a text `prompt` to continue."""
+    """One request of an evaluation: chat `messages` with an `expected` answer, or a text `prompt`
+    to continue."""
 
     task: str
     messages: tuple[Message, ...]
@@ -62,7 +65,8 @@ class Example:
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens frame-tiny's tokenizer makes of task text: recall lists within 10 %, short questions less exactly."""
+    """About how many tokens frame-tiny's tokenizer makes of task text: recall lists within 10 %,
+    short questions less exactly."""
     total = 0
     for run in _TOKEN_RUNS.findall(text):
         total += max(1, round(len(run) / 2.3)) if run.isalpha() else 1
@@ -70,7 +74,8 @@ def estimate_tokens(text: str) -> int:
 
 
 def is_held_out(task: str, identity: str) -> bool:
-    """True when this identity belongs to the eval split: a hash, so the same on every machine and run."""
+    """True when this identity belongs to the eval split: a hash, so the same on every machine and
+    run."""
     digest = hashlib.sha256(f"frame-tiny/{task}/{identity}".encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
@@ -79,7 +84,7 @@ def _in_split(task: str, identity: str, split: Split) -> bool:
     return is_held_out(task, identity) == (split == "eval")
 
 
-# --- recall ---------------------------------------------------------------------------------------------------------------
+# --- recall ---------------------------------------------------------------------------------------
 
 
 def recall_key(rng: random.Random) -> str:
@@ -101,7 +106,8 @@ def recall_value(rng: random.Random) -> str:
 
 
 def recall_pairs(rng: random.Random, tokens: int) -> dict[str, str]:
-    """Distinct keys with values, as `key=value` lines about `tokens` tokens long (four pairs at least)."""
+    """Distinct keys with values, as `key=value` lines about `tokens` tokens long (four pairs at
+    least)."""
     pairs: dict[str, str] = {}
     length = 0
     while length < tokens or len(pairs) < 4:
@@ -145,7 +151,7 @@ def _recall_example(rng: random.Random, split: Split) -> Example:
     return Example("recall", messages, "", pairs[key], 24, tokens)
 
 
-# --- copy, reverse, sort, sum ---------------------------------------------------------------------------------------------
+# --- copy, reverse, sort, sum ---------------------------------------------------------------------
 
 
 def _mixed_item(rng: random.Random) -> str:
@@ -216,7 +222,7 @@ def _turn_example(task: str, rng: random.Random, split: Split) -> Example:
     return Example(task, messages, "", turn.answer, 2 * estimate_tokens(turn.answer) + 16, tokens)
 
 
-# --- Python completion ----------------------------------------------------------------------------------------------------
+# --- Python completion ----------------------------------------------------------------------------
 
 _VERBS = ("read", "write", "parse", "load", "find", "count", "merge", "split", "check", "build", "update", "remove", "format")
 _NOUNS = ("config", "path", "items", "values", "name", "lines", "tokens", "record", "header", "message", "table", "index", "node")
@@ -241,7 +247,7 @@ def _python_example(rng: random.Random) -> Example:
     return Example("python", (), prompt, "", 96, estimate_tokens(prompt))
 
 
-# --- the way in -----------------------------------------------------------------------------------------------------------
+# --- the way in -----------------------------------------------------------------------------------
 
 
 def make_example(task: str, seed: int, index: int, split: Split = "eval") -> Example:

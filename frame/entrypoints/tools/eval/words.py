@@ -1,7 +1,8 @@
 """The vocabulary of the evaluation tasks: common English words, invented words, numbers.
 
-Pure Python, no dependency. It does not know the tasks that use it, and it does not know how any tokenizer splits these words.
-Changing a word changes every seeded task, so scores are comparable only between versions with the same lists.
+Pure Python, no dependency. It does not know the tasks that use it, and it does not know how any
+tokenizer splits these words. Changing a word changes every seeded task, so scores are comparable
+only between versions with the same lists.
 """
 
 import random

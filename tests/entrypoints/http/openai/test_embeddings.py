@@ -1,4 +1,5 @@
-"""`/v1/embeddings` of a running server: MiniLM compared with transformers, through OpenAI's client."""
+"""`/v1/embeddings` of a running server: MiniLM compared with transformers, through OpenAI's
+client."""
 
 from __future__ import annotations
 

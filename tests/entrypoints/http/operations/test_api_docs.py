@@ -1,4 +1,5 @@
-"""The OpenAPI description is whole: every route, its body, a description, and no reference that leads nowhere."""
+"""The OpenAPI description is whole: every route, its body, a description, and no reference that
+leads nowhere."""
 
 from __future__ import annotations
 

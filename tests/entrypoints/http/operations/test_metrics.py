@@ -1,4 +1,5 @@
-"""Metrics as dashboards read them: all that the Grafana dashboard draws is exported; other servers' names hold the same numbers."""
+"""Metrics as dashboards read them: all that the Grafana dashboard draws is exported; other servers'
+names hold the same numbers."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def test_dashboard_shows_metrics_that_exist() -> None:
     assert {"frame_requests_running", "frame_kv_usage_ratio", "frame_time_to_first_token_seconds_bucket"} <= drawn
 
 
-# What the dashboards and autoscalers of vLLM (examples/observability, KEDA, llm-d) and SGLang (examples/monitoring) ask for.
+# What the dashboards and autoscalers of vLLM (examples/observability, KEDA, llm-d) and SGLang
+# (examples/monitoring) ask for.
 ASKED = (
     *("vllm:e2e_request_latency_seconds_bucket", "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_requests_running"),
     *("vllm:time_per_output_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket", "vllm:num_requests_waiting"),

@@ -1,4 +1,5 @@
-"""The page at `/`: its files and data over HTTP, and the page itself in headless Chromium, which must be installed (`chromium` on PATH)."""
+"""The page at `/`: its files and data over HTTP, and the page itself in headless Chromium, which
+must be installed (`chromium` on PATH)."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_holders_of_keys_see_neither_prompts_nor_settings(keyed: RunningServer) 
     assert httpx.get(keyed.url + "/page/about.json", headers=headers).json()["settings"] == []
 
 
-# in a browser ---------------------------------------------------------------------------------------------------------
+# in a browser -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""The policy for fields: each is implemented, refused by name, or reported as ignored, on every route."""
+"""The policy for fields: each is implemented, refused by name, or reported as ignored, on every
+route."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ async def test_known_nested_fields_pass() -> None:
 
 
 def test_what_unknown_names_cost_is_bounded() -> None:
-    """A body of the largest size with nothing but unknown names is refused before names are compared."""
+    """A body of the largest size with nothing but unknown names is refused before names are
+    compared."""
     data = msgspec.json.encode({f"temperatur{i:07}": 1 for i in range(200_000)})
     parsed = min(_seconds(lambda: msgspec.json.decode(data)) for _ in range(3))
     given, known = msgspec.json.decode(data), names_of(CHAT)

@@ -27,7 +27,8 @@ async def mirror(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.mark.parametrize("offer", [OFFER, WEBSOCKET, OFFER.lower()])
 async def test_an_offer_of_another_protocol_is_not_taken_up(offer: bytes) -> None:
-    """As Java's HttpClient and `curl --http2` make it: body and following requests are read as without it."""
+    """As Java's HttpClient and `curl --http2` make it: body and following requests are read as
+    without it."""
     head = b"POST /a%20b HTTP/1.1\r\nHost: x\r\n" + offer
     whole = head + b"Content-Length: 5\r\n\r\nhello"
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"

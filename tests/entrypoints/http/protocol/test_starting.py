@@ -1,4 +1,5 @@
-"""The socket before the model is there: health, everything else, odd clients, and the hand-over to the real server."""
+"""The socket before the model is there: health, everything else, odd clients, and the hand-over to
+the real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Connections over TLS: they are counted from the accept on, their handshake has a time, and then they are as any other."""
+"""Connections over TLS: they are counted from the accept on, their handshake has a time, and then
+they are as any other."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def post(address: Any, body: bytes = b"hello") -> bytes:
 
 
 def post_in_time(address: Any) -> bytes:
-    """A server that has not heard of all ends yet refuses the first tries; a slow machine's own handshake may take too long."""
+    """A server that has not heard of all ends yet refuses the first tries; a slow machine's own
+    handshake may take too long."""
     until = time.monotonic() + WAIT
     while time.monotonic() < until:
         with contextlib.suppress(httpx.TransportError):
@@ -115,7 +117,8 @@ def test_a_handshake_has_a_time(make_loop: Any) -> None:
 
 @pytest.mark.parametrize("make_loop", LOOPS)
 def test_what_comes_with_the_end_of_the_handshake_is_read(make_loop: Any) -> None:
-    """Requests whose bytes arrive together with the last bytes of the handshake, from many clients at once."""
+    """Requests whose bytes arrive together with the last bytes of the handshake, from many clients
+    at once."""
 
     def request(_: int) -> bytes:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

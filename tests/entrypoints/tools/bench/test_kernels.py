@@ -1,4 +1,5 @@
-"""Kernels are timed through the registry, beside a floor that is reckoned of their bytes and operations; reports and pictures of that."""
+"""Kernels are timed through the registry, beside a floor that is reckoned of their bytes and
+operations; reports and pictures of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The open-loop client against servers of one connection each, which answer as told; and reports of what it found."""
+"""The open-loop client against servers of one connection each, which answer as told; and reports of
+what it found."""
 
 from __future__ import annotations
 

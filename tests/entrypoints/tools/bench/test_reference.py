@@ -1,4 +1,5 @@
-"""The reference workloads keep the lengths that published figures were taken with; floors come out as published; the table is made."""
+"""The reference workloads keep the lengths that published figures were taken with; floors come out
+as published; the table is made."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_floors_are_the_published_limits(name: str, model_config: ModelConfig) -
 
 
 def test_sizes_of_a_latent_mixture_add_up() -> None:
-    """DeepSeek-V3: 671 billion parameters, of which a token meets 37 billion; 576 cached values a layer."""
+    """DeepSeek-V3: 671 billion parameters, of which a token meets 37 billion; 576 cached values a
+    layer."""
     sizes = {
         "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1,
         "first_k_dense_replace": 3, "q_lora_rank": 1536,

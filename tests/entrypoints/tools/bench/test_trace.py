@@ -1,4 +1,5 @@
-"""Traces are read step by step: kernels go to the step that launched them, gaps and shares are those that were put in."""
+"""Traces are read step by step: kernels go to the step that launched them, gaps and shares are
+those that were put in."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def event(category: str, name: str, start: float, duration: float, correlation: 
 
 
 def decode(number: int, at: float) -> list[dict[str, Any]]:
-    """The host launches for 40 µs; the device runs 60, idles 10, runs 20, of which a programmatic launch overlaps 5 with the first."""
+    """The host launches for 40 µs; the device runs 60, idles 10, runs 20, of which a programmatic
+    launch overlaps 5 with the first."""
     return [
         event("user_annotation", f"step {number}: 4 decodes of 4 rows, 4 tokens", at, 40),
         event("gpu_user_annotation", f"step {number}: 4 decodes of 4 rows, 4 tokens", at + 50, 95, thread=7),

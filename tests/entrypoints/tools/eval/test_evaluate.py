@@ -10,7 +10,8 @@ from frame.entrypoints.tools.eval import TASKS, Message, evaluate, make_examples
 
 
 class Oracle:
-    """Answers from the list of right answers, every tenth sum wrong; counts the requests in flight."""
+    """Answers from the list of right answers, every tenth sum wrong; counts the requests in
+    flight."""
 
     def __init__(self, samples: int, seed: int) -> None:
         examples = [example for task in TASKS for example in make_examples(task, samples, seed)]
