@@ -20,19 +20,24 @@ import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.attention_batch import (
+from frame.testing.attention_cases import (
+    Case,
+    Changes,
     Pages,
     PlainKVCache,
     RandomProjections,
     Rows,
     build_context,
+    cases,
     forward_batch,
     lay_out,
     planned,
+    replays,
+    requirements,
     shared_with,
     widened,
+    with_pages_for,
 )
-from frame.testing.attention_cases import Case, Changes, cases, replays, requirements, with_pages_for
 from frame.testing.conformance import Check, Subject
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoECapabilities, MoERequirements, MoERunner
-from frame.testing.attention_batch import build_context
+from frame.testing.attention_cases import build_context
 from frame.testing.conformance import Check, Subject
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # relative to the largest value

@@ -4,6 +4,7 @@ goes when it is no longer needed."""
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -11,6 +12,13 @@ import pytest
 from tests.architecture.source import Module, classes, functions, module, package
 
 FILE, FUNCTION, ATTRIBUTES, PARAMETERS, METHODS = 500, 80, 15, 6, 6
+FOLDER = 15  # modules beside `__init__`
+# Families have one plugin a file, without a bound.
+FAMILIES = (
+    "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/eviction_policies", "frame/plugins/grammars",
+    "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/reasoning_parsers",
+    "frame/plugins/scheduling_policies", "frame/plugins/tool_call_parsers",
+)  # fmt: skip
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers
 
 # "what path[:name]" -> why it may be larger.
@@ -118,3 +126,15 @@ def test_checks_find() -> None:
     assert list(crowded_classes([module(f"class A:\n    def f(self):\n{many}")]))
     assert list(wide_constructors([module(f"class A:\n    def __init__(self, {wide}): pass")]))
     assert list(large_interfaces([module(f"class A:\n{asks}", "frame.core.interfaces.example")]))
+
+
+def full_folders(paths: Iterable[str]) -> list[str]:
+    """Folders with too many modules."""
+    counts = Counter(path.rpartition("/")[0] for path in paths if not path.endswith("/__init__.py"))
+    return [f"{folder} has {count} modules, {FOLDER} is the cap" for folder, count in counts.items() if count > FOLDER]
+
+
+def test_folders_are_small() -> None:
+    paths = [found.path for found in package()]
+    assert full_folders(path for path in paths if path.rpartition("/")[0] not in FAMILIES) == []
+    assert full_folders(f"frame/a/{number}.py" for number in range(16)) == ["frame/a has 16 modules, 15 is the cap"]

@@ -23,7 +23,7 @@ from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequ
 from frame.plugins.loader import load_registry
 from frame.testing import attention_cases
 from frame.testing import conformance_attention as suite
-from frame.testing.attention_batch import Rows, build_context
+from frame.testing.attention_cases import Rows, build_context
 from tests.attention_backends import fake_page_tables as fake
 
 Case = attention_cases.Case

@@ -15,8 +15,7 @@ from frame.attention_backends.torch_native import plan as planning
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.attention_batch import PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
-from frame.testing.attention_cases import Case
+from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.conformance_attention import check_case, make_inputs
 
 SUBJECT = conformance.find(load_registry(installed=False), "attention:torch_native", conformance.Setting())

@@ -13,7 +13,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.plugins.loader import load_registry
-from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from tests.interpreter import needs_triton, run_interpreted
 
 pytestmark = needs_triton

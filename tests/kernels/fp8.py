@@ -22,7 +22,7 @@ from frame.quantization.fp8 import Fp8Experts, RoundedExperts
 from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.fp8_matmul import Fp8Matmul
 from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
-from frame.testing.attention_batch import build_context
+from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference
 from tests.models.harness import open_session
 from tests.quantization.fp8_checkpoints import make_pair

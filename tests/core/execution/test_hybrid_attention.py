@@ -36,7 +36,7 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing import conformance_attention as suite
-from frame.testing.attention_batch import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
+from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 CASES = dict(suite.cases("cpu", False, TORCH_NATIVE))

@@ -20,8 +20,7 @@ from frame.core.errors import ConfigError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.entrypoints.tools.bench.clock import LARGER_THAN_CACHES, Call, Clock
 from frame.entrypoints.tools.bench.workload import Span
-from frame.testing.attention_batch import PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out
-from frame.testing.attention_cases import Case, requirements
+from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, requirements
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend

@@ -19,7 +19,7 @@ from frame.core.errors import ConfigError
 from frame.core.interfaces.moe import DispatchOutput, MoERequirements
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
-from frame.testing.attention_batch import build_context
+from frame.testing.attention_cases import build_context
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import ModelConfig
