@@ -2,9 +2,10 @@
 step has.
 
 Order: log-probabilities are those of the model's own logits (before anything below), as the OpenAI
-API means them; then the logits processors; the grammar; temperature; top-k; top-p over what top-k
-left; min-p. Every filter is one threshold on the logit, ties at it are kept, and the token is drawn
-by inverse CDF in vocabulary order: no step looks at another row, so company changes nothing.
+API means them; then logits processors and the grammar (whose mask sets logits to -inf, so the two
+may be applied in either order); temperature; top-k; top-p over what top-k left; min-p. Every filter
+is one threshold on the logit, ties at it are kept, and the token is drawn by inverse CDF in
+vocabulary order. No row depends on another row.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class SamplingTable:
     """Sampling parameters by slot, on the host. `update` before a step's `plan`."""
 
     def __init__(self, num_slots: int, *, by_row: bool = False) -> None:
-        """`by_row`: plans have each parameter for every row (`Sampler(by_kernels=True)`)."""
+        """`by_row`: plans have each parameter for every row (`Sampler(use_triton=True)`)."""
         self._by_row = by_row
         self._rows = np.zeros(num_slots, _ROW)
         self._prompts: dict[int, np.ndarray] = {}

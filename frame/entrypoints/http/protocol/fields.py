@@ -1,5 +1,5 @@
 """The policy for fields of request bodies: each is implemented, refused by name, or reported as
-ignored. `Call.json` applies it to every route; docs/http_api.md states it for users.
+ignored. `parse_body` applies it to every route; docs/http_api.md states it for users.
 
 Knows no route and no engine.
 """
