@@ -36,7 +36,10 @@ _WITH_OPTIONS = {"attention_backend", "grammar", "logits_processor", "moe_dispat
 _OPTIONS = '''
 
 class Options(BaseModel):
-    """The plugin's own settings, `$kind/$name` under `plugins.options`; add fields with defaults."""
+    """The plugin's own settings; add fields with defaults.
+
+    Users set them under `plugins.options`, `$kind/$name`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 '''
