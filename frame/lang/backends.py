@@ -197,7 +197,10 @@ class OpenAI:
         body |= {"messages": list(prompt.messages)} if self._is_chat else {"prompt": prompt.text}
         if prompt.is_continued:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
-        body |= {key: params[key] for key in (*_OPENAI, *(_EXTENSIONS if self._extensions else ())) if key in params}
+        named = (*_OPENAI, *(_EXTENSIONS if self._extensions else ()))
+        if unknown := sorted(params.keys() - {*named, "json_schema", *(_STRUCTURED if self._extensions else ())}):
+            raise BackendError(f"backend {self.name} does not support the sampling parameters {', '.join(unknown)}; leave them out")
+        body |= {key: params[key] for key in named if key in params}
         if "json_schema" in params:
             schema = msgspec.json.decode(params["json_schema"])
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

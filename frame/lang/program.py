@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import inspect
 import queue
 import textwrap
@@ -135,6 +136,10 @@ class Program:
 
     # parts ----------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _features(self) -> frozenset[str]:
+        return used_features(self.function)  # parses source: once, not for each run of a batch
+
     def _runtime(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -145,7 +150,7 @@ class Program:
         """The run, and the function's own keywords."""
         rest = dict(keywords)
         sampling, seed = nodes.check_sampling(rest.pop("sampling", None) or {}), rest.pop("seed", None)
-        if missing := sorted(used_features(self.function) - backend.features):
+        if missing := sorted(self._features - backend.features):
             raise UnsupportedError(f"{self.name} uses {', '.join(missing)}, which backend {backend.name} does not support")
         inspect.signature(self.function).bind(None, **rest)  # raises TypeError for keywords that it has not
         return Runtime(loop, backend, sampling, seed, on_event), rest
