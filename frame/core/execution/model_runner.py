@@ -78,7 +78,7 @@ class TorchModelRunner(ModelRunner):
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
 
     def warm_up(self) -> None:
-        """Run steps that nobody asked for, over the reserved page: what compiles or initialises
+        """Run warm-up steps over the reserved page: what compiles or initialises
         itself does so now, and not while requests wait. On a CPU, where little is compiled, these
         are decodes alone."""
         for batch in idle_decodes(self.inputs.table.padding_slot):

@@ -67,7 +67,7 @@ class PoolingRunner(TorchModelRunner):
         return super().launch(batch)
 
     def warm_up(self) -> None:
-        """Run prompts that nobody sent, over the reserved page: what compiles or initialises itself
+        """Run warm-up prompts over the reserved page: what compiles or initialises itself
         does so now."""
         for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):
             self.launch(batch).wait()

@@ -1,4 +1,4 @@
-"""Steps that nobody asked for, with which a runner warms up before the first request: all their
+"""Warm-up steps with dummy inputs, run before the first request: all their
 pages are the reserved one.
 
 The sizes are those from which kernels change: what a step compiles depends on how many tokens and

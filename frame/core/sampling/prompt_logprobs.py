@@ -53,7 +53,7 @@ class PromptPlan:
 
 def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan | None:
     """Which prompt tokens this step can score: the logits at position p are of the token at p + 1.
-    None when nobody asked."""
+    None when no row asked."""
     if not len(layout.prompt_logprob_rows):
         return None
     parts, lengths, targets = [], [], []
