@@ -39,7 +39,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"chat": CHAT, "sampling_params": {"max_tokens": 2, "regex": "a+"}},
     ],
     "GenerateStream": [{"generate": {**PROMPT, "id": "r", "sampling_params": {"max_tokens": 3}}}, {"abort": {"ids": ["r"]}}],
-    "Embed": [{"texts": ["x"], "terms": {"id": "r", "truncate_prompt_tokens": 2}}, {"token_ids": [{"ids": [5, 6]}]}],
+    "Embed": [{"texts": ["x"], "options": {"id": "r", "truncate_prompt_tokens": 2}}, {"token_ids": [{"ids": [5, 6]}]}],
     "Rerank": [{"query": "x", "documents": ["y", "z"], "top_n": 1}],
     "Score": [{"queries": ["x"], "items": ["y"]}],
     "Classify": [{"texts": ["x"]}],

@@ -82,7 +82,7 @@ def _set(request: Any, name: str) -> Any:
 
 def _options(request: Any, caller: GrpcCaller) -> dict[str, Any]:
     """The fields that the bodies of all these routes share."""
-    options = request.terms
+    options = request.options
     return {
         "rid": options.id or None,
         "priority": options.priority,

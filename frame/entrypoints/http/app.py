@@ -60,8 +60,8 @@ ROUTES, ADMIN_ROUTES = routes_of(ROUTERS), routes_of(ADMIN_ROUTERS)
 
 
 class App(FastAPI):
-    """The whole application. A path without a route has the access level `USER`, so that strangers
-    do not learn which paths exist.
+    """The whole application. A path without a route has the access level `USER`, so that a client
+    without a key cannot find out which paths exist.
 
     `is_admin`: the application of the operators' own listener, where users' keys mean nothing.
     `state` holds what routes and dependencies read: services, gate, bodies, body_limits.

@@ -1,5 +1,5 @@
 """Errors as clients of the OpenAI API know them: `{"error": {message, type, param, code}}` with a
-status. Knows no route."""
+status. Must not depend on a route."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 def public(sentence: str) -> str:
-    """A sentence that was made of other libraries' words, without the server's folders and memory
-    addresses."""
+    """The sentence without folders of the server and memory addresses, which the messages of
+    libraries contain."""
     return _ADDRESS.sub("0x…", _PATH.sub(r"\1", sentence))
 
 
@@ -65,8 +65,7 @@ _quotation = _Quotation()
 
 
 def quoted(value: Any) -> str:
-    """What a client sent, as a sentence quotes it: the beginning alone, in a time that does not
-    depend on its size."""
+    """The `repr` of a client's value, cut to `QUOTED` characters, in constant time."""
     return _quotation.repr(value)
 
 
@@ -75,8 +74,8 @@ CONTEXT_LENGTH = "context_length_exceeded"  # the code of a prompt that does not
 
 
 class ApiError(Exception):
-    """Ends a request with this status and sentence. `retry_after` in seconds. What a failure of the
-    server says is made `public`."""
+    """Ends a request with this status and sentence. `retry_after` in seconds. The sentence of a
+    status of 500 or more is made `public`."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
@@ -120,4 +119,4 @@ OPENAI = ErrorShape(ApiError.body, _openai_events)
 
 
 class DisconnectedError(Exception):
-    """The client is gone; nobody reads an answer any more."""
+    """The client closed the connection; no response can be sent."""

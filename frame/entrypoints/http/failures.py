@@ -1,5 +1,5 @@
 """Failures of requests, of their preparation and of their sequences, as the `ApiError` that a
-client is told. Knows no route."""
+client receives. Must not depend on a route."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def too_many(error: QuotaExceededError) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> BaseException:
-    """What stopped a request before it ran; what is nobody's mistake comes back as it is."""
+    """The `ApiError` of an exception that stopped a request before it ran; other exceptions are
+    returned unchanged."""
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), error.param, CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None)
     if isinstance(error, ChatTemplateError):

@@ -84,9 +84,9 @@ class RequestContext:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, held by nobody. Raises ApiError 413 before more than the limit is
-        read, 408 when nothing comes and 415 when it is packed, DisconnectedError when the client
-        leaves."""
+        """The pieces of the body as they arrive; none is kept. Raises ApiError 413 before more than
+        the limit is read, 408 when nothing arrives and 415 when it is compressed, DisconnectedError
+        when the client disconnects."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
                 raise self._too_large()
@@ -153,8 +153,8 @@ class RequestContext:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """RequestContext `act` when the client hangs up, whether or not anything is being sent. The
-        body must have been read."""
+        """Call `act` when the client disconnects, whether or not anything is being sent. The body
+        must have been read."""
         self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
 
     async def _watch(self, act: Callable[[], None]) -> None:

@@ -314,12 +314,12 @@ def limit_unread_tokens(services: Services, answer: RequestState, give_up: Calla
 PROSE = ("prompt", "input")  # names of parameters that sentences use as words
 
 
-def as_sent(error: BaseException, terms: RequestOptions) -> BaseException:
+def as_sent(error: BaseException, options: RequestOptions) -> BaseException:
     """The error with the name that the client gave to the field that it is about."""
     if not isinstance(error, ApiError) or error.param is None:
         return error
     ours = re.split(r"[.\[]", error.param, maxsplit=1)[0]
-    name = terms.sent_name(ours)
+    name = options.sent_name(ours)
     if name == ours:
         return error
     message = error.message if ours in PROSE else re.sub(rf"\b{re.escape(ours)}\b", name, error.message)

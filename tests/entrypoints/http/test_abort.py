@@ -62,7 +62,7 @@ async def test_a_response_is_ended_by_its_id(tmp_path: Path) -> None:
         task = await started(server, "/v1/chat/completions", {"messages": HI, "n": 2}, authorization=ONE, x_request_id="trace")
         (name,) = {sequence.request.rid for sequence in server.services.client._sequences.values()}
         assert name.startswith("chatcmpl-trace-")
-        assert (await abort(server, ONE, rid=[name, "nobody"])).json()["aborted"] == 2
+        assert (await abort(server, ONE, rid=[name, "unknown"])).json()["aborted"] == 2
         found = (await task).json()
         assert found["id"] == name
         assert [choice["finish_reason"] for choice in found["choices"]] == ["abort", "abort"]
@@ -78,11 +78,11 @@ async def test_a_stream_says_the_name_that_ends_it() -> None:
 async def test_unknown_names_are_404(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as server:
         for key in (ONE, OPERATOR):
-            answer = await abort(server, key, rid="nobody")
+            answer = await abort(server, key, rid="unknown")
             assert (answer.status, answer.json()["error"]["code"]) == (404, "request_not_found")
             assert (await abort(server, key, abort_all=True)).json()["aborted"] == 0
             assert (await abort(server, key)).status == 400
-        assert (await server.post("/abort_request", {"rid": "nobody"})).status == 401
+        assert (await server.post("/abort_request", {"rid": "unknown"})).status == 401
 
 
 async def test_names_belong_to_a_tenant(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def site() -> Iterator[str]:
 
 
 def test_in_chromium(browser: Browser, checkpoint: Path, site: str) -> None:  # noqa: F811 - the fixture
-    stranger = site.replace("127.0.0.1", "localhost")
+    other_origin = site.replace("127.0.0.1", "localhost")
     flags = ("--api-key", "secret", "--cors-origins", site, "--max-model-len", "512", "--max-total-tokens", "1024")
     with RunningServer(checkpoint, *flags) as server:
 
@@ -191,5 +191,5 @@ def test_in_chromium(browser: Browser, checkpoint: Path, site: str) -> None:  # 
         assert status == 200 and text.endswith("data: [DONE]\n\n")
         assert ask_from(site, "/v1/completions", "{")[0] == 400  # a page can read why
         assert ask_from(site, "/v1/models", key="wrong")[0] == 401
-        assert ask_from(stranger, "/v1/models")[0] == 0
+        assert ask_from(other_origin, "/v1/models")[0] == 0
         assert ask_from(site, "/flush_cache", "{}")[0] == 0

@@ -92,7 +92,7 @@ async def test_a_broken_connection_is_the_handler_s_error(error: type[Exception]
     feed(stream, "a")
     with pytest.raises(DisconnectedError):
         await running
-    feed(stream, "b")  # nobody listens any more
+    feed(stream, "b")  # the response is closed
     assert connection.bodies == []
 
 

@@ -1,10 +1,9 @@
-"""Routes for operators: cache, pause, abort, self-check, profile, what was resolved. `AdminGuard`
-says who may use them where.
+"""Routes for operators: cache, pause, abort, self-check, profile, resolved configuration.
+`AdminGuard` checks who may use them.
 
-They are served on a listener of their own (`server.admin_port`, `server.admin_socket`), or beside
-the API to whoever brings `server.admin_key`, or, when nobody needs a key for anything, to everybody
-who reaches the API. A user's key never opens them, but for `/abort_request`, which ends a user's
-own requests.
+They are served on their own listener (`server.admin_port`, `server.admin_socket`). Beside the API
+they need `server.admin_key`; where the server has no keys, every client may use them. A user's key
+opens only `/abort_request`, which ends that user's requests.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ProfileBody(RequestBody):
 @router.post("/flush_cache")
 @router.post("/reset_prefix_cache")
 async def flush_cache(services: ServicesDep) -> Any:
-    """Forget cached prefixes that nobody uses."""
+    """Remove cached prefixes that no running request uses."""
     return await _control(services, "flush_cache")
 
 

@@ -77,7 +77,7 @@ def _unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))
-        path.chmod(SOCKET_MODE)  # nobody can connect before `listen`
+        path.chmod(SOCKET_MODE)  # before `listen`, so that no client connects with other rights
     except OSError as error:
         listener.close()
         raise ConfigurationError(f"cannot listen on {path} ({error.strerror or error}); choose another --admin-socket") from error

@@ -53,7 +53,7 @@ GAUGES = (
     ("requests_running", "running", "Requests on the device."),
     ("requests_waiting", "waiting", "Requests that wait for a place on the device."),
     ("kv_pages_used", "used_pages", "Pages of the KV cache that running requests hold."),
-    ("kv_pages_evictable", "evictable_pages", "Pages of cached prefixes that nobody uses now."),
+    ("kv_pages_evictable", "evictable_pages", "Pages of cached prefixes that no running request uses."),
     ("kv_pages", "total_pages", "Pages of the KV cache."),
 )
 # name, field of `ClientStats`, meaning

@@ -95,15 +95,15 @@ async def live(services: ServicesDep) -> Any:
 
 @router.get("/page/cache.json")
 async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
-    """The lately used runs of the prefix cache. Holders of keys do not see their first words:
-    prompts are their senders'."""
+    """The most recently used runs of the prefix cache. A user's key reads no text of them, since
+    prompts belong to their senders."""
     try:
         reply = await services.client.send_command("outline_cache", limit=CACHE_RUNS)
     except (EngineDeadError, TimeoutError):
         raise ApiError(503, "the engine does not answer", retry_after=RETRY_AFTER) from None
     tenant = context.tenant
     has_text = services.tokenizer is not None and not tenant
-    reply.data["runs"] = [run for run in reply.data["runs"] if run["namespace"].startswith(tenant)]  # nobody sees another's
+    reply.data["runs"] = [run for run in reply.data["runs"] if run["namespace"].startswith(tenant)]  # a tenant reads its own runs only
     names = {name: place for place, name in enumerate(dict.fromkeys(run["namespace"] for run in reply.data["runs"]))}
     for run in reply.data["runs"]:
         first = run.pop("first_ids")

@@ -1,8 +1,8 @@
-"""`Gate`: whether a request may use an endpoint of an access level, and whose request it is.
-`AdminGuard`: who is an operator.
+"""`Gate`: checks whether a request may use a route of an access level, and returns its tenant.
+`AdminGuard`: checks that a request comes from an operator.
 
 Used by the application after a route has matched, and by the gRPC service for its operators'
-methods. Knows no route and no path.
+methods. Must not depend on a route or a path.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class AdminGuard:
 
 class Gate:
     """The access check of one listener. `is_admin`: the listener is the operators' own, where
-    users' keys mean nothing. `cors`:
-    whose pages are no strangers at routes that are not the operators'."""
+    users' keys mean nothing. `cors`: the origins whose pages may use routes that are not the
+    operators'."""
 
     def __init__(self, server: ServerSection, is_admin: bool, cors: Cors | None = None) -> None:
         self._cors = cors
@@ -84,7 +84,7 @@ class Gate:
                 raise _no_key()
             return tenant
         if not self._admin.opens(headers) and self.keys.tenant(headers) is None:
-            raise _no_key()  # strangers do not learn which paths exist
+            raise _no_key()  # a client without a key cannot find out which paths exist
         self._admin.check(headers)
         self._check_origin(scope, access)
         return ""

@@ -1,8 +1,8 @@
-"""`GuardedProtocol`: uvicorn's HTTP connection with limits: connections, size and time of a
-request's head, time without reading an answer.
+"""`GuardedProtocol`: uvicorn's HTTP connection with limits: number of connections, size and time of
+a request's head, time in which a client reads nothing of a response.
 
-What is no HTTP, and what is too much, is answered in the API's error shape. Knows no route; bodies
-are bounded by `Call`.
+Invalid HTTP and exceeded limits are answered in the API's error shape. `RequestContext` bounds
+bodies. Must not depend on a route.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 MOST_HEADERS = 128
 LARGEST_HEAD = 64 * 1024  # bytes of request line and headers together
-LINGER = 1.0  # seconds that a refused client has to read why
+LINGER = 1.0  # seconds that a refused client has to read the error
 MOST_LINGERING = 128  # refused connections that are given this time
 SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`client_timeout` in seconds: for a whole head, and without reading an answer. `lingering` are
-    refused and nearly closed."""
+    """`client_timeout` in seconds: for a whole head, and for a client that does not read.
+    `lingering`: refused connections that are not closed yet."""
 
     max_connections: int
     client_timeout: float
@@ -75,7 +75,7 @@ class GuardedProtocol(HalfClosableProtocol):
             super().shutdown()
 
     def pause_writing(self) -> None:
-        """The client does not read: give it some time, then give it up."""
+        """The client does not read: close the connection after `client_timeout`."""
         super().pause_writing()
         if self._writing is None:
             self._writing = self.loop.call_later(self._limits.client_timeout, self.transport.abort)
@@ -102,7 +102,7 @@ class GuardedProtocol(HalfClosableProtocol):
                 self._refuse(error)
                 return
         is_answered = self.cycle is None or self.cycle.response_complete
-        if is_answered and self._reading is None:  # part of a head, or the rest of a body that nobody wants
+        if is_answered and self._reading is None:  # part of a head, or the rest of a body that was not read
             self._await_reading()
 
     def send_400_response(self, msg: str) -> None:
@@ -188,7 +188,7 @@ class GuardedProtocol(HalfClosableProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:  # in the midst of an answer there is no other
             self.transport.close()
             return
-        if cycle is not None:  # whoever serves it hears that the client is gone
+        if cycle is not None:  # the route that serves it receives http.disconnect
             cycle.disconnected = True
             cycle.message_event.set()
         body = error.body()

@@ -99,14 +99,14 @@ def test_grpc_ranking_and_scores_equal_those_of_http(cross_encoder) -> None:
     want = ask(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
     with grpc.insecure_channel(server.grpc_address) as channel:
         client = Client(channel)
-        ranking = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "terms": {"id": "mine"}})
+        ranking = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "options": {"id": "mine"}})
         best = client.call("Rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 1})
         scores = client.call("Score", {"queries": [QUERY], "items": DOCUMENTS})
         for name, request, part in (
             ("Rerank", {"query": "a"}, "documents is empty"),
             ("Score", {"queries": ["a", "b"], "items": ["a", "b", "c"]}, "as many of each"),
             ("Embed", {"texts": ["a"]}, "not to embed"),
-            ("Score", {"queries": ["a"], "items": ["b"], "terms": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens is 0"),
+            ("Score", {"queries": ["a"], "items": ["b"], "options": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens is 0"),
         ):
             with pytest.raises(grpc.RpcError, match=part) as caught:
                 client.call(name, request)

@@ -73,7 +73,7 @@ def test_names_of_other_servers_hold_the_same_numbers() -> None:
     assert both["frame_http_responses_total{route=/generate,status=200}"] == 1
 
 
-def test_a_start_is_told_by_phase_and_by_kernels() -> None:
+def test_a_start_is_counted_by_phase_and_kernel_source() -> None:
     found = scraped()
     assert found["frame_start_seconds{phase=weights}"] == 0.5
     assert (found["frame_start_kernels{source=compiled}"], found["frame_start_kernels{source=cache}"]) == (2, 30)

@@ -62,7 +62,7 @@ def test_holders_of_keys_see_neither_prompts_nor_settings(keyed: RunningServer) 
     for name in ("live", "cache", "about"):
         assert httpx.get(f"{keyed.url}/page/{name}.json").status_code == 401
     headers = {"authorization": "Bearer secret"}
-    body = {"text": "a prompt that is nobody else's " * 10, "sampling_params": {"max_new_tokens": 2}}
+    body = {"text": "a prompt of one tenant only " * 10, "sampling_params": {"max_new_tokens": 2}}
     assert httpx.post(keyed.url + "/generate", json=body, headers=headers).status_code == 200
     runs = httpx.get(keyed.url + "/page/cache.json", headers=headers).json()["runs"]
     assert runs

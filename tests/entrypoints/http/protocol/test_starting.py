@@ -51,7 +51,7 @@ def test_odd_clients_do_not_stop_it() -> None:
         assert httpx.get(url + "/health/live", trust_env=False).status_code == 200
 
 
-def test_half_sent_heads_and_bodies_delay_nobody() -> None:
+def test_half_sent_heads_and_bodies_delay_no_other_client() -> None:
     with listening() as (listener, url), StartingServer(listener, 64), ExitStack() as clients:
         for words in (b"GET /health/live HTTP/1.1\r\nhost:", b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n", b"") * 10:
             clients.enter_context(socket.create_connection(listener.getsockname())).sendall(words)

@@ -1,4 +1,4 @@
-"""Offers of another protocol on a connection: not taken up, and nothing of the request is lost."""
+"""Requests with an `Upgrade` header: the connection stays HTTP/1.1 and no byte is lost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from frame.entrypoints.http.protocol.connections import GuardedProtocol
-from frame.entrypoints.http.protocol.offers import PlainProtocol
+from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProtocol
 from tests.security.test_connections import listening, status, talk
 
-OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
 WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
 
 
@@ -25,11 +25,11 @@ async def mirror(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": answer})
 
 
-@pytest.mark.parametrize("offer", [OFFER, WEBSOCKET, OFFER.lower()])
-async def test_an_offer_of_another_protocol_is_not_taken_up(offer: bytes) -> None:
-    """As Java's HttpClient and `curl --http2` make it: body and following requests are read as
-    without it."""
-    head = b"POST /a%20b HTTP/1.1\r\nHost: x\r\n" + offer
+@pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET, H2C.lower()])
+async def test_an_upgrade_is_refused(upgrade: bytes) -> None:
+    """As Java's HttpClient and `curl --http2` send it: the body and the requests after it are read
+    as without the header."""
+    head = b"POST /a%20b HTTP/1.1\r\nHost: x\r\n" + upgrade
     whole = head + b"Content-Length: 5\r\n\r\nhello"
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
     last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -43,8 +43,8 @@ async def test_an_offer_of_another_protocol_is_not_taken_up(offer: bytes) -> Non
 async def test_a_tunnel_is_refused() -> None:
     async with listening(mirror) as connect:
         for target in (b"x:1", b"/path"):
-            assert status(await talk(connect, b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\n" + OFFER + b"\r\n")) == 400
+            assert status(await talk(connect, b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\n" + H2C + b"\r\n")) == 400
 
 
-def test_it_is_what_connections_are() -> None:
-    assert issubclass(GuardedProtocol, PlainProtocol)
+def test_connections_use_the_protocol() -> None:
+    assert issubclass(GuardedProtocol, UpgradeRefusingProtocol)
