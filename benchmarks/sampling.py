@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import Sampler, draw_by_kernels
+from frame.core.sampling.sampler import Sampler, draw_with_triton
 from frame.core.sampling.sampling_metadata import SamplingPlan
 from frame.kernels.sampling.logit_changes import apply_penalties, apply_token_mask
 from frame.kernels.sampling.logprobs import compute_logprobs
@@ -98,7 +98,7 @@ def seconds(call: Callable[[torch.Tensor], Any], sets: list[torch.Tensor], calls
 
 
 def use_triton(params: Tensors) -> Callable[[torch.Tensor], Any]:
-    return lambda logits: draw_by_kernels(logits, params)
+    return lambda logits: draw_with_triton(logits, params)
 
 
 def by_torch(rows: int, case: dict[str, float], params: Tensors) -> Callable[[torch.Tensor], Any]:

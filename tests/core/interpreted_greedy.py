@@ -29,8 +29,8 @@ def case(request, tmp_path_factory):
 
 
 def loop_of(case, tokens=16 * 1024, **settings):
-    """In the long form one architecture has its experts multiplied by kernels too: that is a second
-    for each token of a prompt."""
+    """The long form also multiplies the experts of one architecture with Triton kernels; this
+    takes a second per prompt token."""
     runner = "triton" if IS_WHOLE and case.reference.config.model_type == "qwen3_moe" else "torch_native"
     return make_loop(case.folder, tokens, "triton", moe_runner=runner, **settings)
 

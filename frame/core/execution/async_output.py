@@ -1,7 +1,7 @@
-"""A launched step's tokens on their way to the host: at once on the CPU, by event and pinned memory
+"""Copies the output of a step to the host: at once on the CPU, to pinned memory with a CUDA event
 on CUDA.
 
-Knows the sampler's result and `StepResult`, nothing of how either came about.
+Used by the model runners. Must not know how the output was computed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class PromptResult(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
     def finish(self, arrays: list[np.ndarray]) -> list[PromptLogprobs | None]:
-        """One entry a batch row, from the tensors as host arrays."""
+        """Convert the host copies of `tensors()`. -> one entry per batch row; None for rows without
+        prompt log-probabilities."""
         ...
 
 
 class Output(Protocol):
-    """What a step yields, still on the device."""
+    """The output of one step, on the device."""
 
     @property
     def step(self) -> int: ...
@@ -43,13 +44,15 @@ class Output(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
-        """The StepResult, from `tensors()` as host arrays that nobody else will write to."""
+        """Build the StepResult from host copies of `tensors()`, which are not written to
+        afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What `fetch` moves: the sampler's tensors, and how their rows map to the batch."""
+    """The output of a generating step: the sampler's tensors and the plan that maps their rows to
+    the batch."""
 
     step: int
     sampled: Sampled
@@ -58,11 +61,12 @@ class StepOutput:
 
     def tensors(self) -> list[torch.Tensor]:
         sampled = self.sampled
-        mine = (sampled.token_ids, sampled.best, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        return [tensor for tensor in mine if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
+        tensors = (sampled.token_ids, sampled.best, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        return [tensor for tensor in tensors if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
-        """The StepResult, from `tensors()` as host arrays that nobody else will write to."""
+        """Build the StepResult from host copies of `tensors()`, which are not written to
+        afterwards."""
         token_ids, best = arrays[:2]
         is_finite = np.isfinite(best)
         values: dict[str, np.ndarray] = {}
@@ -80,7 +84,7 @@ class StepOutput:
 
 
 class MaskedStep(UnsampledStep):
-    """A step whose tokens are drawn when the grammars' mask is there, by `finish`."""
+    """A step with a deferred grammar mask: `sample` draws its tokens."""
 
     def __init__(self, finish: Callable[[np.ndarray | None], PendingStep]) -> None:
         self._finish = finish
@@ -91,12 +95,12 @@ class MaskedStep(UnsampledStep):
 
     def wait(self) -> StepResult:
         if self._step is None:
-            raise RuntimeError("a step is waited for before its mask came")
+            raise RuntimeError("`wait` was called before `sample` of a step with a deferred grammar mask")
         return self._step.wait()
 
 
 class DoneStep:
-    """A step that was computed synchronously."""
+    """A step that has completed synchronously."""
 
     def __init__(self, output: Output) -> None:
         self._result = output.result([tensor.numpy() for tensor in output.tensors()])
@@ -106,8 +110,11 @@ class DoneStep:
 
 
 class CudaStep:
-    """A step on a stream: copies to pinned memory are queued behind it, `wait` blocks on the event
-    after them."""
+    """A step in flight on a CUDA stream.
+
+    The constructor queues copies to pinned memory behind the step; `wait` blocks on the event after
+    them.
+    """
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -121,19 +128,19 @@ class CudaStep:
     def wait(self) -> StepResult:
         try:
             self._event.synchronize()
-        except RuntimeError as error:  # asynchronous errors surface here, and the context is gone
+        except RuntimeError as error:  # asynchronous CUDA errors are reported here; the CUDA context is unusable then
             raise DeviceLost(f"the device failed in step {self._output.step}: {error}") from error
         return self._output.result([tensor.numpy().copy() for tensor in self._host])
 
 
 def fetch(output: Output) -> PendingStep:
-    """Start moving the output to the host, on the current stream."""
+    """Start the copy of the output to the host, on the current stream."""
     return CudaStep(output) if output.tensors()[0].is_cuda else DoneStep(output)
 
 
 def _spread(values: np.ndarray, plan: SamplingPlan) -> np.ndarray:
-    """Values of the rows that want log-probabilities -> one a sampling row; the others get 0 and
-    are not read."""
+    """Spread values of the rows with log-probabilities over all sampling rows. The other rows get
+    0, which is not read."""
     rows = plan.logprob_rows
     if rows is None or len(rows) == plan.num_rows:
         return values.astype(np.int32) if values.dtype == np.int64 else values

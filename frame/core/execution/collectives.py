@@ -1,8 +1,8 @@
-"""Groups of ranks that add, gather and broadcast tensors: a group of one, and one over gloo (CPU)
-or NCCL (CUDA).
+"""Collectives of a tensor-parallel group: a group of one rank, and torch process groups over gloo
+(CPU) or NCCL (CUDA).
 
-Tensors only: nothing is pickled. Groups are values; torch's default group stays untouched, so two
-engines can live in one process.
+Only tensors are exchanged, so nothing is pickled. torch's default process group is not used, so one
+process can run several engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LocalGroup:
-    """One rank alone: every operation returns its argument."""
+    """A group of one rank: every operation returns its argument."""
 
     rank = 0
     size = 1
@@ -39,16 +39,16 @@ class LocalGroup:
 
 
 class TorchGroup:
-    """Ranks of one host over one torch process group. Calls must come in the same order on every
-    rank.
+    """The ranks of one host over one torch process group. Every rank must make the same calls in
+    the same order.
 
-    A rank that does not answer within the timeout makes the others raise RuntimeError.
+    If a rank does not answer within the timeout, the other ranks raise RuntimeError.
     """
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank = rank
         self.size = size
-        self._groups = [group]  # emptied by `close`, or when the interpreter ends: a group that outlives it aborts the process
+        self._groups = [group]  # cleared by `close` or at interpreter exit: a group that is destroyed later aborts the process
         self._finalizer = weakref.finalize(self, self._groups.clear)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,31 +68,32 @@ class TorchGroup:
         return tensor
 
     def close(self) -> None:
-        """Leave the group; others that still wait for this rank raise."""
+        """Leave the group. Ranks that still wait for this rank raise RuntimeError."""
         self._finalizer()
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: float = 300.0) -> LocalGroup | TorchGroup:
-    """Join the group whose ranks meet in `folder` (private to this start, on one host). `timeout`
-    in seconds, for joining and each call.
+    """Join a process group.
 
-    Gloo listens on the loopback device only. Raises RuntimeError when the other ranks do not come.
+    folder: rendezvous folder of this start, on one host, private to the process's user. timeout:
+    seconds, for joining and for each call. Gloo listens on the loopback device only. Raises
+    RuntimeError if the other ranks do not join in time.
     """
     if size == 1:
         return LocalGroup()
-    patience = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     store = dist.FileStore(str(folder / "ranks"), size)
-    store.set_timeout(patience)
-    # torch gives a group's timeout and address by its options' underscored attributes only
+    store.set_timeout(limit)
+    # torch takes a group's timeout and address only from underscored attributes of its options
     if device.type == "cuda":
         torch.cuda.set_device(device)
         nccl: Any = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = patience  # noqa: SLF001
+        nccl._timeout = limit  # noqa: SLF001
         return TorchGroup(rank, size, dist.ProcessGroupNCCL(store, rank, size, nccl))
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-    options._timeout = patience  # noqa: SLF001
+    options._timeout = limit  # noqa: SLF001
     return TorchGroup(rank, size, gloo(store, rank, size, options))
 
 

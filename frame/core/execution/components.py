@@ -1,5 +1,5 @@
-"""`Parts`: the chosen plugin classes, loaded; and what is built from them: the build context,
-logits processors, the runner of a rank.
+"""`Parts` (the loaded plugin classes of a rank), and the objects built from them: build context,
+logits processors and model runner.
 
 Used by `processes.build_engine`, which loads the classes. Must not know a plugin by name or the
 registry.
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[T]):
-    """A plugin's class and its own validated options."""
+    """A plugin class and its validated options."""
 
     target: type[T]
     options: BaseModel | None = None
@@ -56,11 +56,11 @@ class Loaded(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The chosen classes of one rank. A family that the model has no use for is None."""
+    """The plugin classes of one rank. None: the model does not use this kind of plugin."""
 
     model: Callable[[ModelConfig, BuildContext], Model]
     attention: Loaded[AttentionBackend]
-    decode_attention: Loaded[AttentionBackend] | None = None  # where decodes have a backend of their own, `attention` is for prompts
+    decode_attention: Loaded[AttentionBackend] | None = None  # None: `attention` computes decodes too
     quantization: Loaded[QuantizationMethod] | None = None
     moe_runner: Loaded[MoERunner] | None = None
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
@@ -68,7 +68,8 @@ class Parts:
 
 
 def limits_of(resolved: Resolved) -> Limits:
-    """The greatest sizes of a step: a full prefill chunk beside every running request's decode."""
+    """The maximum sizes of a step: a full prefill chunk plus one decode token of each running
+    request."""
     return Limits(
         max_running_requests=resolved.max_running_requests,
         max_tokens_per_step=resolved.chunked_prefill_size + resolved.max_running_requests,
@@ -78,8 +79,8 @@ def limits_of(resolved: Resolved) -> Limits:
 
 
 def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
-    """The context of one rank, with its backend, quantization method, MoE runner and dispatcher
-    built."""
+    """The context of one rank, with its attention backend, quantization method, MoE runner and MoE
+    dispatcher."""
     base = BuildContext(
         device=device,
         dtype=DTYPES[resolved.dtype],
@@ -115,8 +116,8 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
 
 
 def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
-    """Build, load and size one rank's runner. Raises CheckpointError for weights and CapacityError
-    for memory that does not fit."""
+    """Build one rank's runner: load the weights and size the KV cache. Raises CheckpointError for
+    invalid weights and CapacityError if memory does not suffice."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
@@ -153,7 +154,7 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     phases["attention"] = time.perf_counter() - clock
     clock = time.perf_counter()
     runner.warm_up()
-    if user.execution.torch_compile:  # after a plain step, in which backends learn what they keep
+    if user.execution.torch_compile:  # after an uncompiled warm-up, in which backends set up their persistent state
         keep_out(context.attention, "run", "run_mla")
         runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
         runner.warm_up()
@@ -164,8 +165,8 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
 
 
 def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:
-    """Capture the graphs that were resolved. The start fails without piecewise graphs only if the
-    user set their size."""
+    """Capture the resolved CUDA graphs. A failure to capture piecewise graphs is an error only if
+    the user set their size."""
     clock = time.perf_counter()
     if resolved.cuda_graph_max_bs:
         runner.capture_decode_graphs(resolved.cuda_graph_max_bs)
@@ -182,7 +183,7 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
 
 
 def _least_of_ranks(pages: int, tp: Collective, device: torch.device) -> int:
-    """One page count for all ranks, because rank 0's scheduler assigns the pages."""
+    """The minimum page count over all ranks: rank 0's scheduler assigns the pages of all."""
     if tp.size == 1:
         return pages
     return int(tp.all_gather(torch.tensor([pages], device=device), dim=0).min())

@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: forward pass, head and plain sampling of a fixed number of rows,
+"""Decode steps as CUDA graphs: forward pass, LM head and sampling of a fixed number of rows,
 captured once and replayed each step.
 
-A graph serves every batch of decodes up to its size; the rows that are left over belong to the
-padding slot and write to page 0. A short prompt is a few decodes more, whose tokens are known and
-whose successors, but for the last one's, nobody wants. What changes from step to step lies in
-`InputBuffers`, at addresses that stay. On a CPU, where there are no graphs, a captured step is
-computed anew. Knows no request and no plugin.
+A graph runs every decode batch of up to its size. Padding rows use the padding slot and write to
+page 0. The tokens of a short prompt run as decode rows too; only the token drawn after the last one
+is used. Inputs that change between steps are in `InputBuffers`, at fixed addresses. On a CPU, where
+there are no graphs, a step is computed again instead of replayed. Used by the model runner. Must
+not know a request or a plugin.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ALIGNMENT = 16
 
 
 class DecodeOutputs(NamedTuple):
-    """What a captured step leaves behind, good until the next replay. Each has one row a row of the
-    batch."""
+    """The outputs of a captured step, valid until the next replay. Each has one entry per row of
+    the batch."""
 
     token_ids: torch.Tensor  # int64 [rows]
     best: torch.Tensor  # float32 [rows]; the greatest logit
@@ -42,20 +42,20 @@ class Captured(Protocol):
     def replay(self) -> None: ...
 
 
-# (batch, the draw's parameters by name, where in the last-token table each row's token is written,
-# int64 [rows]) -> outputs
+# (batch, sampling parameters by name, index in the last-token table of each row's token, int64
+# [rows]) -> outputs
 Body = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
-# (what the body left behind, parameters and places as above) -> the same with other tokens, also in
-# the last-token table
+# (outputs of the body, parameters and indices as above) -> outputs with tokens that are drawn again
+# with filters; updates the last-token table
 Redraw = Callable[[DecodeOutputs, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
 
-_DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "uniform": np.float64(0.5)}  # values in rows that nobody uses
+_DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "uniform": np.float64(0.5)}  # values in padding rows
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes that are captured, for batches of up to `most` rows: close together where a
-    step's time depends on them."""
+    """The batch sizes to capture, for batches of up to `most` rows. Small sizes are closer
+    together, because padding costs a larger part of their time."""
     steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
     steps += range(640, most, 128)
     return (*(size for size in steps if size < most), most)
@@ -63,8 +63,8 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, garbage waits: what an earlier engine of this process left gives memory and graphs
-    back by calls that break a capture."""
+    """Disable garbage collection in the block. Freeing memory or graphs of an earlier engine in
+    this process makes CUDA calls that break a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -76,11 +76,14 @@ def uncollected() -> Iterator[None]:
 
 
 class InputBuffers:
-    """The arrays of a decode step, by row, in one pinned layout that one copy moves to the device.
-    Buffers are used in turn, so that a copy in flight is not overwritten."""
+    """The input arrays of a captured step, one entry per row, in one pinned buffer that one copy
+    moves to the device.
+
+    Pinned buffers take turns, so that a copy in flight is not overwritten.
+    """
 
     def __init__(self, most: int, device: torch.device, padding: Mapping[str, np.generic]) -> None:
-        """`padding`: the value of each array in a row that nobody uses; its type is the array's."""
+        """`padding`: the value of each array in padding rows; its dtype is the array's dtype."""
         self._padding = padding
         self._turn = 0
         offsets, total = {}, 0
@@ -102,8 +105,8 @@ class InputBuffers:
         self._target.copy_(self._pinned[0])
 
     def write(self, arrays: Mapping[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-        """Bring a step's arrays (all of one length) to the device, padded to `size` rows. -> the
-        padded arrays, until the next but one."""
+        """Copy a step's arrays (all of one length) to the device, padded to `size` rows. -> the
+        padded host arrays, valid until the next call but one."""
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         if self._copied:
             self._copied[self._turn].synchronize()
@@ -120,8 +123,8 @@ class InputBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A captured step and the batch that it reads; `filtered` draws other tokens from its
-    logits."""
+    """The captured step of one size and its input batch. `filtered`: a second graph that draws
+    tokens with filters from the step's logits; None without `redraw`."""
 
     batch: ForwardBatch
     outputs: DecodeOutputs
@@ -130,8 +133,8 @@ class _Size:
 
 
 class DecodeGraphs:
-    """The captured steps of one runner. `capture` once, then `replay`, both on the runner's stream
-    and in inference mode."""
+    """The captured decode steps of one runner. Call `capture` once, then `replay`, both on the
+    runner's stream and in inference mode."""
 
     def __init__(
         self,
@@ -142,7 +145,8 @@ class DecodeGraphs:
         device: torch.device,
         redraw: Redraw | None = None,
     ) -> None:
-        """`redraw` draws the tokens of steps with filters; without it they are not brought."""
+        """`redraw` draws tokens with top-k, top-p and min-p; None: steps with filters are sampled
+        outside the graph."""
         self._body = body
         self._redraw = redraw
         self._input_batch = input_batch
@@ -162,7 +166,7 @@ class DecodeGraphs:
         }
         self._buffers = InputBuffers(most, device, padding)
         self._ones = np.ones(most, np.int32)
-        self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # index of the first size that holds so many rows
+        self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # by number of rows: index of the size
         self._sizes = sizes
         self._steps: list[_Size] = []
 
@@ -172,7 +176,7 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def capture(self) -> None:
-        """Run and capture each size, the largest first, whose memory the smaller ones use again."""
+        """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self._device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self._device)
@@ -181,10 +185,12 @@ class DecodeGraphs:
                 self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
     def replay(self, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
-        """Run at most `most` rows of one token each, whose pages and ids are in the table. -> of
-        the rows that are sampled. `draws`:
-        temperature and uniform number of each of these, and all filters if one has any; empty where
-        only the logits are wanted."""
+        """Run at most `most` rows of one token each, whose pages and ids are in the table. -> the
+        outputs of the sampling rows.
+
+        draws: temperature and uniform number of each sampling row, and all filters if a row has
+        one; empty if only the logits are used.
+        """
         rows = len(tokens.slots)
         step = self._steps[self._smallest[rows]]
         size = step.batch.num_rows
@@ -209,7 +215,7 @@ class DecodeGraphs:
         return outputs if sampled == size else DecodeOutputs(*(tensor[:sampled] for tensor in outputs))
 
     def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
-        """The batch that the graph of a size reads."""
+        """The input batch of the graph of one size."""
         inputs, table = self._buffers.tensors, self._input_batch.table
         counts = counted.int()
         slots = np.full(size, table.padding_slot, np.int32)
@@ -234,7 +240,7 @@ class DecodeGraphs:
         params = {name: inputs[name] for name in _DRAW}
 
         def run(planned: ForwardBatch) -> DecodeOutputs:
-            # sampled by a step that may still be in flight: the host does not know these ids
+            # a step that may still be in flight samples these ids, so the host does not have them
             torch.index_select(table.last_token, 0, inputs["token_slots"], out=batch.token_ids)
             return self._body(planned, params, inputs["drawn_slots"])
 
@@ -251,12 +257,12 @@ class DecodeGraphs:
         return _Size(planned, outputs, captured, self._capture(again, again, pool))
 
     def _capture(self, first: Callable[[], DecodeOutputs], run: Callable[[], DecodeOutputs], pool: Any) -> tuple[DecodeOutputs, Captured]:
-        outputs = first()  # what compiles or initialises itself does so now
+        outputs = first()  # compiles and initialises kernels before the capture
         if pool is None:
-            return outputs, _Again(first, outputs)
+            return outputs, _Recomputed(first, outputs)
         torch.cuda.current_stream(self._device).synchronize()
         graph = torch.cuda.CUDAGraph()
-        # only this thread's calls are captured: others may use the device meanwhile
+        # thread_local: other threads may use the device during the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             outputs = run()
@@ -265,8 +271,9 @@ class DecodeGraphs:
         return outputs, graph
 
 
-class _Again:
-    """A step without a graph: computed again, its results copied to where the first ones are."""
+class _Recomputed:
+    """The CPU's stand-in for a graph: computes the step again and copies the results into the first
+    run's outputs."""
 
     def __init__(self, run: Callable[[], DecodeOutputs], outputs: DecodeOutputs) -> None:
         self._run = run

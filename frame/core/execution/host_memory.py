@@ -1,8 +1,6 @@
-"""The host's memory: how much this process may use, and what the C library does with memory that a
-step gave back.
+"""Host memory: the amount that this process may use, and the C library's policy for freed memory.
 
-The capacity of the KV cache on the CPU and the probe of the machine use it. Knows no tensor, and
-imports no torch.
+Used by the KV cache capacity on the CPU and by the hardware probe. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, as glibc's malloc.h has them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt, from glibc's malloc.h
 _KEPT_BYTES = 256 << 20
-_LARGEST_KEPT = 32 << 20  # glibc takes no more
+_LARGEST_KEPT = 32 << 20  # the maximum that glibc accepts
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for the next step, up to `_KEPT_BYTES`.
+    """Make glibc keep up to `_KEPT_BYTES` of freed memory for the next step.
 
-    Otherwise it returns the larger activations to the system after each use, and each page of them
-    is mapped and zeroed anew: a third of the time of a prompt. Without glibc nothing happens.
+    By default glibc returns large activations to the system after each use, and the kernel maps and
+    zeroes their pages again: a third of the time of a prompt. No effect without glibc.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -39,7 +37,7 @@ def keep_freed_memory() -> None:
 
 
 def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or less where a control group (v1 or v2) of this
+    """(total, available) in bytes: of the machine, or less if a control group (v1 or v2) of this
     process sets a limit."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
@@ -52,8 +50,8 @@ def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP
 
 
 def _memory_groups(cgroups: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups that limit this process's memory, the inmost first, with the names of
-    their files. In a container the root is its own group, whatever path the kernel names."""
+    """The control groups that limit this process's memory, innermost first, with the names of their
+    files. In a container the root is its own group, whatever path the kernel reports."""
     for line in _read(membership).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -1,7 +1,8 @@
-"""`HybridAttention`: one attention backend for prompts, another for decodes, over one KV cache.
+"""`HybridAttention`: one attention backend for prefill and one for decode, over one KV cache.
 
-A backend that compiles its kernels for minutes does so in a thread; the other one serves all rows
-meanwhile. Used by `model_parts` and the model runner. Knows both backends by their interface alone.
+A backend that compiles kernels for minutes is prepared in a background thread; meanwhile the other
+backend computes all rows. Used by `components` and the model runner. Uses both backends through
+`AttentionBackend` only.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 20.0  # between two lines of the log while kernels are compiled
-_BACKGROUND_NICENESS = 10  # of the compiler, which must not take the processor from the server
+_PROGRESS_SECONDS = 20.0  # between two log messages while kernels are compiled
+_BACKGROUND_NICENESS = 10  # of the compiler, so that it does not slow down serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class SplitPart:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A step's decodes and its extends; None where there are none. One backend for all rows has
-    them in `whole`."""
+    """The decodes and the extends of a step; None where a step has none. `whole`: all rows, if one
+    backend computes them."""
 
     decodes: SplitPart | None = None
     extends: SplitPart | None = None
@@ -50,17 +51,19 @@ class SplitPlan:
 
 
 class BackgroundPreparation:
-    """Runs `AttentionBackend.prepare` in a thread of low priority, and logs its progress. What has
-    to be compiled waits for `allow_compilation`: at the start, other kernels are compiled, which
-    the server needs first."""
+    """Runs `AttentionBackend.prepare` in a thread of low priority and logs its progress.
+
+    Compilation waits for `allow_compilation`, because the kernels that the server needs first are
+    compiled during the start.
+    """
 
     def __init__(self, name: str, prepare: Callable[[Callable[[str], None]], None]) -> None:
-        """`name` is the backend's class, for the log."""
+        """name: the backend's class name, for the log."""
         self.error: Exception | None = None
         self._name = name
         self._prepare = prepare
         self._done = threading.Event()
-        self._known = threading.Event()  # done, or known to take long
+        self._known = threading.Event()  # set when the preparation has ended or has to compile
         self._allowed = threading.Event()
         threading.Thread(target=self._run, name="attention-kernels", daemon=True).start()
 
@@ -69,20 +72,20 @@ class BackgroundPreparation:
         return self._done.is_set()
 
     def allow_compilation(self) -> None:
-        """Nothing else is compiled any more."""
+        """Allow compilation; called when no other kernels are being compiled."""
         self._allowed.set()
 
     def wait(self) -> None:
-        """Until the preparation has ended, with or without an error."""
+        """Wait until the preparation has ended, with or without an error."""
         self._allowed.set()
         self._done.wait()
 
     def wait_for_estimate(self) -> None:
-        """Until the preparation has ended, or compiles kernels."""
+        """Wait until the preparation has ended or reports that it has to compile kernels."""
         self._known.wait()
 
     def _run(self) -> None:
-        if sys.platform.startswith("linux"):  # where niceness is a thread's, and its child processes'
+        if sys.platform.startswith("linux"):  # on Linux, niceness applies to a thread and its child processes
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
         try:
             self._prepare(self._announce)
@@ -93,7 +96,7 @@ class BackgroundPreparation:
             self._known.set()
 
     def _announce(self, kernels: str) -> None:
-        """The kernels have to be compiled."""
+        """Called by the backend when kernels have to be compiled."""
         self._known.set()
         self._allowed.wait()
         threading.Thread(target=self._log_progress, args=(kernels,), name="attention-kernels-progress", daemon=True).start()
@@ -107,12 +110,12 @@ class BackgroundPreparation:
 
 
 class HybridAttention(AttentionBackend):
-    """Both backends have one KV layout, and both store K and V or neither does: `resolve` ensures
-    it. `plan` is a `SplitPlan`."""
+    """Both backends have the same KV layout, and both or neither store K and V; `resolve` ensures
+    this. `plan` returns a `SplitPlan`."""
 
     def __init__(self, extends: AttentionBackend, decodes: AttentionBackend) -> None:
         super().__init__(decodes.context)
-        self.capabilities = decodes.capabilities  # type: ignore[misc]  # of its class in all others; what layers and graphs ask for
+        self.capabilities = decodes.capabilities  # type: ignore[misc]  # a class attribute of other backends
         self._extends = extends
         self._decodes = decodes
         self._stand_in: AttentionBackend | None = None  # computes all rows while the other backend prepares
@@ -121,7 +124,8 @@ class HybridAttention(AttentionBackend):
     # kernels that are compiled at the start -------------------------------------------------------
 
     def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
-        """Prepare both backends, in the background the one that the other can stand in for."""
+        """Prepare both backends. A slow one is prepared in the background if the other can compute
+        all rows meanwhile."""
         pairs = (self._extends, self._decodes), (self._decodes, self._extends)
         slow = next((own for own, other in pairs if own.capabilities.compiles_at_start and _can_stand_in(other, own)), None)
         for backend in (self._extends, self._decodes):
@@ -133,13 +137,15 @@ class HybridAttention(AttentionBackend):
 
     @property
     def preparation(self) -> BackgroundPreparation | None:
-        """What goes on in the background, until `switch` is called."""
+        """The preparation in the background; None after `switch`, or if there is none."""
         return self._preparation
 
     def switch(self, is_ready: bool) -> bool:
-        """The preparation has ended, on all ranks if `is_ready`: use the backend from the next step
-        on, or never.
-        -> whether plans that were captured before are another backend's."""
+        """End the preparation. `is_ready` (true on all ranks): use both backends from the next step
+        on; otherwise the stand-in computes all rows for good.
+
+        -> whether captured decode graphs use a backend that no longer computes decodes.
+        """
         preparation, self._preparation = self._preparation, None
         if preparation is not None and preparation.error is not None:
             _log.error("%s", preparation.error)
@@ -168,7 +174,7 @@ class HybridAttention(AttentionBackend):
         return SplitPlan(whole=SplitPart(backend, replace(batch, plan=backend.capture_plan(batch))))
 
     def replay_plan(self, plan: SplitPlan, batch: ForwardBatch) -> None:
-        if plan.whole is not None:  # of the backend that was captured, whichever serves now
+        if plan.whole is not None:  # the backend that was captured, even after a switch
             plan.whole.backend.replay_plan(plan.whole.batch.plan, batch)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -194,7 +200,7 @@ class HybridAttention(AttentionBackend):
 
 
 def _can_stand_in(other: AttentionBackend, backend: AttentionBackend) -> bool:
-    """Whether `other` computes what `backend` was chosen for; both fit the model."""
+    """Whether `other` can compute the rows of `backend` too. Both fit the model."""
     can = other.capabilities
     has_graphs = can.graphs != "none" or backend.capabilities.graphs == "none"
     return not can.compiles_at_start and {"extend", "decode"} <= set(can.phases) and has_graphs
@@ -211,7 +217,8 @@ def _only(plan: SplitPlan) -> SplitPart:
 
 
 def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) -> torch.Tensor:
-    """Both results as one, which they are already if both went to the batch's own place."""
+    """Both results as one tensor. No copy is made if both were written to the batch's
+    `AttentionOutput`."""
     place = batch.get(AttentionOutput)
     if place is not None:
         own = place.tensor, place.tensor[len(decoded) :]
@@ -226,7 +233,7 @@ def _decodes(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _extends(batch: ForwardBatch) -> ForwardBatch:
-    first = batch.num_decodes  # as many tokens as rows
+    first = batch.num_decodes  # decode rows have one token each
     return _part(batch, slice(first, None), slice(first, None), batch.query_starts[first:] - first, 0)
 
 

@@ -1,9 +1,9 @@
-"""`InputBatch`: turns each `ScheduledBatch` into all that the forward pass, a graph and the sampler
-read.
+"""`InputBatch`: turns each `ScheduledBatch` into the inputs of the forward pass, the CUDA graphs
+and the sampler.
 
-Used by the model runners and the CUDA graphs. It keeps what outlives a step: the page table, last
-tokens, sampling parameters and the slots of the logits processors. A step's host arrays move to the
-device in one copy. Must not know a request, a model or the scheduler.
+Used by the model runners and the CUDA graphs. Keeps the state that outlives a step: the page table,
+last tokens, sampling parameters and the slots of the logits processors. A step's host arrays move
+to the device in one copy. Must not know a request, a model or the scheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
 
-_MAX_PROMPT_KEYS = 16_384  # keys that the prompt tokens of a decode graph may read, where each reads all of its own
+_MAX_PROMPT_KEYS = 16_384  # keys that the prompt tokens of a decode graph may read in total, without `shared_prefixes`
 _STAGED_BYTES_PER_TOKEN = 3 * 8
 _STAGED_BYTES_PER_ROW = 256
 _ALIGNMENT = 16
@@ -42,18 +42,17 @@ _NUM_BUFFERS = 2
 
 
 class Staging(Protocol):
-    """`move` is called once a step, on the step's stream; the tensors are valid until the copy of
-    the next `move` runs."""
+    """Moves a step's host arrays to the device. `move` is called once per step, on the step's
+    stream; its tensors are valid until the copy of the next `move` runs."""
 
     def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The arrays (C-contiguous, any dtype that torch has) as tensors on the device, under the
-        same names."""
+        """C-contiguous arrays of any torch dtype -> device tensors of the same names."""
         ...
 
 
 def make_staging(device: torch.device, num_bytes: int) -> Staging:
-    """The staging of a device; `num_bytes` is the expected maximum of one step. The buffers grow
-    where it is too small."""
+    """The staging of a device. num_bytes: expected maximum of one step; larger steps grow the
+    buffers."""
     return SharedMemory() if device.type == "cpu" else PinnedCopies(device, num_bytes)
 
 
@@ -227,7 +226,7 @@ class InputBatch:
         self.backend: AttentionBackend = context.attention
         self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
         self._staging = make_staging(context.device, staged)
-        self._mask_staging = make_staging(context.device, 0)  # for grammar masks that come after their batch
+        self._mask_staging = make_staging(context.device, 0)  # for deferred grammar masks
 
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Sets up and releases slots, plans the step, and moves its inputs to the device."""
@@ -270,7 +269,7 @@ class InputBatch:
             tensors = self._move(batch, {**others, **extra_inputs}) | placed
         decodes = batch.num_decodes
         if decodes:
-            # sampled by a step that may still be in flight: the host does not have these ids
+            # a step that may still be in flight samples these ids, so the host does not have them
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
         if selects_tokens:
             extensions[SelectedTokens] = SelectedTokens(tensors["logits_indices"])
@@ -291,8 +290,9 @@ class InputBatch:
         return self._mask_staging.move(grammar_arrays(mask))
 
     def _fits_decode_graph(self, batch: ScheduledBatch, layout: BatchLayout) -> bool:
-        """Whether a decode graph may run the step, with each prompt token as a row of its own: the
-        prompt tokens are few, and either read few keys or read those that they share once."""
+        """Whether a decode graph may run the step, with each prompt token as a row of its own:
+        there are few prompt tokens, and they read few keys or the backend reads shared prefixes
+        once."""
         given = len(batch.token_ids)
         if layout.num_tokens > self.max_graph_rows or given > MAX_SINGLE_TOKEN_ROWS:
             return False
@@ -362,8 +362,8 @@ class InputBatch:
         return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - layout.query_starts[:-1], lens)
 
     def _kv_slots(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where the K and V of each token go, int64 [tokens], given its request slot and position.
-        Tokens of rows with `cached` go to page 0, which is reserved."""
+        """The KV cache slot of each token, int64 [tokens]. Tokens of rows with `skip_kv_store` go
+        to page 0, which is reserved."""
         size = self.table.page_size
         if size == 1:
             kv_slots: np.ndarray = self.table.host_pages[slots, positions].astype(np.int64)

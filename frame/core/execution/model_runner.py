@@ -28,7 +28,7 @@ from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_prompts
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.sampling.prompt_logprobs import PromptScores
-from frame.core.sampling.sampler import Sampled, Sampler, draw_by_kernels, draw_plain
+from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchModelRunner(ModelRunner):
-    """One rank's runner. Steps run in launch order on one stream; tensors that steps share live at
+    """One rank's runner. Steps run in launch order on one stream; tensors that steps share have
     fixed addresses."""
 
     def __init__(
@@ -64,12 +64,12 @@ class TorchModelRunner(ModelRunner):
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
-        if self._stream is not None:  # what was made so far, the cleared cache above all, is on its way on another stream
+        if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(torch.cuda.current_stream(context.device))
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start one step; on the CPU it is done when this returns. Raises DeviceLost when the
-        device is gone."""
+        """Start one step; on the CPU it has completed when this returns. Raises DeviceLost if the
+        device has failed."""
         try:
             with torch.inference_mode():
                 self._enter_stream()
@@ -78,9 +78,8 @@ class TorchModelRunner(ModelRunner):
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
 
     def warm_up(self) -> None:
-        """Run warm-up steps over the reserved page: what compiles or initialises
-        itself does so now, and not while requests wait. On a CPU, where little is compiled, these
-        are decodes alone."""
+        """Run warm-up steps over the reserved page, so that kernels are compiled and initialised
+        before requests arrive. On a CPU, where little is compiled, only decodes run."""
         for batch in idle_decodes(self.inputs.table.padding_slot):
             self.launch(batch).wait()
         if self._stream is None:
@@ -92,7 +91,7 @@ class TorchModelRunner(ModelRunner):
 
     @property
     def _preparation(self) -> BackgroundPreparation | None:
-        """Of a backend that another one stands in for."""
+        """The background preparation of an attention backend; None: there is none."""
         attention = self.context.attention
         return attention.preparation if isinstance(attention, HybridAttention) else None
 
@@ -117,8 +116,8 @@ class TorchModelRunner(ModelRunner):
         _log.info("attention backends switched in %.1f s", time.perf_counter() - began)
 
     def settle_backend(self) -> None:
-        """At the start: use the backend that prepares in the background at once, if nothing has to
-        be compiled on any rank."""
+        """At the start: switch to the backend that prepares in the background, if no rank has to
+        compile anything."""
         preparation = self._preparation
         if preparation is None:
             return
@@ -127,30 +126,31 @@ class TorchModelRunner(ModelRunner):
             self._switch()
 
     def allow_compilation(self) -> None:
-        """At the end of the start: a backend may compile its kernels now, in the background."""
+        """At the end of the start: allow the attention backend to compile kernels in the
+        background."""
         if self._preparation is not None:
             self._preparation.allow_compilation()
 
     def _switch(self) -> bool:
-        """-> whether captured decodes are another backend's."""
+        """-> whether captured decode graphs use a backend that no longer computes decodes."""
         attention = self.context.attention
         if not isinstance(attention, HybridAttention) or attention.preparation is None:
             return False
-        attention.preparation.wait()  # a follower's may end later than rank 0's
+        attention.preparation.wait()  # a follower's preparation may end later than rank 0's
         return attention.switch(is_true_on_all_ranks(attention.preparation.error is None, self._tp, self.context.device))
 
     def capture_decode_graphs(self, max_rows: int) -> None:
         """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.
-        Raises ConfigurationError where the model or a backend cannot be captured, or the memory
-        does not suffice."""
+        Raises ConfigurationError if the model or a backend cannot be captured or memory does not
+        suffice."""
         redraw = self._redraw if self.sampler.use_triton else None
         graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, graph_sizes(max_rows), self.context.device, redraw)
         self._capture(graphs, "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0")
         self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
 
     def capture_piecewise_graphs(self, max_tokens: int) -> None:
-        """Capture CUDA graphs of the computations between the attention of steps of up to
-        `max_tokens` tokens; later steps that no decode graph runs replay them. Raises
+        """Capture CUDA graphs of the computations between the attention calls of steps of up to
+        `max_tokens` tokens. Later steps that no decode graph runs replay them. Raises
         ConfigurationError as `capture_decode_graphs` does."""
         graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.device)
         self._capture(graphs, "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0")
@@ -165,13 +165,13 @@ class TorchModelRunner(ModelRunner):
                 raise ConfigurationError(problem.format(str(error).strip().split("\n", 1)[0])) from error
 
     def close(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def _enter_stream(self) -> None:
-        """Put what this thread asks of the device on the runner's stream from now on: to come and
-        go would cost 50 µs a step."""
+        """Make the runner's stream the current stream of this thread, for good: entering and
+        leaving it would cost 50 µs per step."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
@@ -197,7 +197,7 @@ class TorchModelRunner(ModelRunner):
         return self.decode_graphs.replay(inputs.rows, inputs.draws)
 
     def _forward_logits(self, inputs: ForwardInputs) -> tuple[torch.Tensor | None, PromptScores | None]:
-        """Run the model, through piecewise graphs where the inputs are placed for them. -> logits
+        """Run the model, through piecewise graphs if the inputs are placed for them. -> logits
         [sampling rows, vocab] (None: no row samples) and the scores of prompt tokens (None: no row
         needs them)."""
         plans, placed = inputs.plans, self.piecewise_graphs if inputs.is_placed else None
@@ -211,15 +211,15 @@ class TorchModelRunner(ModelRunner):
         return self.model.compute_logits(hidden[:rows]) if rows else None, prompts
 
     def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
-        """What a graph captures."""
+        """The body of a decode graph."""
         logits = self.model.compute_logits(self.forward(batch))
         last_tokens = (self.inputs.table.last_token, slots)
         return self._drawn(logits, draw_plain(logits, params["temperature"], params["uniform"], last_tokens), slots)
 
     def _redraw(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
-        """What a graph of steps with filters captures besides."""
+        """The body of the second graph, of steps with filters."""
         last_tokens = (self.inputs.table.last_token, slots)
-        drawn = draw_by_kernels(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
+        drawn = draw_with_triton(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
         return self._drawn(outputs.logits, drawn, slots)
 
     def _drawn(self, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
@@ -232,7 +232,7 @@ class TorchModelRunner(ModelRunner):
     def _sample_masked(
         self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None, mask: np.ndarray | None
     ) -> PendingStep:
-        """Draw the tokens of a step whose grammar mask came after its launch."""
+        """Draw the tokens of a step with a deferred grammar mask."""
         with torch.inference_mode():
             self._enter_stream()
             if mask is not None:
@@ -243,14 +243,14 @@ class TorchModelRunner(ModelRunner):
         return fetch(StepOutput(step, self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling, prompts))
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
-        """Draw and remember the tokens. `tensors` hold the plans' arrays, and the slots of the
-        sampling rows."""
+        """Draw the tokens and store them in the last-token table. `tensors`: the plans' arrays, and
+        the slots of the sampling rows."""
         slots = tensors["sampling_slots"]
         if logits is None:
             nothing = slots.new_empty(0)
             return Sampled(nothing, nothing.float())
         sampled = self.sampler.sample(logits, plans.sampling, plans.processing, tensors)
-        if self._tp.size > 1:  # ranks' sums may differ in the last bit, their tokens must not
+        if self._tp.size > 1:  # logits of ranks may differ in the last bit, tokens must not
             sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:

@@ -1,11 +1,11 @@
-"""Steps with prompts as CUDA graphs in pieces: what a model does between two layers' attention is
-captured for a fixed number of tokens, and attention runs between the pieces, over the step's own
-tokens with its own plan.
+"""Prefill steps as piecewise CUDA graphs: the computations between attention calls are captured for
+fixed numbers of tokens; attention runs between the pieces with the step's own plan.
 
-So a layer costs the host one replay and one call of the attention backend. A size serves every step
-of up to so many tokens; the tokens left over write to page 0. A model may be captured so if outside
-of attention it reads of the batch only what each token has: id, position, place in the cache. On a
-CPU, where there are no graphs, the pieces are computed anew. Knows no request and no plugin.
+Each layer then costs the host one replay and one call of the attention backend. A size runs every
+step of up to so many tokens; padding tokens write to page 0. Requirement: outside of attention, a
+model reads only per-token fields of the batch (ids, positions, KV slots). On a CPU, where there are
+no graphs, the pieces are computed again. Used by the model runner. Must not know a request or a
+plugin.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CALLS = ("run", "run_mla")  # of a backend
+_CALLS = ("run", "run_mla")  # methods of a backend that layers call
 _PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int64(0), "kv_slots": np.int64(0)}
 
-# (the backend's own method, a layer, its operands and batch) -> what the layer takes for the result
-Meet = Callable[..., torch.Tensor]
+# (method of the backend, layer, operands, batch) -> the tensor that the layer uses as the result
+Intercept = Callable[..., torch.Tensor]
 
 
 def piece_sizes(most: int) -> tuple[int, ...]:
-    """The numbers of tokens that are captured: close together where products are bound by
-    arithmetic and padding costs time."""
+    """The numbers of tokens to capture. They are closer together where matrix products are bound by
+    arithmetic, because padding costs time there."""
     steps = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
     while steps[-1] < most:
         steps += [steps[-1] * part // 4 for part in range(5, 9)]
@@ -49,8 +49,8 @@ def piece_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """A layer's attention: the backend's method, the layer, its operands where the piece ahead
-    leaves them, and where the result goes."""
+    """The attention call of a layer: method of the backend, layer, operands as the preceding piece
+    writes them, and output."""
 
     call: Callable[..., torch.Tensor]
     layer: AttentionSpec | LatentProjections
@@ -58,8 +58,8 @@ class _Attention:
     out: torch.Tensor
 
     def run(self, batch: ForwardBatch, tokens: int) -> None:
-        """Over the first `tokens` tokens; the result of the others stays what it was, which is
-        finite."""
+        """Compute the first `tokens` tokens. The output of the others keeps its previous, finite
+        values."""
         result = self.call(self.layer, *(operand[:tokens] for operand in self.operands), batch)
         if result.data_ptr() != self.out.data_ptr():
             self.out[:tokens] = result
@@ -67,8 +67,8 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A captured pass over so many tokens: pieces, the attention behind each but the last, hidden
-    states."""
+    """The captured pieces of one size, the attention call after each piece but the last, and the
+    hidden states."""
 
     graphs: list[torch.cuda.CUDAGraph]
     attention: list[_Attention]
@@ -83,8 +83,8 @@ class _Pieces:
 
 
 class PiecewiseGraphs:
-    """The captured passes of one runner. `capture` once; then, step by step, `place` what tokens
-    have and `run`; all on the runner's stream and in inference mode."""
+    """The captured passes of one runner. Call `capture` once, then `place` and `run` in each step,
+    all on the runner's stream and in inference mode."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class PiecewiseGraphs:
         self._backend = backend
         self._device = device
         self._sizes = sizes
-        self._smallest = np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1))  # index of the first size that holds so many tokens
+        self._smallest = np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1))  # by number of tokens: index of the size
         self._buffers = InputBuffers(sizes[-1], device, _PADDING)
         self._batches = [self._batch(size) for size in sizes]
         self._outs: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -111,12 +111,12 @@ class PiecewiseGraphs:
         return self._sizes[-1]
 
     def capture(self) -> None:
-        """Run and capture each size, the largest first, whose memory the smaller ones use again."""
+        """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
         began, free = time.perf_counter(), _free(self._device)
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         with uncollected():
             for batch in reversed(self._batches):
-                self._forward(replace(batch, plan=self._backend.plan(batch)))  # what compiles or initialises itself does so now
+                self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
                 if pool is not None:
                     torch.cuda.current_stream(self._device).synchronize()
                     self._pieces.insert(0, self._captured(batch, pool))
@@ -126,33 +126,32 @@ class PiecewiseGraphs:
         )  # fmt: skip
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Bring ids, positions and cache places of a step of at most `most` tokens to where the
-        pieces read them. All int64 [tokens]."""
+        """Copy ids, positions and KV slots of a step of at most `most` tokens to the addresses that
+        the pieces read. All int64 [tokens]."""
         tokens = len(arrays["token_ids"])
         self._buffers.write(arrays, self._sizes[self._smallest[tokens]])
         return {name: self._buffers.tensors[name][:tokens] for name in arrays}
 
     def extensions(self, tokens: int) -> dict[type, Any]:
-        """Where attention leaves its results, if it can, and they are of one shape in all
-        layers."""
+        """The `AttentionOutput` of the step; empty if layers have outputs of different shapes."""
         if len(self._outs) != 1:
             return {}
         return {AttentionOutput: AttentionOutput(next(iter(self._outs.values()))[:tokens])}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The hidden states of a batch whose tokens were placed; good until the next replay of any
+        """The hidden states of a batch whose tokens were placed; valid until the next replay of any
         graph."""
         tokens = batch.num_tokens
         index = self._smallest[tokens]
         if self._pieces:
             return self._pieces[index].replay(batch, tokens)[:tokens]
 
-        def meet(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
+        def intercept(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
             attention = _Attention(call, layer, rest[:-1], self._out(layer, rest[0]))
             attention.run(batch, tokens)
             return attention.out
 
-        with _met(self._backend, meet):
+        with _intercepted(self._backend, intercept):
             return self._forward(self._batches[index])[:tokens]
 
     def _captured(self, batch: ForwardBatch, pool: Any) -> _Pieces:
@@ -161,10 +160,10 @@ class PiecewiseGraphs:
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            # only this thread's calls are captured: others may use the device meanwhile
+            # thread_local: other threads may use the device during the capture
             graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
 
-        def meet(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
+        def intercept(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
             graphs[-1].capture_end()
             out = self._out(layer, rest[0])
             attention.append(_Attention(call, layer, tuple(_borrowed(operand) for operand in rest[:-1]), out))
@@ -173,15 +172,15 @@ class PiecewiseGraphs:
 
         begin()
         try:
-            with _met(self._backend, meet):
+            with _intercepted(self._backend, intercept):
                 hidden = self._forward(batch)
         finally:
             graphs[-1].capture_end()
         return _Pieces(graphs, attention, _borrowed(hidden))
 
     def _out(self, layer: AttentionSpec | LatentProjections, q: torch.Tensor) -> torch.Tensor:
-        """Where the result of a layer's attention goes: one place for all layers and sizes, since
-        each is read before the next."""
+        """The output of a layer's attention. All layers and sizes share it, since each output is
+        read before the next is written."""
         spec = layer if isinstance(layer, AttentionSpec) else layer.spec
         key = spec.num_heads, spec.v_head_dim, q.dtype
         if key not in self._outs:
@@ -189,8 +188,7 @@ class PiecewiseGraphs:
         return self._outs[key][: len(q)]
 
     def _batch(self, size: int) -> ForwardBatch:
-        """The batch that the pieces of a size read; with a plan it is one of prompts that nobody
-        asked for, over the reserved page."""
+        """The input batch of the pieces of one size, as dummy prompts over the reserved page."""
         table, inputs = self._input_batch.table, self._buffers.tensors
         longest = (table.max_pages - 1) * table.page_size
         lens = np.full(-(-size // longest), longest, np.int32)
@@ -215,11 +213,11 @@ class PiecewiseGraphs:
 
 
 @contextmanager
-def _met(backend: AttentionBackend, meet: Meet) -> Iterator[None]:
-    """Inside, what layers ask of their backend is asked of `meet`, which gets the backend's own
-    method first."""
+def _intercepted(backend: AttentionBackend, intercept: Intercept) -> Iterator[None]:
+    """Replace the attention methods of `backend` in the block by `intercept`, whose first argument
+    is the original method."""
     for name in _CALLS:
-        setattr(backend, name, partial(meet, getattr(backend, name)))
+        setattr(backend, name, partial(intercept, getattr(backend, name)))
     try:
         yield
     finally:
@@ -227,8 +225,8 @@ def _met(backend: AttentionBackend, meet: Meet) -> Iterator[None]:
             delattr(backend, name)
 
 
-class _Place:
-    """Memory of a device, as other libraries describe theirs."""
+class _DeviceArray:
+    """Device memory in the format of the CUDA array interface."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -242,9 +240,9 @@ class _Place:
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which its owner may give back: the pool hands it out again to whatever a
-    graph does later, not while it is read."""
-    return torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
+    """A tensor over the same memory that does not own it: the graph's memory pool may reuse the
+    memory for later pieces, which run after it is read."""
+    return torch.as_tensor(_DeviceArray(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def _free(device: torch.device) -> int:

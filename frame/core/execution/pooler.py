@@ -1,5 +1,7 @@
-"""`Pooler`: a step's hidden states to one vector a sequence, in batched tensor code. Knows no
-request, no page and no model's name."""
+"""`Pooler`: turns the hidden states of a step into one vector per sequence, in batched tensor code.
+
+Used by `PoolingRunner`. Must not know a request, a page or a model by name.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pooler:
-    """`head` turns pooled hidden states into logits, of which `label_ids` keeps these columns;
-    None: the hidden states are the result."""
+    """`head` maps pooled hidden states to logits, of which the columns `label_ids` are kept (all if
+    empty). `head` None: the pooled hidden states are the result."""
 
     def __init__(
         self, pooling: Pooling, head: Head | None = None, label_ids: Sequence[int] = (), device: torch.device | None = None
@@ -29,7 +31,7 @@ class Pooler:
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """hidden [tokens, hidden_size] -> float32 [rows of `batch.logits_indices`, width]. Unless
-        the mode is "last", every row is one of those, with its whole prompt."""
+        the mode is "last", the batch has only rows of whole prompts."""
         pooled = self._pool(hidden, batch)
         if self._head is not None:
             return self._activate(self._head(pooled).float())

@@ -1,7 +1,7 @@
-"""`PoolingRunner`: runs scheduled batches of a model that embeds or classifies: build the batch,
-forward, pool, fetch.
+"""`PoolingRunner`: runs scheduled batches of a model that embeds or classifies.
 
-Nothing is sampled: a sequence ends with its prompt. Knows slots and tokens, no request.
+A step builds the batch, runs the forward pass, pools, and copies the vectors to the host. It
+samples nothing: a sequence ends with its prompt. Must not know a request: slots and tokens only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """What `fetch` moves: one vector a row whose prompt is complete."""
+    """The output of a pooling step: one vector per row whose prompt is complete."""
 
     step: int
     pooled: torch.Tensor  # float32 [rows, width]
@@ -50,7 +50,7 @@ class PooledOutput:
 
 
 class PoolingRunner(TorchModelRunner):
-    """One rank's runner for vectors."""
+    """One rank's runner of a pooling model."""
 
     def __init__(
         self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity
@@ -58,7 +58,7 @@ class PoolingRunner(TorchModelRunner):
         slots = context.limits.max_running_requests
         super().__init__(model, model_config, context, pool, Processors((), slots), capacity)
         self._pooler = pooler
-        self._second_text_starts = np.zeros(slots + 1, np.int64)  # by slot: where a pair's second text begins
+        self._second_text_starts = np.zeros(slots + 1, np.int64)  # by slot: index of the first token of the second text; 0: no pair
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; see `TorchModelRunner.launch`."""
@@ -67,8 +67,8 @@ class PoolingRunner(TorchModelRunner):
         return super().launch(batch)
 
     def warm_up(self) -> None:
-        """Run warm-up prompts over the reserved page: what compiles or initialises itself
-        does so now."""
+        """Run warm-up prompts over the reserved page, so that kernels are compiled and initialised
+        before requests arrive."""
         for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):
             self.launch(batch).wait()
 
@@ -82,7 +82,7 @@ class PoolingRunner(TorchModelRunner):
         return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)))
 
     def _token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
-        """ "token_types", int64 [tokens], of a step that has pairs; else empty."""
+        """Extra input "token_types", int64 [tokens], of a step with text pairs; else empty."""
         second_text_starts = self._second_text_starts[batch.slots]
         if not second_text_starts.any():
             return {}
@@ -92,11 +92,11 @@ class PoolingRunner(TorchModelRunner):
 
 
 def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
-    """How this model's vectors are made. Raises ConfigurationError for a label that is no token of
-    the model's tokenizer."""
+    """The pooler of this model. Raises ConfigurationError for a label that is not one token of the
+    tokenizer."""
     pooling = resolved.pooling
     if pooling is None:
-        raise ValueError("the task has no vectors")
+        raise ValueError("the task generates text and has no pooling")
     head = model.compute_logits if resolved.task == "classify" else None
     return Pooler(pooling, head, _label_ids(resolved, pooling.label_tokens), device)
 
@@ -105,7 +105,7 @@ def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
     if not labels:
         return []
     if resolved.tokenizer_path is None:
-        raise ConfigurationError("model.label_tokens need a tokenizer; leave out --skip-tokenizer-init")
+        raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
     tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
     ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
     for label, found in zip(labels, ids, strict=True):

@@ -1,8 +1,8 @@
-"""`ProfiledRunner`: a runner whose steps can be recorded with torch's profiler; each rank has one
-and writes a trace of its own.
+"""`ProfiledRunner`: a runner that records steps with torch's profiler on request. Each rank writes
+a trace of its own.
 
-A recording ends by itself after its steps, so that one that is forgotten does not fill the memory.
-Each launch is a span of the trace that says what the step is made of. Knows no HTTP and no request.
+A recording ends after its number of steps, which bounds its memory. Each launch is a span of the
+trace, named by `step_label`. Must not know HTTP or a request.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def step_label(batch: ScheduledBatch) -> str:
-    """What a step is called in traces; `frame profile` reads it."""
+    """The name of a step's span in traces; `frame profile` parses it."""
     return f"step {batch.step}: {batch.num_decodes} decodes of {len(batch.slots)} rows, {int(batch.num_scheduled.sum())} tokens"
 
 
 class ProfiledRunner(ModelRunner):
-    """`rank` goes into the traces' names: FOLDER/NAME-rank0.json.gz, for Perfetto or
-    chrome://tracing."""
+    """Traces are written to FOLDER/NAME-rankRANK.json.gz, for Perfetto or chrome://tracing."""
 
     def __init__(self, runner: ModelRunner, folder: Path, rank: int) -> None:
         self._runner = runner
@@ -59,7 +58,8 @@ class ProfiledRunner(ModelRunner):
         self._runner.switch_backend()
 
     def profile(self, request: ProfileRequest | None) -> str:
-        """The trace's path. Raises ProfileError."""
+        """Start a recording, or stop it if `request` is None. -> the trace's path. Raises
+        ProfileError."""
         if request is None:
             if self._path == self._folder:
                 raise ProfileError("nothing was recorded; start a profile first")

@@ -1,7 +1,7 @@
-"""`Forward`: the model's forward pass, plain, or compiled for small decode batches, with a way back
-when compiling fails.
+"""`Forward`: the model's forward pass, optionally compiled with `torch.compile` for small decode
+batches; it runs uncompiled after a compilation error.
 
-Knows no model; `torch.compile` sees whatever the model and its backend do.
+Used by the model runner. Must not know a model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 def keep_out(part: object, *names: str) -> None:
-    """Let these methods of `part` run as they are inside of compiled code: what depends on each
-    step's plan compiles anew for each plan."""
+    """Exclude these methods of `part` from compilation: they depend on each step's plan and would
+    be compiled anew for each."""
     for name in names:
         setattr(part, name, torch.compiler.disable(getattr(part, name)))
 
 
 class Forward:
-    """Called with a batch. Decode batches of up to `max_rows` rows are compiled when `max_rows` is
-    not 0; shapes are dynamic, so that a handful of compilations serve all of them, in the first
-    steps."""
+    """Decode batches of up to `max_rows` rows are compiled; 0: none. Shapes are dynamic, so that
+    the few compilations of the first steps cover all batch sizes."""
 
     def __init__(self, plain: Pass, max_rows: int = 0) -> None:
         self._plain = plain
@@ -42,8 +41,8 @@ class Forward:
             return self._plain(batch)
         try:
             return self._compiled(batch)
-        except Exception as error:  # noqa: BLE001 - compilers fail in many ways; an error of the model's own comes again below
+        except Exception as error:  # noqa: BLE001 - compilers raise many types; an error of the model is raised again below
             reason = f"{type(error).__name__}: {str(error).strip()}".split("\n", 1)[0]
-            _log.warning("torch.compile does not work with this model and runs it uncompiled from here on: %s", reason)
+            _log.warning("torch.compile failed for this model, which runs uncompiled from now on: %s", reason)
             self._compiled = None
-        return self._plain(batch)  # writes the same K and V again, which changes nothing
+        return self._plain(batch)  # may write the same K and V a second time, which is harmless

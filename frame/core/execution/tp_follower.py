@@ -1,7 +1,7 @@
-"""Ranks ≥ 1: run every batch that rank 0's scheduler makes, and nothing else. There is one
-scheduler, so ranks cannot disagree.
+"""Tensor-parallel steps: `follow` runs rank 0's batches on the ranks >= 1, and `LeadingRunner`
+sends them from rank 0.
 
-`LeadingRunner` is rank 0's runner that passes each batch on first. Knows no request and no client.
+Only rank 0 has a scheduler, so ranks cannot diverge. Must not know a request or a client.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: the followers get the batch before this rank starts on it, so that all
-    compute at once.
+    """Rank 0's runner. It sends each batch to the followers before its own launch, so that all
+    ranks compute at the same time.
 
-    A step that fails on one rank leaves the others waiting in a collective for good, so every
-    failure means that the device is lost.
+    A step that fails on one rank leaves the others waiting in a collective, so every failure raises
+    DeviceLost.
     """
 
     def __init__(self, runner: ModelRunner, followers: BatchSender) -> None:
@@ -55,12 +55,12 @@ class LeadingRunner(ModelRunner):
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
     def profile(self, request: ProfileRequest | None) -> str:
-        """Raises ProfileError, also for a follower's failure; the other ranks have done as they
-        were told then."""
+        """Raises ProfileError if any rank fails; the other ranks have carried out the request
+        then."""
         path = self._runner.profile(request)
         problems = self._followers.ask(Profile(request))
         if problems:
-            raise ProfileError(f"rank 0 did so, but not all others: {'; '.join(problems)}")
+            raise ProfileError(f"the profile request succeeded on rank 0 but failed on other ranks: {'; '.join(problems)}")
         return path
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class LedStep:
 
 
 class LedUnsampledStep(LedStep, UnsampledStep):
-    """The same, of which this rank alone draws the tokens."""
+    """A step that all ranks run and whose tokens only this rank draws."""
 
     def __init__(self, step: UnsampledStep) -> None:
         super().__init__(step)
@@ -96,21 +96,21 @@ class LedUnsampledStep(LedStep, UnsampledStep):
 
 
 class RankObserver(Protocol):
-    """Whoever wants to know what a rank does."""
+    """Observes the steps of a rank."""
 
     def on_launch(self, batch: ScheduledBatch) -> None:
-        """Before the rank starts on a batch."""
+        """Called before the rank launches a batch."""
 
     def on_end(self, traced: Traced) -> None:
-        """When rank 0 has ended a request that is traced."""
+        """Called when rank 0 has ended a traced request."""
 
 
 def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None) -> None:
-    """Run batches until rank 0 stops. A step is waited for one batch later, as rank 0 does when it
-    overlaps.
+    """Run batches until rank 0 stops. Each step is awaited after the next launch, as rank 0 does
+    with overlap.
 
-    Raises what a step raises: a rank that missed a step can never agree with the others again, so
-    its process ends.
+    Raises the error of a failed step: a rank that missed a step cannot rejoin the others, so its
+    process ends.
     """
     in_flight: PendingStep | None = None
     try:
@@ -140,7 +140,7 @@ def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver |
 
 
 def _profile(runner: ModelRunner, order: Profile) -> str:
-    """-> why there is no profile of this rank, whose steps go on; empty where there is one."""
+    """-> the error of a failed profile request; empty on success. Steps continue in both cases."""
     try:
         runner.profile(order.request)
     except ProfileError as error:

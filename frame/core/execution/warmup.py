@@ -1,8 +1,8 @@
-"""Warm-up steps with dummy inputs, run before the first request: all their
-pages are the reserved one.
+"""Warm-up batches with dummy inputs, run before the first request. All their pages are the reserved
+page 0.
 
-The sizes are those from which kernels change: what a step compiles depends on how many tokens and
-rows it has, and on whether there are keys before them. Knows no kernel and runs nothing.
+Sizes cover the cases for which kernels are compiled: number of tokens and rows, with and without
+cached keys. Used by the model runners. Must not know a kernel; runs nothing itself.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from frame.core.interfaces.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from frame.core.interfaces.build import Limits
 
-_DECODES = (1, 2, 3)  # rows; compilers make a case of their own of 1
-_FEW_PROMPTS = ((1, 2, 0), (1, 5, 0))  # rows, new tokens of each, tokens before them
+_DECODES = (1, 2, 3)  # rows; compilers specialise on 1
+_FEW_PROMPTS = ((1, 2, 0), (1, 5, 0))  # rows, new tokens per row, cached tokens per row
 _PROMPTS = (
     *((rows, 3, 0) for rows in (1, 2, 4, 8, 16, 32, 64)),
     *((1, new, before) for new in (100, 400, 1100) for before in (0, 1500)),
     (2, 1100, 0),
     (3, 40, 1500),
 )
-_LIKELIEST = SamplingParams(temperature=0.0)
-_CHANGED = SamplingParams(  # the likeliest after all that requests can have changed in their logits
+_GREEDY = SamplingParams(temperature=0.0)
+_PROCESSED = SamplingParams(  # greedy, with every built-in logits processor
     temperature=0.0,
     min_tokens=1,
     frequency_penalty=0.5,
@@ -39,29 +39,27 @@ _CHANGED = SamplingParams(  # the likeliest after all that requests can have cha
 
 
 def idle_decodes(padding_slot: int) -> Iterator[ScheduledBatch]:
-    """Decodes of a few rows, none of which draws a token."""
+    """Decodes of a few rows; none samples a token."""
     for rows in _DECODES:
         yield _step(padding_slot, np.zeros(rows, np.int32), np.ones(rows, np.int32))
 
 
 def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> Iterator[ScheduledBatch]:
-    """Prompts of the first slot, which has no pages yet; each draws a token, the likeliest. Of
-    sizes within the limits.
+    """Prompts in slot 0, which has no pages yet, of sizes within the limits. Each samples greedily.
 
-    The first of them has its logits changed; the second takes its slot, which ends what logits
-    processors keep of it. `few`: for a device on which nothing is compiled for sizes; `fresh`: with
-    no keys before them.
+    The first batch uses logits processors; the second takes its slot, which releases their state.
+    few: for a device on which kernels are not compiled per size. fresh: without cached tokens.
     """
-    yield _prompts(_CHANGED, 1, 1, 0)
-    yield _prompts(_LIKELIEST, 1, 1, 0)
+    yield _prompts(_PROCESSED, 1, 1, 0)
+    yield _prompts(_GREEDY, 1, 1, 0)
     for rows, new, before in _FEW_PROMPTS if few else _PROMPTS:
         if _fits(limits, rows, new, before) and not (fresh and before):
-            yield _prompts(_LIKELIEST, rows, new, before)
+            yield _prompts(_GREEDY, rows, new, before)
 
 
 def idle_extends(padding_slot: int, limits: Limits) -> Iterator[ScheduledBatch]:
-    """Prompts that draw no token, of a slot that no request has: they may run while requests are
-    served."""
+    """Prompts that sample no token, in the padding slot, which no request uses: they may run while
+    requests are served."""
     for rows, new, before in _PROMPTS:
         if _fits(limits, rows, new, before):
             yield _step(padding_slot, np.full(rows, before, np.int32), np.full(rows, new, np.int32), is_decode=False)

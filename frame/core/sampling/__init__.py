@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens."""
+"""Sampling: turns logits into tokens."""

@@ -1,7 +1,6 @@
-"""Where a batch's tokens lie and which of them need logits: host arithmetic that the input batch
-and the sampling plans share.
+"""The layout of a batch: indices of its tokens and of the tokens that need logits.
 
-Knows `ScheduledBatch` alone. Imports no torch.
+Used by the input batch and the sampling plans. Imports no torch.
 """
 
 from __future__ import annotations

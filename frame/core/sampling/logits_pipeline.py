@@ -1,7 +1,8 @@
-"""The orchestrator of logits processors: which slots want which processor, and calls on whole
-batches.
+"""`Processors`: applies logits processors to whole batches, each to the slots whose requests use
+it.
 
-Costs one integer comparison a step while no request wants any. Knows no processor by name.
+Costs one integer comparison per step while no request uses a logits processor. Must not know a
+processor by name.
 """
 
 from __future__ import annotations
@@ -21,49 +22,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorPlan:
-    """Which processors a step calls. Their rows, slots and positions are in `arrays`, named
-    `processor.INDEX.…`; `processor.rows` are all rows that one of them changes, and
-    `processor.INDEX.places` where its own are among those."""
+    """The logits processors of one step, by index. `arrays` has for each:
+
+      processor.INDEX.rows       int64 [n]; its sampling rows
+      processor.INDEX.places     int64 [n]; indices of these rows in `processor.rows`
+      processor.INDEX.slots      int64 [n]; their request slots
+      processor.INDEX.positions  int64 [n]; positions of the tokens to sample
+
+    and `processor.rows`, int64 [m]: all rows that a processor changes.
+    """
 
     indices: tuple[int, ...]
     arrays: dict[str, np.ndarray]
 
 
 class Processors:
-    """All processors of one sampler, in the order in which they are applied."""
+    """The logits processors of one sampler, in the order in which they are applied."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
         self._processors = tuple(processors)
-        self._wants = np.zeros((len(self._processors), num_slots), np.bool_)
-        self._num_wants = 0
+        self._uses = np.zeros((len(self._processors), num_slots), np.bool_)
+        self._num_uses = 0
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
-        """Forget released slots, then admit the new ones."""
-        if self._num_wants:
+        """Remove released slots, then add the new ones."""
+        if self._num_uses:
             for slot in released:
                 self._release(slot)
         for setup in setups:
-            if self._num_wants:
+            if self._num_uses:
                 self._release(setup.slot)
             for index, processor in enumerate(self._processors):
                 if processor.applies_to(setup.params):
                     processor.add_slot(setup)
-                    self._wants[index, setup.slot] = True
-                    self._num_wants += 1
+                    self._uses[index, setup.slot] = True
+                    self._num_uses += 1
 
     def plan(self, slots: np.ndarray, positions: np.ndarray) -> ProcessorPlan | None:
-        """What to call for these sampling rows; None when nobody wants anything. Both int64
-        [rows]."""
-        if not self._num_wants:
+        """The processors to call for the sampling rows with these slots and positions, both int64
+        [rows]. None: no row uses a processor."""
+        if not self._num_uses:
             return None
-        wants = self._wants[:, slots]
-        indices = tuple(np.flatnonzero(wants.any(axis=1)).tolist())
+        uses = self._uses[:, slots]
+        indices = tuple(np.flatnonzero(uses.any(axis=1)).tolist())
         if not indices:
             return None
-        changed = np.flatnonzero(wants.any(axis=0))
+        changed = np.flatnonzero(uses.any(axis=0))
         arrays = {"processor.rows": changed}
         for index in indices:
-            rows = np.flatnonzero(wants[index])
+            rows = np.flatnonzero(uses[index])
             arrays[f"processor.{index}.rows"] = rows
             arrays[f"processor.{index}.places"] = np.searchsorted(changed, rows)
             arrays[f"processor.{index}.slots"] = slots[rows]
@@ -71,21 +78,21 @@ class Processors:
         return ProcessorPlan(indices, arrays)
 
     def apply(self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], *, changed_only: bool = False) -> None:
-        """Change logits [rows, vocab], float32, in place; with `changed_only` they are those of
-        `processor.rows` alone."""
+        """Change logits [rows, vocab], float32, in place. `changed_only`: the logits are those of
+        `processor.rows` only."""
         for index in plan.indices:
             names = ("places" if changed_only else "rows", "slots", "positions")
             rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in names)
             self._processors[index].apply(logits, rows, slots, positions)
 
     def observe_tokens(self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tell the processors what was sampled, int64 [rows]."""
+        """Pass the sampled tokens, int64 [rows], to the processors of the step."""
         for index in plan.indices:
             chosen = token_ids.index_select(0, tensors[f"processor.{index}.rows"])
             self._processors[index].observe_tokens(tensors[f"processor.{index}.slots"], chosen)
 
     def _release(self, slot: int) -> None:
-        for index in np.flatnonzero(self._wants[:, slot]).tolist():
+        for index in np.flatnonzero(self._uses[:, slot]).tolist():
             self._processors[index].remove_slot(slot)
-            self._wants[index, slot] = False
-            self._num_wants -= 1
+            self._uses[index, slot] = False
+            self._num_uses -= 1

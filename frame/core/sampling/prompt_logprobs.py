@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens, in blocks: a long prompt's logits over a large vocabulary are
-never in memory at once.
+"""Log-probabilities of prompt tokens, computed in blocks, because the logits of a long prompt over
+a large vocabulary would take too much memory.
 
-Knows neither pages nor sampling; hidden states in, arrays out.
+Used by the input batch and the model runner. Must not know pages or sampling.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from frame.core.sampling.batch_layout import BatchLayout
     from frame.core.sampling.sampling_metadata import SamplingTable
 
-_BLOCK_CELLS = 1 << 23  # logits at once
-_CUDA_BLOCK_CELLS = 1 << 25  # where a block costs launches
+_BLOCK_CELLS = 1 << 23  # maximum number of logits per block
+_CUDA_BLOCK_CELLS = 1 << 25  # larger on CUDA, where each block costs kernel launches
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """One row's piece: tokens `first …` get a log-probability, `count` of them (the token after the
-    last of a prompt is no prompt)."""
+    """The prompt tokens of one row that get a log-probability: `count` tokens from position
+    `first`. The token after the end of the prompt gets none."""
 
     row: int
     first: int
@@ -38,8 +38,8 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The step's pieces; `targets` int64 has one entry a computed token (0 where there is no next
-    prompt token)."""
+    """The parts of one step. `targets`, int64: the next prompt token of each computed token, 0
+    where there is none."""
 
     parts: tuple[PromptPart, ...]
     lengths: tuple[int, ...]
@@ -52,12 +52,12 @@ class PromptPlan:
 
 
 def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan | None:
-    """Which prompt tokens this step can score: the logits at position p are of the token at p + 1.
-    None when no row asked."""
+    """The prompt tokens that this step scores: the logits at position p are those of the token at p
+    + 1. None: no row needs them."""
     if not len(layout.prompt_logprob_rows):
         return None
     parts, lengths, targets = [], [], []
-    for row in layout.prompt_logprob_rows.tolist():  # rows that ask, which are few
+    for row in layout.prompt_logprob_rows.tolist():  # few rows request them
         slot, start, length = int(batch.slots[row]), int(batch.num_computed[row]), int(batch.num_scheduled[row])
         prompt = table.prompt(slot)
         target = np.zeros(length, np.int64)
@@ -70,12 +70,13 @@ def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTabl
 
 
 class PromptScores:
-    """The scores of one step on the device (`PromptResult`)."""
+    """The log-probabilities of one step on the device; implements `PromptResult`."""
 
     def __init__(
         self, plan: PromptPlan, hidden: torch.Tensor, targets: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocab: int
     ) -> None:
-        """hidden [tokens, hidden_size] of the rows' tokens; `head` gives their logits."""
+        """hidden: [tokens, hidden_size], of the plan's rows. head: hidden states -> logits [n,
+        vocab]."""
         self._plan = plan
         block = max(1, (_CUDA_BLOCK_CELLS if hidden.is_cuda else _BLOCK_CELLS) // vocab)
         pieces = [
@@ -101,7 +102,7 @@ class PromptScores:
 
 
 def _scores(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """What `logprobs` gives of logits [n, vocab], and the rank [n] of each target: 1 + how many
-    tokens are likelier."""
+    """The result of `logprobs` for logits [n, vocab], and the rank [n] of each target: 1 + the
+    number of tokens with a greater logit."""
     ranks = (logits > logits.gather(1, targets.unsqueeze(1))).sum(dim=-1) + 1
     return (*logprobs(logits, targets, num_top), ranks)

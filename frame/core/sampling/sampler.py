@@ -1,11 +1,11 @@
-"""Logits -> tokens, batched on the device. Knows no request: a `SamplingPlan` says which work the
-step has.
+"""The sampler: turns the logits of a step into tokens, batched on the device.
 
-Order: log-probabilities are those of the model's own logits (before anything below), as the OpenAI
-API means them; then logits processors and the grammar (whose mask sets logits to -inf, so the two
-may be applied in either order); temperature; top-k; top-p over what top-k left; min-p. Every filter
-is one threshold on the logit, ties at it are kept, and the token is drawn by inverse CDF in
-vocabulary order. No row depends on another row.
+Order: log-probabilities come from the model's unchanged logits, as in the OpenAI API. Then logits
+processors and the grammar mask (which sets logits to -inf, so their order does not matter);
+temperature; top-k; top-p over the tokens that top-k keeps; min-p. Each filter is a threshold on the
+logit and keeps ties. Tokens are drawn by inverse CDF in vocabulary order. No row depends on another
+row. Used by the model runner. Must not know a request: a `SamplingPlan` describes the work of a
+step.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, torch.Tensor]
 
 _ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf).astype(np.float32)
-_BLOCK = 128  # columns; large vocabularies are searched by blocks first
-_BLOCKS_PAY = 8192  # vocabulary from which a blocked maximum is faster than a plain one
-_NOTHING = -115.0  # powers of 2 below this are taken for 0: less than 1e-34 of the likeliest token's
-_FIRST_TOP_P = 256  # candidates tried for top-p,
-_MORE = 16  # times as many where these were not enough, and in the end all
+_BLOCK = 128  # columns; a maximum over a large vocabulary is taken per block first
+_MIN_BLOCKED_VOCAB = 8192  # vocabulary size from which a maximum per block is faster
+_MIN_LOG2_WEIGHT = -115.0  # base-2 logarithm of the smallest relative weight; smaller weights become 0
+_FIRST_CANDIDATES = 256  # candidates of the first top-p search
+_CANDIDATE_FACTOR = 16  # factor of candidates for each further search; the last one uses the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Device tensors of one step, one entry a sampling row; the log-probabilities are of
-    `SamplingPlan.logprob_rows` only."""
+    """Device tensors of one step, one entry per sampling row; log-probabilities only for
+    `SamplingPlan.logprob_rows`."""
 
     token_ids: torch.Tensor  # int64 [rows]
-    best: torch.Tensor  # float32 [rows]; the greatest logit: not finite when the row's logits are broken
+    best: torch.Tensor  # float32 [rows]; the greatest logit, not finite if the row's logits are invalid
     logprobs: torch.Tensor | None = None  # float32 [n]
     top_ids: torch.Tensor | None = None  # int64 [n, k]
     top_logprobs: torch.Tensor | None = None  # float32 [n, k]
 
 
 class Sampler:
-    """Turns a step's logits into tokens. Stateless but for its processors."""
+    """Samples the tokens of a step. Has no state except its logits processors."""
 
     def __init__(self, processors: Processors, *, use_triton: bool = False) -> None:
-        """`use_triton`: on a device where kernels run, with plans of a
+        """use_triton: sample with Triton kernels; plans must come from
         `SamplingTable(by_row=True)`."""
         self._processors = processors
         self.use_triton = use_triton
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
-        """logits [rows, vocab], which may be changed in place; float32 arithmetic whatever their
-        type."""
+        """logits: [rows, vocab] of any float dtype; may be changed in place. Computes in
+        float32."""
         if not self.use_triton:
             logits = logits.float()
         raw = None
@@ -69,7 +69,7 @@ class Sampler:
                 raw = logits.index_select(0, tensors["logprob_rows"])
             elif is_changed:
                 raw = logits.clone()
-        choose = self._choose_by_kernels if self.use_triton else self._choose
+        choose = self._choose_with_triton if self.use_triton else self._choose
         token_ids, best = choose(logits, plan, processing, tensors)
         if raw is None:
             return Sampled(token_ids, best)
@@ -77,8 +77,8 @@ class Sampler:
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile the kernels for every kind of row; those of processors are compiled by idle
-        steps. logits [rows, vocab] of any values, of the model's type."""
+        """Compile the Triton kernels for every kind of row, except those of logits processors,
+        which warm-up steps compile. logits: [rows, vocab] of the model's dtype, with any values."""
         if not self.use_triton:
             return
         from frame.kernels.sampling.logit_changes import apply_token_mask
@@ -88,9 +88,9 @@ class Sampler:
         params = {name: torch.full((rows,), value, device=logits.device) for name, value in each.items()}
         params["uniform"] = torch.full((rows,), 0.5, dtype=torch.float64, device=logits.device)
         params["top_k"] = torch.full((rows,), 2, dtype=torch.int32, device=logits.device)
-        for scores in (logits, logits.float()):  # a copy of the latter type is what processors change
-            token_ids, _ = draw_by_kernels(scores, {name: params[name] for name in PARAMETERS[:2]})
-            draw_by_kernels(scores, params)
+        for scores in (logits, logits.float()):  # logits processors change a float32 copy
+            token_ids, _ = draw_with_triton(scores, {name: params[name] for name in PARAMETERS[:2]})
+            draw_with_triton(scores, params)
         for num_top in (0, 2):
             logprobs(logits, token_ids, num_top)
         words = torch.full((rows, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=logits.device)
@@ -110,37 +110,41 @@ class Sampler:
             token_ids = drawn if rows is None else token_ids.index_copy(0, rows, drawn)
         return token_ids, best
 
-    def _choose_by_kernels(
+    def _choose_with_triton(
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks are exact in any type and are written into the logits; rows with processors are
-        drawn from a float32 copy."""
+        """The Triton path. Masks are exact in any dtype and are written into the logits; rows with
+        logits processors are sampled from a float32 copy."""
         from frame.kernels.sampling.logit_changes import apply_token_mask
 
         if "grammar_mask" in tensors:
             apply_token_mask(logits, tensors["grammar_rows"], tensors["grammar_mask"])
         params = {name: tensors[name] for name in PARAMETERS if name in tensors}
         if processing is None:
-            return draw_by_kernels(logits, params)
+            return draw_with_triton(logits, params)
         rows = tensors["processor.rows"]
         scores = logits.index_select(0, rows).float()
         self._processors.apply(scores, processing, tensors, changed_only=True)
-        token_ids, best = draw_by_kernels(scores, {name: each.index_select(0, rows) for name, each in params.items()})
+        token_ids, best = draw_with_triton(scores, {name: each.index_select(0, rows) for name, each in params.items()})
         if len(rows) == plan.num_rows:
             return token_ids, best
-        every_id, every_best = draw_by_kernels(logits, params)
+        every_id, every_best = draw_with_triton(logits, params)
         return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
 
 
-def draw_by_kernels(
+def draw_with_triton(
     logits: torch.Tensor,
     params: Tensors,
     plain: tuple[torch.Tensor, torch.Tensor] | None = None,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids int64, greatest logits float32) of logits [rows, vocab]; `params` of every row as
-    in `SamplingPlan.arrays`. Can be captured, as its work does not depend on the values. `plain`:
-    what `draw_plain` gave for the same `last_tokens`, which is written over."""
+    """Sample with Triton kernels from logits [rows, vocab]. -> (token ids int64, greatest logits
+    float32).
+
+    params: the parameters of every row, as in `SamplingPlan.arrays`. plain: the result of
+    `draw_plain` for the same rows, which is overwritten. last_tokens: as in `draw_plain`. CUDA
+    graphs can capture the call, because its work does not depend on the values.
+    """
     from frame.kernels.sampling.filtering import Filters, sample_filtered
     from frame.kernels.sampling.sampling import sample_unfiltered
 
@@ -155,10 +159,13 @@ def draw_plain(
     uniform: torch.Tensor,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids int64, greatest logits float32) of rows that want no more than a temperature; 0:
-    the likeliest token. The work does not depend on the values, so that it can be captured. logits
-    [rows, vocab], temperature float32 [rows], uniform float64 [rows]. `last_tokens`: a table of
-    token ids int64 [slots], and each row's slot int64 [rows], where its token is written too."""
+    """Sample rows that use temperature only (0: greedy). -> (token ids int64, greatest logits
+    float32).
+
+    logits: [rows, vocab]. temperature: float32 [rows]. uniform: float64 [rows]. last_tokens: a
+    table of token ids, int64 [slots], and the slot of each row, int64 [rows], to which its token is
+    written. CUDA graphs can capture the call, because its work does not depend on the values.
+    """
     if kernels.can_use_triton(logits.device):
         from frame.kernels.sampling.sampling import sample_unfiltered
 
@@ -167,7 +174,7 @@ def draw_plain(
     best, likeliest = row_max(logits)
     is_drawn = temperature > 0.0
     scaled = (logits - best.unsqueeze(1)).div_(torch.where(is_drawn, temperature, 1.0).unsqueeze(1))
-    weights = F.threshold(scaled, _NOTHING, -torch.inf, inplace=True).exp2_()
+    weights = F.threshold(scaled, _MIN_LOG2_WEIGHT, -torch.inf, inplace=True).exp2_()
     missing = -weights.shape[1] % _BLOCK
     drawn = draw(F.pad(weights, (0, missing)) if missing else weights, uniform)
     token_ids = torch.where(is_drawn, drawn, likeliest)
@@ -178,10 +185,10 @@ def draw_plain(
 
 
 def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(greatest value, its first index) of each row, [rows, vocab] -> [rows] twice. A NaN counts as
-    the greatest."""
+    """(greatest value, its first index) of each row, [rows, vocab] -> [rows] each. NaN counts as
+    the greatest value."""
     rows, vocab = logits.shape
-    if vocab < _BLOCKS_PAY or vocab % _BLOCK or logits.is_cuda:
+    if vocab < _MIN_BLOCKED_VOCAB or vocab % _BLOCK or logits.is_cuda:
         values, ids = logits.max(dim=-1)
         return values, ids
     blocks = logits.view(rows, -1, _BLOCK)
@@ -191,11 +198,11 @@ def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
-    """Ban what the mask forbids. rows int64 [m]; mask int32 [m, ceil(vocab / 32)], a set bit is
-    allowed."""
-    # eight tokens a byte, by a table of what each of its 256 values adds: ten times as fast on CPUs
-    # as bits one by one
-    if mask.device.type == "cpu":  # where numpy's own gather has less to do before it begins
+    """Set the logits of tokens that the mask forbids to -inf, in place. rows: int64 [m]. mask:
+    int32 [m, ceil(vocab / 32)]; a set bit allows the token."""
+    # each byte of the mask selects a row of eight addends from a table: ten times as fast on CPUs
+    # as single bits
+    if mask.device.type == "cpu":  # numpy's gather has less overhead
         added = torch.from_numpy(_ADDED.take(mask.numpy().view(np.uint8), axis=0).reshape(len(mask), -1))[:, : logits.shape[1]]
     else:
         values, bits = torch.arange(256, device=mask.device).unsqueeze(1), torch.arange(8, device=mask.device)
@@ -208,10 +215,10 @@ def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in column order: weights [rows, columns], not normalised, columns a multiple of
-    the block; uniform float64 [rows].
+    """Draw a column of each row by inverse CDF in column order. -> int64 [rows].
 
-    Never returns a column of weight 0, unless a whole row is 0 (or NaN).
+    weights: [rows, columns], not normalised; columns is a multiple of the block size. uniform:
+    float64 [rows]. Never returns a column of weight 0, unless a whole row is 0 or NaN.
     """
     blocks = weights.view(len(weights), -1, _BLOCK)
     sums = blocks.sum(dim=-1).double()
@@ -224,20 +231,22 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _column(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """The first column whose cumulated weight is above the goal; at most the last column of any
-    weight, where rounding puts the goal at the very end."""
+    """The first column whose cumulated weight exceeds the goal. If rounding puts the goal at the
+    end: the last column with a weight."""
     passed = (cumulated <= goal.unsqueeze(1)).sum(dim=-1)
     return torch.minimum(passed, (cumulated < cumulated[:, -1:]).sum(dim=-1))
 
 
 def _weights(logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
-    """Weights of the drawn rows' tokens at their temperature, the likeliest has 1; 0 where a filter
-    cuts. [drawn, vocab rounded up to the block]. Everything is in powers of 2: `exp2` is fast where
-    `exp` is not (at minus infinity)."""
+    """Weights of the drawn rows' tokens at their temperature, relative to the likeliest token; 0
+    where a filter excludes the token. [drawn, vocab rounded up to the block size].
+
+    Exponentials are to base 2: on CPUs `exp` is slow for minus infinity, `exp2` is not.
+    """
     if rows is not None:
         logits, best = logits.index_select(0, rows), best.index_select(0, rows)
-    scaled = (logits - best.unsqueeze(1)).div_(tensors["temperature"].unsqueeze(1))  # at most 0
-    scaled = F.threshold(scaled, _NOTHING, -torch.inf, inplace=True)  # or their powers are denormal numbers: slow on CPUs
+    scaled = (logits - best.unsqueeze(1)).div_(tensors["temperature"].unsqueeze(1))  # <= 0
+    scaled = F.threshold(scaled, _MIN_LOG2_WEIGHT, -torch.inf, inplace=True)  # denormal weights are slow on CPUs
     is_filtered = plan.num_filtered > 0 or plan.has_min_p
     weights = scaled.exp2() if is_filtered else scaled.exp2_()
     limit = None
@@ -251,24 +260,27 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None
     if plan.has_min_p:
         limit = tensors["log_min_p"] if limit is None else torch.maximum(limit, tensors["log_min_p"])
     if limit is not None:
-        weights.mul_(torch.ge(scaled, limit.unsqueeze(1), out=torch.empty_like(scaled)))  # no bool: several times as fast
+        weights.mul_(torch.ge(scaled, limit.unsqueeze(1), out=torch.empty_like(scaled)))  # as float: several times as fast as a bool mask
     missing = -weights.shape[1] % _BLOCK
     return F.pad(weights, (0, missing)) if missing else weights
 
 
 def thresholds(scaled: torch.Tensor, weights: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
-    """The least scaled logit that top-k and top-p keep, float32 [filtered]. scaled [filtered,
-    vocab], each row's greatest is 0; `weights` is 2 to its power."""
+    """The smallest scaled logit that top-k and top-p keep, float32 [filtered].
+
+    scaled: [filtered, vocab]; the greatest value of each row is 0. weights: 2 to the power of
+    `scaled`.
+    """
     vocab = scaled.shape[1]
     count = plan.max_top_k
-    if plan.has_unlimited:  # how many top-p needs is known after a look at the values, which only the CPU has for nothing
-        count = vocab if scaled.is_cuda else max(_FIRST_TOP_P, count)
+    if plan.has_unlimited:  # only on the CPU can the values decide how many candidates top-p needs
+        count = vocab if scaled.is_cuda else max(_FIRST_CANDIDATES, count)
     return _limits(scaled, weights.sum(dim=-1).double(), tensors["top_k"], tensors["top_p"], min(count, vocab))
 
 
 def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int) -> torch.Tensor:
-    """The limits from the `count` greatest values of each row, and from more of them for the rows
-    whose top-p needs more."""
+    """The thresholds, from the `count` greatest values of each row; rows whose top-p needs more are
+    searched again with more."""
     vocab = scaled.shape[1]
     values = scaled.topk(count, dim=-1).values if count < vocab else scaled.sort(dim=-1, descending=True).values
     has_k = top_k > 0
@@ -283,14 +295,14 @@ def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p
     if count < vocab and not scaled.is_cuda:
         short = (~has_k & (top_p < 1.0) & (cumulated[:, -1] < wanted)).nonzero().squeeze(1)
         if len(short):
-            more = count * _MORE if count * _MORE < vocab // 2 else vocab
+            more = count * _CANDIDATE_FACTOR if count * _CANDIDATE_FACTOR < vocab // 2 else vocab
             limit[short] = _limits(scaled[short], mass[short], top_k[short], top_p[short], more)
     return limit
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probability of `token_ids` [n], ids [n, k] and log-probabilities [n, k] of the `num_top`
-    likeliest) under logits [n, vocab]."""
+    """Log-probabilities under logits [n, vocab]. -> (of `token_ids` [n]: float32 [n]; ids of the
+    `num_top` likeliest tokens [n, k]; their log-probabilities [n, k])."""
     if kernels.can_use_triton(logits.device):
         from frame.kernels.sampling.logprobs import compute_logprobs
 

@@ -1,10 +1,9 @@
-"""The host's half of sampling: parameters by request slot, and what one step's sampling rows need,
-as arrays.
+"""Sampling parameters by request slot, and the plan of one step's sampling as host arrays.
 
-Everything that decides which work a step has (does a row draw, does one want top-p,
-log-probabilities …) is known here, so that the device is never asked. Randomness is made here too:
-one uniform number a row from a counter-based hash of (seed, position); hence a token depends on its
-seed, its position and its distribution, and on nothing else. Knows no torch.
+The host decides which work a step has (sampling, filters, log-probabilities), so that the device is
+never queried. It also makes the random numbers: one uniform number per row from a counter-based
+hash of (seed, position). A token therefore depends on its seed, position and distribution only.
+Used by the input batch and the sampler. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,40 +21,40 @@ if TYPE_CHECKING:
 
 _ROW = np.dtype(
     [
-        ("temperature", "f4"),  # times ln 2: the sampler works in powers of 2
+        ("temperature", "f4"),  # multiplied by ln 2: the sampler uses powers of 2
         ("top_p", "f4"),
-        ("log_min_p", "f4"),  # to base 2
+        ("log_min_p", "f4"),  # base-2 logarithm
         ("top_k", "i4"),  # 0: off
-        ("seed", "u8"),  # mixed
+        ("seed", "u8"),  # hashed
         ("logprobs", "i2"),  # -1: none
         ("prompt_logprobs", "i2"),  # -1: none
     ]
 )
-PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # the last three all or none
-_GREEDY_BELOW = 1e-5  # temperatures below this are taken for 0: dividing by them overflows
-_LEAST_TOP_P = 1e-6  # keeps the likeliest token alone, as any smaller one does; those below 1e-38 would be 0 on the device
+PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # the last three are present together
+_GREEDY_BELOW = 1e-5  # lower temperatures count as 0: a division by them overflows
+_LEAST_TOP_P = 1e-6  # keeps only the likeliest token, as any smaller value does; values below 1e-38 are 0 on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """What the sampler does in one step; `arrays` travel to the device under the names that
+    """The sampler's work in one step. `arrays` are copied to the device under the names that
     `Sampler` reads.
 
-    Rows are sampling rows, in order. Rows are drawn (temperature above 0) or greedy; of the drawn
-    ones some are filtered by top-k or top-p. Parameters in `arrays` are those of the rows that have
-    them, or where kernels sample, of every row.
+    Rows are sampling rows, in order. A row is drawn (temperature above 0) or greedy; some drawn
+    rows are filtered by top-k or top-p. Each parameter in `arrays` covers the rows that use it, or
+    every row if `by_row`.
     """
 
     slots: np.ndarray  # int64 [rows]
-    positions: np.ndarray  # int64 [rows]; of the tokens to be sampled
+    positions: np.ndarray  # int64 [rows]; of the tokens to sample
     num_drawn: int
     num_filtered: int  # of the drawn rows
-    max_top_k: int  # over the filtered rows; 0: none has top-k
-    has_unlimited: bool  # a filtered row has top-p alone
+    max_top_k: int  # of the filtered rows; 0: none uses top-k
+    has_unlimited: bool  # a filtered row uses top-p without top-k
     has_min_p: bool
-    logprob_rows: np.ndarray | None  # int64; rows that want log-probabilities
+    logprob_rows: np.ndarray | None  # int64; rows with log-probabilities
     num_top_logprobs: int
-    by_row: bool  # whether parameters in `arrays` are of every row
+    by_row: bool  # whether the parameters in `arrays` cover every row
     arrays: dict[str, np.ndarray]
 
     @property
@@ -64,22 +63,24 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature and uniform number are all that a row needs, or filters by row."""
+        """Whether temperature, uniform number and filters by row are the only parameters of the
+        step."""
         filters = self.num_filtered or self.has_min_p
         return (self.by_row or not filters) and self.logprob_rows is None and "grammar_rows" not in self.arrays
 
 
 class SamplingTable:
-    """Sampling parameters by slot, on the host. `update` before a step's `plan`."""
+    """Sampling parameters by slot, on the host. Call `update` before a step's `plan`."""
 
     def __init__(self, num_slots: int, *, by_row: bool = False) -> None:
-        """`by_row`: plans have each parameter for every row (`Sampler(use_triton=True)`)."""
+        """by_row: plans contain each parameter for every row, as `Sampler(use_triton=True)`
+        needs."""
         self._by_row = by_row
         self._rows = np.zeros(num_slots, _ROW)
         self._prompts: dict[int, np.ndarray] = {}
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
-        """Set up new slots in one write; forget released ones."""
+        """Store the parameters of new slots; drop the prompts of released ones."""
         for slot in released:
             self._prompts.pop(slot, None)
         if not setups:
@@ -92,24 +93,24 @@ class SamplingTable:
                 self._prompts[setup.slot] = setup.token_ids[: setup.prompt_len]
 
     def prompt(self, slot: int) -> np.ndarray:
-        """The prompt of a slot that wants prompt log-probabilities, int32."""
+        """The prompt of a slot with prompt log-probabilities, int32."""
         return self._prompts[slot]
 
     def num_top_prompt_logprobs(self, slot: int) -> int:
         return int(self._rows["prompt_logprobs"][slot])
 
     def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
-        """Temperature (0: greedy) and uniform number of every sampling row, in the plan's order,
-        and filters where plans have them by row and one row wants one."""
+        """The parameters that a decode graph reads, by sampling row: temperature (0: greedy) and
+        uniform number, and the filters if the plan has them by row."""
         if plan.by_row:
             return {name: plan.arrays[name] for name in PARAMETERS if name in plan.arrays}
         rows = self._rows.take(plan.slots)
         return {"temperature": rows["temperature"], "uniform": _uniforms(rows["seed"], plan.positions)}
 
     def plan(self, batch: ScheduledBatch, layout: BatchLayout) -> SamplingPlan:
-        """The step's sampling work."""
+        """Build the plan of one step."""
         slots = batch.slots[layout.sampling_rows].astype(np.int64)
-        rows = self._rows.take(slots)  # many times as fast as by index, for rows of several fields
+        rows = self._rows.take(slots)  # for structured arrays, many times as fast as indexing
         positions = layout.seq_lens[layout.sampling_rows]
         arrays: dict[str, np.ndarray] = {}
         if len(slots) != len(batch.slots):
@@ -161,7 +162,7 @@ def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool)
 
 
 def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
-    """What the sampler reads of a mask: the rows that it limits."""
+    """The sampler's arrays of a grammar mask: rows that it limits, and their masks."""
     rows = np.flatnonzero(np.bitwise_and.reduce(mask, axis=1) != -1)
     if len(rows) == len(mask):  # nothing to copy
         return {"grammar_rows": rows, "grammar_mask": mask}
@@ -169,13 +170,13 @@ def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in (0, 1) a pair, float64: splitmix64's finaliser (Steele et al. 2014) over seed
-    and position."""
+    """One number in (0, 1) per pair, float64: the finaliser of splitmix64 (Steele et al. 2014) over
+    seed and position."""
     return _uniforms(_mix(seeds.astype(np.uint64)), positions)
 
 
 def _uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    mixed = _mix(mixed_seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))  # arrays overflow without a word
+    mixed = _mix(mixed_seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))  # unsigned arrays wrap around
     return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 

@@ -141,7 +141,7 @@ def test_an_inner_chunk_yields_nothing_and_needs_no_logits(supports_token_select
 
 
 @pytest.mark.parametrize(("length", "samples", "wanted"), [(6, True, [5]), (6, False, []), (1, True, None)])
-def test_a_model_that_narrows_is_told_whose_states_are_wanted(length, samples, wanted):
+def test_supports_token_selection_gets_the_tokens_that_need_logits(length, samples, wanted):
     runner = make_runner()
     forward, told = runner.forward, []
 

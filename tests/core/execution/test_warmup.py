@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: within the limits, and without a trace."""
+"""Warm-up steps: they stay within the limits and leave no state behind."""
 
 from __future__ import annotations
 
