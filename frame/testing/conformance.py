@@ -20,8 +20,12 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins.registry import Registry
 
 
+class SkipCheck(Exception):  # noqa: N818 - not an error
+    """A check cannot run here: the reason. It counts as skipped, never as passed."""
+
+
 class Check(NamedTuple):
-    """One law of an interface."""
+    """One check of an interface's contract. Raises AssertionError, or `SkipCheck`."""
 
     name: str
     run: Callable[[], None]

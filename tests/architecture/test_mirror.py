@@ -115,6 +115,7 @@ def untested(modules: Iterable[Module], tests: Iterable[Module], targets: Iterab
         each.name
         for each in modules
         if _has_code(each) and each.name not in used and not _has_file(each, named) and each.name not in UNTESTED
+        and not is_under(each.name, "frame.testing.mutants")  # tests/testing/test_mutants.py runs all of them
     ]
 
 

@@ -1,0 +1,59 @@
+"""Each suite passes the reference of its kind and fails its mutants; the recorded results, which
+the documents show, are current.
+
+`python -m tests.testing.test_mutants [KIND ...]` records the results again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from frame.testing.mutants import Mutant, kill_table, kinds, load_mutants, run_suite
+
+RESULTS = Path(__file__).with_name("mutants")
+MINIMUM = 10  # mutants of a kind
+RATE = 0.95  # of them killed
+
+ALL = [mutant for kind in kinds() for mutant in load_mutants(kind)]
+
+
+def recorded(kind: str) -> dict[str, dict[str, str]]:
+    """The results that the documents show."""
+    path = RESULTS / f"{kind}.json"
+    assert path.is_file(), f"run `python -m tests.testing.test_mutants {kind}`"
+    found: dict[str, dict[str, str]] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
+def test_mutant_is_killed(mutant: Mutant) -> None:
+    failed = [outcome for outcome in run_suite(mutant.subject(), first_failure=True) if outcome.result == "failed"]
+    assert bool(failed) != bool(mutant.survives), failed or f"no check fails: {mutant.sentence}"
+    expected = {"sentence": mutant.sentence, "killed_by": failed[0].check if failed else "", "survives": mutant.survives}
+    assert recorded(mutant.kind).get(mutant.name) == expected, f"run `python -m tests.testing.test_mutants {mutant.kind}`, then `make docs`"
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_reference_passes(kind: str) -> None:
+    outcomes = run_suite(load_mutants(kind).reference.subject())
+    assert outcomes
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_kind_has_enough_mutants(kind: str) -> None:
+    mutants = list(load_mutants(kind))
+    assert list(recorded(kind)) == [mutant.name for mutant in mutants]
+    assert all(mutant.kind == kind for mutant in mutants)
+    assert len({mutant.name for mutant in mutants}) == len(mutants) >= MINIMUM
+    assert all(len(mutant.sentence) > 20 for mutant in mutants), "each docstring says what is wrong"
+    assert sum(not mutant.survives for mutant in mutants) >= RATE * len(mutants)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or kinds():
+        (RESULTS / f"{name}.json").write_text(json.dumps(kill_table(name), indent=2) + "\n")
