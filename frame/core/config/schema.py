@@ -87,134 +87,172 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is served and how its weights are read."""
+    """The served model and its weights."""
 
     path: str = setting(
-        "frame-tiny", "Folder of a checkpoint in Hugging Face layout, or the embedded frame-tiny.", flag="model", min_length=1
+        "frame-tiny", "Folder of a checkpoint in Hugging Face layout, or the embedded model frame-tiny.", flag="model", min_length=1
     )
-    served_name: str | None = setting(None, "The model's name in the API; the folder's name when not set.", flag="served-model-name")
-    served_aliases: tuple[str, ...] = setting((), "Further names of the model in the API.", flag="served-model-aliases")
-    tokenizer: str | None = setting(None, "Folder of the tokenizer; the model's own when not set.", flag="tokenizer")
-    skip_tokenizer_init: bool = setting(False, "Serve token ids only: no tokenizer is loaded.", flag="skip-tokenizer-init")
+    served_name: str | None = setting(None, "Name of the model in the API. Default: the folder's name.", flag="served-model-name")
+    served_aliases: tuple[str, ...] = setting((), "Additional names of the model in the API.", flag="served-model-aliases")
+    tokenizer: str | None = setting(None, "Folder of the tokenizer. Default: the model's folder.", flag="tokenizer")
+    skip_tokenizer_init: bool = setting(
+        False, "Load no tokenizer; requests and responses contain token ids only.", flag="skip-tokenizer-init"
+    )
     task: Annotated[Task | None, Auto] = setting(
-        None, "What the model is asked for: generate, embed (vectors) or classify (classes, relevance)."
+        None, "Task of the model: generate (text), embed (vectors) or classify (class scores, relevance). auto: from the checkpoint."
     )
     pooling: Annotated[PoolingMode | None, Auto] = setting(
-        None, "Of which tokens a sequence's vector is made: cls, last, mean, max; the checkpoint's own when not set.", flag="pooling"
+        None, "Pooling of token states into the vector of a sequence: cls, last, mean or max. auto: from the checkpoint.", flag="pooling"
     )
     label_tokens: tuple[str, ...] = setting(
-        (), "For model.task classify of a language model: the tokens whose logits count, the wanted one last.", flag="label-tokens"
+        (),
+        "Tokens whose logits are the class scores, for model.task classify of a language model; the positive class last.",
+        flag="label-tokens",
     )
-    dtype: Annotated[DType | None, Auto, TypeName] = setting(None, "Computing type of weights and activations.", flag="dtype")
-    load_format: LoadFormat = setting("auto", "Where weights come from: safetensors (auto too), dummy (random).", flag="load-format")
-    quantization: Annotated[str | None, Auto] = setting(None, "Quantization method, by plugin name; `none` for plain.", flag="quantization")
+    dtype: Annotated[DType | None, Auto, TypeName] = setting(
+        None, "Data type of weights and activations. auto: from the checkpoint and the device.", flag="dtype"
+    )
+    load_format: LoadFormat = setting(
+        "auto", "Source of the weights: auto and safetensors read the checkpoint, dummy creates random weights.", flag="load-format"
+    )
+    quantization: Annotated[str | None, Auto] = setting(
+        None, "Quantization method, by plugin name; none: no quantization. auto: from the checkpoint.", flag="quantization"
+    )
     trust_remote_code: bool = setting(
-        False, "Run Python code of the checkpoint (model, tokenizer, processor), with the server's rights.", flag="trust-remote-code"
+        False, "Run Python code of the checkpoint (model, tokenizer, processor) with the rights of the server.", flag="trust-remote-code"
     )
-    max_context: Annotated[int | None, Auto] = setting(None, "Longest prompt plus output, in tokens.", flag="max-model-len", ge=1)
+    max_context: Annotated[int | None, Auto] = setting(
+        None, "Maximum number of tokens of a sequence, prompt plus output. auto: from the checkpoint.", flag="max-model-len", ge=1
+    )
     implementation: Annotated[str | None, Auto] = setting(
-        None, "Model plugin by name, instead of the best for the architecture.", flag="model-impl"
+        None, "Model implementation, by plugin name. auto: the best one for the architecture.", flag="model-impl"
     )
-    seed: int = setting(0, "Seed of dummy weights and of requests that bring none.", flag="seed", ge=-(1 << 63), lt=1 << 63)
+    seed: int = setting(0, "Seed of dummy weights, and of requests without a seed.", flag="seed", ge=-(1 << 63), lt=1 << 63)
 
 
 class ParallelSection(Section):
-    """How one model is spread over devices."""
+    """Distribution of the model over devices."""
 
-    tp: int = setting(1, "Tensor-parallel ranks.", flag="tp", ge=1, le=64)
+    tp: int = setting(1, "Number of tensor-parallel ranks.", flag="tp", ge=1, le=64)
 
 
 class AttentionSection(Section):
-    """Which kernels compute attention."""
+    """Attention kernels."""
 
     backend: Annotated[str | None, Auto, Phases] = setting(
         None,
-        "Attention backend, by plugin name; prefill=X,decode=Y (a mapping in YAML) takes one for prompts and one for decodes.",
+        "Attention backend, by plugin name; prefill=NAME,decode=NAME (a mapping in YAML) sets one per phase.",
         flag="attention-backend",
     )
 
 
 class CacheSection(Section):
-    """The paged KV cache and the prefix cache over it."""
+    """The paged KV cache and the prefix cache."""
 
-    prefix: Literal["radix", "none"] = setting("radix", "Reuse the cache of equal prefixes (radix tree), or not.", flag="prefix-cache")
+    prefix: Literal["radix", "none"] = setting(
+        "radix", "Prefix cache: radix reuses the KV cache of equal prefixes, none disables reuse.", flag="prefix-cache"
+    )
     eviction: str = setting("lru", "Eviction policy of the prefix cache, by plugin name.", flag="eviction-policy")
-    page_size: Annotated[int | None, Auto] = setting(None, "Tokens in a page.", flag="page-size", ge=1, le=1024)
-    kv_dtype: Annotated[KVDType | None, Auto, TypeName] = setting(None, "Type of cached keys and values.", flag="kv-cache-dtype")
+    page_size: Annotated[int | None, Auto] = setting(
+        None, "Tokens per page of the KV cache. auto: from the attention backend.", flag="page-size", ge=1, le=1024
+    )
+    kv_dtype: Annotated[KVDType | None, Auto, TypeName] = setting(
+        None, "Data type of cached keys and values. auto: model.dtype.", flag="kv-cache-dtype"
+    )
     mem_fraction: Annotated[float | None, Auto] = setting(
-        None, "Share of the device's memory for weights and KV cache together.", flag="mem-fraction-static", gt=0.0, le=1.0
+        None, "Fraction of the device's memory for weights and KV cache together.", flag="mem-fraction-static", gt=0.0, le=1.0
     )
     max_total_tokens: Annotated[int | None, Auto] = setting(
-        None, "Size of the KV cache in tokens, instead of from memory.", flag="max-total-tokens", ge=16
+        None, "Capacity of the KV cache in tokens. auto: from cache.mem_fraction.", flag="max-total-tokens", ge=16
     )
 
 
 class SchedulerSection(Section):
-    """How much runs at once, and in which order."""
+    """Limits and order of running requests."""
 
     policy: str = setting("fcfs", "Scheduling policy, by plugin name.", flag="schedule-policy")
     max_running_requests: Annotated[int | None, Auto] = setting(
-        None, "Most requests on the device at once; the default follows the KV cache.", flag="max-running-requests", ge=1, le=65536
+        None, "Maximum number of running sequences. auto: from the capacity of the KV cache.", flag="max-running-requests", ge=1, le=65536
     )
-    max_queued_requests: int = setting(10_240, "Most requests waiting; more are refused with 503.", flag="max-queued-requests", ge=1)
+    max_queued_requests: int = setting(
+        10_240, "Maximum number of waiting sequences; further requests get 503.", flag="max-queued-requests", ge=1
+    )
     chunked_prefill_size: Annotated[int | None, Auto] = setting(
-        None, "Most prompt tokens computed in one step.", flag="chunked-prefill-size", ge=1
+        None, "Maximum number of prompt tokens per step. auto: from the device.", flag="chunked-prefill-size", ge=1
     )
-    overlap: Annotated[bool | None, Auto] = setting(None, "Schedule the next step while the last one runs.", flag="overlap")
-    request_timeout: float = setting(600.0, "Seconds after which a request is ended.", flag="request-timeout", gt=0)
-    preemption: bool = setting(True, "Let a policy preempt running requests for a waiting one (priority does).", flag="preemption")
+    overlap: Annotated[bool | None, Auto] = setting(None, "Schedule the next step while the current one runs.", flag="overlap")
+    request_timeout: float = setting(600.0, "Seconds from the arrival of a request until it is ended.", flag="request-timeout", gt=0)
+    preemption: bool = setting(
+        True, "Allow the scheduling policy to preempt running requests (the policy priority does).", flag="preemption"
+    )
     short_prompt_share: float = setting(
-        0.5, "Share of chunked_prefill_size kept for short prompts while a long one is computed.", flag="short-prompt-share", ge=0.0, le=0.9
+        0.5,
+        "Fraction of chunked_prefill_size that is reserved for short prompts while a long prompt is prefilled.",
+        flag="short-prompt-share",
+        ge=0.0,
+        le=0.9,
     )
 
 
 class MoESection(Section):
-    """How mixture-of-experts layers run."""
+    """Execution of mixture-of-experts layers."""
 
-    runner: Annotated[str | None, Auto] = setting(None, "Expert GEMMs, by plugin name.", flag="moe-runner")
-    dispatcher: Annotated[str | None, Auto] = setting(None, "Token exchange between ranks, by plugin name.", flag="moe-dispatcher")
+    runner: Annotated[str | None, Auto] = setting(None, "MoE runner (computes the experts), by plugin name.", flag="moe-runner")
+    dispatcher: Annotated[str | None, Auto] = setting(
+        None, "MoE dispatcher (exchanges tokens between ranks), by plugin name.", flag="moe-dispatcher"
+    )
 
 
 class ExecutionSection(Section):
-    """Where and how steps are executed."""
+    """Device, compilation and CUDA graphs."""
 
-    device: Annotated[Literal["cpu", "cuda"] | None, Auto] = setting(None, "Where the model runs.", flag="device")
-    threads: Annotated[int | None, Auto] = setting(None, "Threads of one rank on the CPU.", flag="threads", ge=1, le=1024)
-    torch_compile: bool = setting(False, "Compile the model with torch.compile.", flag="enable-torch-compile")
-    torch_compile_max_bs: int = setting(32, "Largest batch that is compiled.", flag="torch-compile-max-bs", ge=1)
+    device: Annotated[Literal["cpu", "cuda"] | None, Auto] = setting(
+        None, "Device of the model. auto: cuda if there is one, else cpu.", flag="device"
+    )
+    threads: Annotated[int | None, Auto] = setting(
+        None, "Number of CPU threads of a rank, for the device cpu.", flag="threads", ge=1, le=1024
+    )
+    torch_compile: bool = setting(False, "Compile decode steps with torch.compile.", flag="enable-torch-compile")
+    torch_compile_max_bs: int = setting(32, "Maximum batch size that torch.compile compiles.", flag="torch-compile-max-bs", ge=1)
     cuda_graph_max_bs: Annotated[int | None, Auto] = setting(
-        None, "Largest batch of decodes that runs as a CUDA graph; 0: none does.", flag="cuda-graph-max-bs", ge=0, le=4096
+        None, "Maximum batch size of decode CUDA graphs; 0: no decode graphs.", flag="cuda-graph-max-bs", ge=0, le=4096
     )
     prompt_graph_max_tokens: Annotated[int | None, Auto] = setting(
         None,
-        "Largest step with prompts, in tokens, whose layers run as CUDA graphs around attention; 0: none does.",
+        "Maximum number of tokens of a prefill step that runs with piecewise CUDA graphs; 0: no piecewise graphs.",
         flag="prompt-graph-max-tokens",
         ge=0,
         le=8192,
     )
-    profile_dir: str | None = setting(None, "Folder for profiles that /start_profile records; not set: refused.", flag="profile-dir")
-    check_integrity: Literal["off", "repair", "fatal"] = setting("repair", "What a failed self-check at idle does.", flag="check-integrity")
+    profile_dir: str | None = setting(
+        None, "Folder of the traces that /start_profile writes. Default: none; /start_profile is refused.", flag="profile-dir"
+    )
+    check_integrity: Literal["off", "repair", "fatal"] = setting(
+        "repair",
+        "Action if the idle self-check of pages and slots fails: repair, fatal (end the engine); off: no self-check.",
+        flag="check-integrity",
+    )
 
 
 class SamplingSection(Section):
-    """Plugins between logits and tokens."""
+    """Logits processors and grammars."""
 
     processors: tuple[str, ...] = setting(
-        (), "Third-party logits processors, by plugin name; built-in ones are always there.", flag="logits-processors"
+        (), "Third-party logits processors, by plugin name; built-in ones are always enabled.", flag="logits-processors"
     )
     grammar: Annotated[str | None, Auto] = setting(None, "Grammar backend, by plugin name.", flag="grammar-backend")
     grammar_workers: int = setting(
-        2, "Processes that compile grammars, started as needed; 0: the engine's own, where nothing limits them.", ge=0, le=16
+        2, "Number of grammar compiler processes, started on demand; 0: compile in the engine, without time and memory limits.", ge=0, le=16
     )
-    grammar_timeout: float = setting(10.0, "Seconds that one grammar may take to compile, or wait behind such ones.", gt=0, le=600)
+    grammar_timeout: float = setting(10.0, "Maximum seconds to compile one grammar, and to wait in the compilation queue.", gt=0, le=600)
     grammar_budget: float = setting(
-        5.0, "Seconds of CPU that one request's grammar may take, compiled and at work; each token adds 2 ms.", gt=0, le=3600
+        5.0, "Maximum CPU seconds of a request's grammar, for compilation and masks; each output token adds 2 ms.", gt=0, le=3600
     )
-    grammar_memory: int = setting(1 << 30, "Bytes of memory that compiling one grammar may take.", ge=64 << 20)
-    grammar_cache: int = setting(256 << 20, "Bytes of compiled grammars that are kept for the next request with the same.", ge=0)
+    grammar_memory: int = setting(1 << 30, "Maximum memory to compile one grammar, in bytes.", ge=64 << 20)
+    grammar_cache: int = setting(256 << 20, "Maximum memory of the cache of compiled grammars, in bytes.", ge=0)
     jump_forward: Annotated[int | None, Auto] = setting(
         None,
-        "Fewest tokens in a row that a grammar must force for them to be computed in one step instead of drawn one by one; 0: no run is.",
+        "Minimum number of consecutive forced tokens that are computed in one step without sampling; 0: no jump-forward.",
         flag="grammar-jump-forward",
         ge=0,
         le=256,
@@ -222,135 +260,166 @@ class SamplingSection(Section):
 
 
 class TextSection(Section):
-    """Tokenizer and detokenizer processes, and parsers of the output."""
+    """Tokenizer and detokenizer processes, templates, and parsers of the output."""
 
-    tokenizer_workers: int = setting(0, "Tokenizer processes; 0: threads of the main process.", flag="tokenizer-workers", ge=0, le=64)
-    detokenizer_workers: int = setting(0, "Detokenizer processes; 0: in the main process.", flag="detokenizer-workers", ge=0, le=1)
+    tokenizer_workers: int = setting(
+        0, "Number of tokenizer processes; 0: threads of the main process.", flag="tokenizer-workers", ge=0, le=64
+    )
+    detokenizer_workers: int = setting(
+        0, "Number of detokenizer processes; 0: the main process detokenizes.", flag="detokenizer-workers", ge=0, le=1
+    )
     reasoning_parser: Annotated[str | None, Auto] = setting(
-        None, "Separates thinking from the answer, by plugin name; `none` for none.", flag="reasoning-parser"
+        None, "Reasoning parser (separates thinking from the answer), by plugin name; none: no parser.", flag="reasoning-parser"
     )
     tool_call_parser: Annotated[str | None, Auto] = setting(
-        None, "Finds tool calls in the answer, by plugin name; `none` for none.", flag="tool-call-parser"
+        None, "Tool call parser (extracts tool calls from the answer), by plugin name; none: no parser.", flag="tool-call-parser"
     )
     moderation_policy: str | None = setting(
-        None, "For /v1/moderations by a language model: `default`, or the file of a policy.", flag="moderation-policy"
+        None,
+        "Policy of /v1/moderations with a language model: default, or a file. Default: the route is refused.",
+        flag="moderation-policy",
     )
     score_prompt: str | None = setting(
-        None, "File of the text that a language model judges relevance by, with {instruction}, {query} and {document}.", flag="score-prompt"
+        None,
+        "File of the prompt for relevance scores by a language model, with {instruction}, {query} and {document}.",
+        flag="score-prompt",
     )
-    chat_template: str | None = setting(None, "File of a Jinja chat template, instead of the model's.", flag="chat-template")
+    chat_template: str | None = setting(None, "File of a Jinja chat template. Default: the model's template.", flag="chat-template")
     trust_request_chat_template: bool = setting(
-        False, "Run the Jinja template that a request brings (chat_template).", flag="trust-request-chat-template"
+        False, "Run the Jinja template in a request's field chat_template.", flag="trust-request-chat-template"
     )
 
 
 class ServerSection(Section):
-    """The HTTP server."""
+    """The HTTP server, access, limits and process supervision."""
 
-    host: str = setting("127.0.0.1", "Address to listen on.", flag="host", min_length=1)
-    port: int = setting(30000, "Port to listen on; 0 takes a free one.", flag="port", ge=0, le=65535)
-    api_key: str | None = setting(None, "Key that every request must bring (Authorization: Bearer, or x-api-key).", flag="api-key")
-    api_keys: str | None = setting(None, "File of further keys: one a line, plain or sha256:HEX.", flag="api-keys")
+    host: str = setting("127.0.0.1", "IP address or host name to listen on.", flag="host", min_length=1)
+    port: int = setting(30000, "Port to listen on; 0: a free port.", flag="port", ge=0, le=65535)
+    api_key: str | None = setting(None, "API key that every request must send (Authorization: Bearer, or x-api-key).", flag="api-key")
+    api_keys: str | None = setting(None, "File of additional API keys, one per line, plain or as sha256:HEX.", flag="api-keys")
     ssl_certfile: str | None = setting(
-        None, "PEM file of the certificate chain: HTTP, gRPC and the admin port are served over TLS.", flag="ssl-certfile"
+        None, "PEM file of the certificate chain; enables TLS for HTTP, gRPC and the admin port.", flag="ssl-certfile"
     )
-    ssl_keyfile: str | None = setting(None, "PEM file of the certificate's key; not set: in the same file.", flag="ssl-keyfile")
-    insecure: bool = setting(False, "Serve without a key on an address that other machines reach.", flag="insecure")
-    share_cache: bool = setting(False, "Let requests of different keys share cached prefixes (their timing tells).", flag="share-cache")
+    ssl_keyfile: str | None = setting(None, "PEM file of the certificate's private key. Default: server.ssl_certfile.", flag="ssl-keyfile")
+    insecure: bool = setting(False, "Allow an address that other machines can reach without an API key.", flag="insecure")
+    share_cache: bool = setting(
+        False, "Share cached prefixes between API keys; response times then reveal the prompts of other keys.", flag="share-cache"
+    )
     max_requests_per_key: int | None = setting(
-        None, "Most requests of one key at once, over HTTP and gRPC, each of their sequences (n) counted; more are refused with 429.",
+        None, "Maximum number of concurrent requests of an API key, over HTTP and gRPC, each of n counted; more get 429.",
         flag="max-requests-per-key", ge=1,
     )  # fmt: skip
     max_sequences_per_request: int = setting(
-        2048, "Most sequences of one request: prompts times n, inputs, documents; more are refused with 400.",
+        2048, "Maximum number of sequences of a request (prompts times n, inputs, documents); more get 400.",
         flag="max-sequences-per-request", ge=1,
     )  # fmt: skip
-    max_connections: int = setting(4096, "Most open connections; more are refused with 503.", flag="max-connections", ge=1)
+    max_connections: int = setting(4096, "Maximum number of open connections; more get 503.", flag="max-connections", ge=1)
     client_timeout: float = setting(
         60.0,
-        "Seconds for a TLS handshake and for a request's head, between two pieces of a body, and without reading an answer.",
+        "Seconds to wait for a client: TLS handshake, request head, next part of a body, or reading of a response.",
         flag="client-timeout",
         gt=0,
     )
     max_unread_tokens: int = setting(
-        16_384, "Tokens of a streamed answer that may wait for its client to read them; then the request is ended.",
+        16_384, "Maximum number of streamed tokens that a client has not read; beyond it, the request is ended.",
         flag="max-unread-tokens", ge=64,
     )  # fmt: skip
     max_body_bytes: int = setting(
-        32 * 1024 * 1024, "Largest uploaded file, and the most bytes of any other body, which routes bound by the context besides.",
+        32 * 1024 * 1024, "Maximum size of a request body or uploaded file, in bytes; routes also limit bodies by model.max_context.",
         flag="max-body-bytes", ge=1024,
     )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
-        (), "Origins whose web pages may use the API, such as https://app.example; `*`: all pages.", flag="cors-origins"
+        (), "Origins whose web pages may use the API, such as https://app.example; *: all origins.", flag="cors-origins"
     )
-    cors_credentials: bool = setting(
-        False, "Let pages of server.cors_origins send requests with credentials of the browser (cookies).", flag="cors-credentials"
-    )
+    cors_credentials: bool = setting(False, "Allow credentials (cookies) in requests from server.cors_origins.", flag="cors-credentials")
     grpc_port: int | None = setting(
-        None, "Port of the gRPC service, on the same address; 0 takes a free one, not set: none.", flag="grpc-port", ge=0, le=65535
+        None, "Port of the gRPC service, on server.host; 0: a free port. Default: no gRPC service.", flag="grpc-port", ge=0, le=65535
     )
-    admin_host: str = setting("127.0.0.1", "Address of the admin listener.", flag="admin-host", min_length=1)
+    admin_host: str = setting("127.0.0.1", "IP address or host name of the admin listener.", flag="admin-host", min_length=1)
     admin_port: int | None = setting(
-        None, "Port of operators' routes, which then are nowhere else; 0 takes a free one.", flag="admin-port", ge=0, le=65535
+        None,
+        "Port of the admin listener, which then has all admin routes; 0: a free port. Default: admin routes are on server.port.",
+        flag="admin-port",
+        ge=0,
+        le=65535,
     )
-    admin_socket: str | None = setting(None, "Unix socket (mode 0600) for operators' routes.", flag="admin-socket")
-    admin_key: str | None = setting(None, "Key that operators' routes ask for.", flag="admin-key")
-    otlp_endpoint: str | None = setting(None, "OTLP/HTTP collector that gets traces, such as http://localhost:4318.", flag="otlp-endpoint")
+    admin_socket: str | None = setting(
+        None, "Path of a Unix socket (mode 0600) for admin routes, instead of server.port.", flag="admin-socket"
+    )
+    admin_key: str | None = setting(None, "Key that requests to admin routes must send.", flag="admin-key")
+    otlp_endpoint: str | None = setting(
+        None, "URL of an OTLP/HTTP collector for traces, such as http://localhost:4318.", flag="otlp-endpoint"
+    )
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
-        ("vllm", "sglang"), "Whose names /metrics shows the metrics under besides its own.", flag="metrics-aliases"
+        ("vllm", "sglang"), "Servers whose metric names /metrics repeats next to frame's names: vllm, sglang.", flag="metrics-aliases"
     )
     response_store_size: int = setting(
-        1000, "Most responses and conversations that are stored in memory; 0 stores none.", flag="response-store-size", ge=0
+        1000, "Maximum number of responses and conversations stored in memory; 0: none are stored.", flag="response-store-size", ge=0
     )
-    response_store_bytes: int = setting(64 * 1024 * 1024, "Most memory for stored responses.", flag="response-store-bytes", ge=0)
+    response_store_bytes: int = setting(
+        64 * 1024 * 1024, "Maximum memory of stored responses, in bytes.", flag="response-store-bytes", ge=0
+    )
     response_store_share: float = setting(
-        0.25, "Part of the response store that one API key may fill.", flag="response-store-share", gt=0, le=1
+        0.25, "Maximum fraction of the response store for one API key.", flag="response-store-share", gt=0, le=1
     )
-    response_store_ttl: float = setting(3600.0, "Seconds that a response or conversation is stored.", flag="response-store-ttl", gt=0)
-    drain_timeout: float = setting(30.0, "Seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
+    response_store_ttl: float = setting(3600.0, "Seconds until a stored response or conversation expires.", flag="response-store-ttl", gt=0)
+    drain_timeout: float = setting(30.0, "Maximum seconds to finish running requests after SIGTERM.", flag="drain-timeout", ge=0)
     heartbeat_timeout: float = setting(
-        120.0, "Seconds of silence after which a process counts as hung and is restarted; 0: never.", flag="heartbeat-timeout", ge=0
+        120.0, "Seconds without a heartbeat until a process is restarted as hung; 0: never.", flag="heartbeat-timeout", ge=0
     )
     max_restarts: int = setting(
-        16, "Restarts of dead processes within ten minutes; one more ends the server. 0: it ends with the first.", flag="max-restarts", ge=0
+        16,
+        "Maximum number of process restarts in ten minutes; one more ends the server. 0: the first failure ends it.",
+        flag="max-restarts",
+        ge=0,
     )
     max_process_memory: int | None = setting(
-        None, "Bytes of memory (without mapped files) at which a process is restarted; not set: never.", ge=64 << 20
+        None, "Memory of a process, in bytes without mapped files, at which it is restarted. Default: no limit.", ge=64 << 20
     )
-    max_device_memory: int | None = setting(None, "Bytes of device memory at which the engine is restarted; not set: never.", ge=64 << 20)
-    max_process_threads: int | None = setting(None, "Threads at which a process is restarted; not set: never.", ge=16)
-    max_process_files: int | None = setting(None, "Open files and sockets at which a process is restarted; not set: never.", ge=16)
+    max_device_memory: int | None = setting(
+        None, "Device memory in bytes at which the engine is restarted. Default: no limit.", ge=64 << 20
+    )
+    max_process_threads: int | None = setting(None, "Number of threads at which a process is restarted. Default: no limit.", ge=16)
+    max_process_files: int | None = setting(
+        None, "Number of open files and sockets at which a process is restarted. Default: no limit.", ge=16
+    )
 
 
 class BatchesSection(Section):
-    """Files of requests that are answered when there is time (/v1/batches)."""
+    """The batch API (/v1/batches): files of requests that run at low priority."""
 
-    folder: str | None = setting(None, "Folder for files and batches; without one there are no batches.", flag="batch-folder")
-    max_bytes: int = setting(1024**3, "Most bytes of all files together.", flag="batch-max-bytes", ge=1024)
-    max_bytes_per_key: int = setting(256 * 1024**2, "Most bytes of one key's files.", flag="batch-max-bytes-per-key", ge=1024)
-    max_files_per_key: int = setting(1000, "Most files of one key, those of running batches too.", flag="batch-max-files-per-key", ge=1)
-    max_batches_per_key: int = setting(
-        500, "Most batches of one key that are kept; a new one takes the place of the oldest that is over.", ge=1
+    folder: str | None = setting(None, "Folder of batch files and results. Default: none; /v1/batches is refused.", flag="batch-folder")
+    max_bytes: int = setting(1024**3, "Maximum size of all batch files together, in bytes.", flag="batch-max-bytes", ge=1024)
+    max_bytes_per_key: int = setting(
+        256 * 1024**2, "Maximum size of the files of one API key, in bytes.", flag="batch-max-bytes-per-key", ge=1024
     )
-    max_requests: int = setting(50_000, "Most requests in one batch.", flag="batch-max-requests", ge=1)
-    concurrency: int = setting(8, "Most requests of batches that run at once.", flag="batch-concurrency", ge=1, le=1024)
+    max_files_per_key: int = setting(
+        1000, "Maximum number of files of one API key, including those of running batches.", flag="batch-max-files-per-key", ge=1
+    )
+    max_batches_per_key: int = setting(
+        500, "Maximum number of batches kept per API key; a new batch replaces the oldest finished one.", ge=1
+    )
+    max_requests: int = setting(50_000, "Maximum number of requests in a batch.", flag="batch-max-requests", ge=1)
+    concurrency: int = setting(8, "Maximum number of batch requests that run at the same time.", flag="batch-concurrency", ge=1, le=1024)
 
 
 class PluginsSection(Section):
-    """Which installed plugins may be used, and their own settings."""
+    """The plugins that are read, and their options."""
 
     allow: tuple[str, ...] | None = setting(
-        None, "Only these distributions' plugins are read (frame's own always are).", flag="plugins-allow"
+        None,
+        "Distributions whose plugins are read; built-in plugins are always read. Default: all installed distributions.",
+        flag="plugins-allow",
     )
-    deny: tuple[str, ...] = setting((), "These distributions' plugins are not read.", flag="plugins-deny")
-    options: dict[str, dict[str, Any]] = setting({}, "Settings of plugins: `kind/name` -> that plugin's own keys.")
+    deny: tuple[str, ...] = setting((), "Distributions whose plugins are not read.", flag="plugins-deny")
+    options: dict[str, dict[str, Any]] = setting({}, "Options of plugins: kind/name -> the plugin's own settings.")
 
 
 class LogSection(Section):
-    """What is written to standard error."""
+    """Messages on standard error."""
 
-    level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severity that is logged.", flag="log-level")
-    format: Literal["text", "json"] = setting("text", "Lines for people, or one JSON object a line.", flag="log-format")
+    level: Literal["debug", "info", "warning", "error"] = setting("info", "Minimum severity of log messages.", flag="log-level")
+    format: Literal["text", "json"] = setting("text", "Format of log messages: text, or json (one object per line).", flag="log-format")
     access: bool = setting(False, "Log each HTTP request: method, path, status, seconds.", flag="access-log")
 
 
@@ -358,8 +427,8 @@ class FrameConfig(Section):
     """The whole configuration: YAML file, environment (`FRAME_SECTION__FIELD`) and flags all become
     one of these."""
 
-    model: ModelSection = Field(default_factory=ModelSection, description="What is served.")
-    parallel: ParallelSection = Field(default_factory=ParallelSection, description="Spreading over devices.")
+    model: ModelSection = Field(default_factory=ModelSection, description="Model and weights.")
+    parallel: ParallelSection = Field(default_factory=ParallelSection, description="Distribution over devices.")
     attention: AttentionSection = Field(default_factory=AttentionSection, description="Attention kernels.")
     cache: CacheSection = Field(default_factory=CacheSection, description="KV cache and prefix cache.")
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection, description="Batching.")
@@ -367,7 +436,7 @@ class FrameConfig(Section):
     execution: ExecutionSection = Field(default_factory=ExecutionSection, description="Device and steps.")
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
     text: TextSection = Field(default_factory=TextSection, description="Tokenizer, detokenizer, parsers.")
-    server: ServerSection = Field(default_factory=ServerSection, description="HTTP.")
-    batches: BatchesSection = Field(default_factory=BatchesSection, description="Batches.")
+    server: ServerSection = Field(default_factory=ServerSection, description="HTTP server.")
+    batches: BatchesSection = Field(default_factory=BatchesSection, description="Batch API.")
     plugins: PluginsSection = Field(default_factory=PluginsSection, description="Plugins.")
     log: LogSection = Field(default_factory=LogSection, description="Logging.")

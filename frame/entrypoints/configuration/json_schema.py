@@ -57,7 +57,7 @@ def _options(definitions: dict[str, Any], registry: Registry) -> dict[str, Any]:
             properties[f"{kind}/{record.name}"] = inner
     return {
         "type": "object",
-        "description": "Settings of plugins: `kind/name` -> that plugin's own keys.",
+        "description": "Options of plugins: kind/name -> the plugin's own settings.",
         "properties": properties,
         "additionalProperties": {"type": "object"},
     }
