@@ -121,7 +121,7 @@ def test_every_kind_has_a_hook_and_a_folder() -> None:
     assert set(FOLDERS) == set(KINDS)
 
 
-def test_in_tree_plugins_register_like_strangers() -> None:
+def test_built_in_plugins_register_through_entry_points() -> None:
     assert records(), "the package's own entry points bring no plugin"
     assert {record.distribution for record in records()} == {OWN_DISTRIBUTION}
 

@@ -88,7 +88,7 @@ def test_calls_stream_as_they_come(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", None])
-def test_calls_that_nobody_requires(client: openai.OpenAI, choice: str | None) -> None:
+def test_no_calls_unless_required(client: openai.OpenAI, choice: str | None) -> None:
     answer = ask(client, tools=TOOLS, **({} if choice is None else {"tool_choice": choice}), temperature=0).choices[0]
     assert answer.message.content
     assert not answer.message.tool_calls

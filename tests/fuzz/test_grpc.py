@@ -142,8 +142,8 @@ def check(sentence: str, sent: Any) -> None:
     assert "Traceback" not in sentence and "object at" not in sentence and "<class" not in sentence, (sentence, sent)
 
 
-async def strangers(address: str, rng: random.Random, count: int) -> None:
-    """Bytes at the port that are no calls."""
+async def send_invalid_bytes(address: str, rng: random.Random, count: int) -> None:
+    """Send bytes to the port that are not gRPC calls."""
     host, _, port = address.rpartition(":")
     for _ in range(count):
         _, writer = await asyncio.open_connection(host, int(port))
@@ -153,13 +153,14 @@ async def strangers(address: str, rng: random.Random, count: int) -> None:
             writer.write(rng.choice(pieces) + rng.choice((b"", frame)))
             await writer.drain()
         except ConnectionError:
-            continue  # it was turned away meanwhile
+            continue  # the server closed the connection
         finally:
             writer.close()
 
 
 async def attack(server: InProcess, address: str, seed: int, count: int) -> dict[Any, int]:
-    """`count` calls, some at once, and a tenth as many strangers. -> calls by status."""
+    """Make `count` calls, some at once, and a tenth as many connections with invalid bytes. ->
+    calls by status."""
     found: dict[Any, int] = {}
 
     async with grpc.aio.insecure_channel(address) as channel:
@@ -172,7 +173,7 @@ async def attack(server: InProcess, address: str, seed: int, count: int) -> dict
                 raise AssertionError(f"call {seed}-{number}") from error
             found[code] = found.get(code, 0) + 1
             if number % 10 == 0:
-                await strangers(address, rng, 1)
+                await send_invalid_bytes(address, rng, 1)
 
         for start in range(0, count, AT_ONCE):
             await asyncio.gather(*(one(number) for number in range(start, min(start + AT_ONCE, count))))

@@ -1,5 +1,5 @@
-"""Every attention backend that says it runs on a GPU keeps the laws there, in every dtype that it
-states."""
+"""Every attention backend that states CUDA passes the conformance suite there, in every dtype that
+it states."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from frame.testing import conformance
-from tests.gpu.laws import ids, laws_on
+from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CHECKS, MISSING = laws_on("cuda", "attention_backend", "attention")
+CHECKS, MISSING = checks_on("cuda", "attention_backend", "attention")
 
 
 @pytest.mark.parametrize(("name", "check"), CHECKS, ids=ids(CHECKS))
 def test_attention_on_a_gpu(name: str, check: conformance.Check) -> None:
-    if name == "flex_attention":  # PyTorch leaves a function as it is that was compiled for too many shapes: each check begins with none
+    if name == "flex_attention":  # PyTorch stops compiling a function after too many shapes: start each check afresh
         torch.compiler.reset()
     check.run()
 

@@ -1,5 +1,5 @@
-"""Routing and expert products, compiled; and every MoE runner that says it runs on a GPU keeps the
-laws there."""
+"""The kernels of routing and experts, compiled; and every MoE runner that states CUDA passes the
+conformance suite there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from frame.testing import conformance
-from tests.gpu.laws import ids, laws_on
+from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CHECKS, MISSING = laws_on("cuda", "moe_runner", "moe_runner")
+CHECKS, MISSING = checks_on("cuda", "moe_runner", "moe_runner")
 
 
 @pytest.mark.parametrize("check", [check for _, check in CHECKS], ids=ids(CHECKS))

@@ -1,5 +1,5 @@
-"""The conformance checks of every plugin of a family that says it runs on a GPU, and of which there
-are none. Knows no family."""
+"""The conformance checks of every plugin of a kind that states the device; without the device there
+are none. Names no plugin."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from frame.testing import conformance
 NamedChecks = list[tuple[str, conformance.Check]]  # by plugin
 
 
-def laws_on(device: str, kind: str, family: str) -> tuple[NamedChecks, dict[str, str]]:
-    """`kind` names the records, `family` what `conformance` calls them -> checks, and why a plugin
-    has none. Nothing without the device."""
+def checks_on(device: str, kind: str, family: str) -> tuple[NamedChecks, dict[str, str]]:
+    """kind: kind of the records. family: its name in `conformance`. -> the checks, and the reason
+    for each plugin without checks."""
     if device == "cuda" and not torch.cuda.is_available():
         return [], {}
     registry = load_registry(installed=False)
