@@ -150,6 +150,15 @@ def observers(registry: Registry) -> Observers:
     return found
 
 
+def observed_events(registry: Registry) -> dict[str, list[str]]:
+    """The events that each distribution observes."""
+    found: dict[str, list[str]] = {}
+    for event in EVENTS if registry.hooks is not None else ():
+        for impl in getattr(registry.hooks.hook, event).get_hookimpls():
+            found.setdefault(impl.plugin_name.partition(":")[0], []).append(event)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Listener:
     plugin: str

@@ -22,10 +22,6 @@ BY_CLASS = {cls: name for name, cls in SECTIONS.items()}
 CONFIGURATIONS = ("config", "user")  # what a whole configuration is called where a section is taken from it
 SCHEMA = "frame.core.config.schema"
 
-# A setting whose reading this test does not see -> where it is read.
-EXCEPTIONS: dict[str, str] = {
-    "execution.cuda_graph_max_bs": "frame/core/config/resolve_machine.py reads it by its name, beside the other size of graphs",
-}
 # What looks like a setting in a string and is none -> what it is.
 OTHER_NAMES: dict[str, str] = {
     "model.safetensors": "a file of a checkpoint",
@@ -84,7 +80,7 @@ def _section(node: ast.expr, names: dict[str, str]) -> str | None:
 
 def test_every_setting_is_read() -> None:
     unread = settings() - set(settings_read(found for found in package() if found.name != SCHEMA))
-    assert unread == set(EXCEPTIONS), "settings that nothing reads, or exceptions that are none any more"
+    assert unread == set(), "nothing reads these settings: remove them, or read them as attributes of their section"
 
 
 def test_the_checker_sees_reading_and_nothing_else() -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from frame.core.config.hardware import Hardware
 from frame.core.config.schema import FrameConfig
 from frame.entrypoints.cli.main import COMMANDS, cli
 from frame.entrypoints.cli.options import config_command
@@ -97,6 +98,19 @@ def test_every_plugin_has_a_summary_and_is_shown() -> None:
         shown = frame("plugins", "info", f"{each['kind']}/{each['name']}")
         assert shown.exit_code == 0
         assert each["target"] in shown.output
+
+
+def test_plugins_list_by_what_this_machine_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.entrypoints.cli.plugins.probe", lambda: Hardware(cpu_cores=1, memory_bytes=2**30))
+    usable, unusable = (frame("plugins", "list", "--kind", "attention_backend", flag).output for flag in ("--usable", "--unusable"))
+    assert "torch_native" in usable
+    assert "triton" not in usable
+    assert "(runs on cuda, which this machine lacks)" in unusable
+
+
+def test_plugins_info_shows_what_selects_a_plugin() -> None:
+    assert "  selected by: scheduler.policy: fcfs\n" in frame("plugins", "info", "fcfs").output
+    assert "  selected by: sampling.processors: [penalties]\n" in frame("plugins", "info", "penalties").output
 
 
 def test_plugins_info_of_an_unknown_name() -> None:

@@ -9,28 +9,30 @@ result gives the same result.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
 from frame.core.config.resolve_machine import budgets, choose_device, dtypes_to_try, graph_sizes, indivisible
-from frame.core.config.resolve_plugins import KEYS, Choices, choose_parser, choose_processors, plugin_choice
-from frame.core.config.resolved import Resolved
+from frame.core.config.resolve_moe import pair_experts
+from frame.core.config.resolve_plugins import KEYS, Choices, check_option_names, choose_parser, choose_processors, plugin_choice
+from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
+from frame.core.config.resolved import PluginChoice, Resolved
 from frame.core.config.schema import PHASES, FrameConfig
-from frame.core.config.selection import PlainRequirements, ResolveError, Selection, by_rank, nearest_change, select
-from frame.core.interfaces.attention import AttentionRequirements
-from frame.core.interfaces.model import (
-    ModelCapabilities,
-    ModelConfig,
-    ModelRequirements,
-    Pooling,
-    PoolingMode,
-    Task,
-    checkpoint_tasks,
-    is_classifier,
+from frame.core.config.selection import (
+    PlainRequirements,
+    ResolveError,
+    Selection,
+    by_rank,
+    join_conflicts,
+    nearest_change,
+    select,
 )
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.quantization import QuantizationRequirements
@@ -45,7 +47,8 @@ PREFERRED_PAGE_SIZE = 16
 
 def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
     """Choose every value that `config` leaves open. Raises ResolveError with the rejected
-    candidates and the smallest change that helps."""
+    candidates and the smallest change that helps; one ConflictsError where several parts of the
+    configuration conflict."""
     device, why = choose_device(config, hardware)
     (dtype, dtype_why), *others = dtypes_to_try(config, hardware, model_config, device)
 
@@ -57,7 +60,7 @@ def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, 
     except ResolveError as error:
         for other, other_why in others:
             with contextlib.suppress(ResolveError):
-                return attempt(other, f"{other_why}; {dtype} was refused: {str(error).splitlines()[0]}")
+                return attempt(other, f"{other_why}; {dtype} was refused: {' '.join(str(part).splitlines()[0] for part in error.parts)}")
         raise
 
 
@@ -98,7 +101,8 @@ def pinned(resolved: Resolved) -> FrameConfig:
 
 @dataclass
 class _Solver:
-    """One attempt with a fixed device and dtype. Fills `chosen` and `reasons` value by value."""
+    """One attempt with a fixed device and dtype. Fills `chosen` and `reasons` value by value, and
+    `conflicts` with what stands against it."""
 
     config: FrameConfig
     hardware: Hardware
@@ -108,36 +112,33 @@ class _Solver:
     dtype: str
     chosen: Choices = field(default_factory=Choices)
     reasons: dict[str, str] = field(default_factory=dict)
+    conflicts: list[ConfigurationError] = field(default_factory=list)
 
     def solve(self, reasons: Mapping[str, str]) -> Resolved:
         config = self.config
         if not self.hardware.accelerators:
             self.chosen.impossible = frozenset({"execution.device: cuda"})
         self.reasons.update({key: why for key, why in reasons.items() if why})
-        task = self._task()
-        pooling = self._model(task)
-        self._check_tensor_parallel()
-        self._quantization()
         kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
-        self._attention(kv_dtype)
+        task, pooling = self._families(kv_dtype)
         page_size = self._page_size()
-        if self.model_config.num_experts:
-            requirements = MoERequirements(self.device, self._capability(), self.dtype)
-            for kind, named in (("moe_dispatcher", config.moe.dispatcher), ("moe_runner", config.moe.runner)):
-                self._select(kind, requirements, named, f"No {kind} serves experts on {self.device} in {self.dtype}")
-        self._policies(task)
-        max_context = self._max_context(page_size)
+        max_context = self.model_config.max_context
+        with self._collect():
+            max_context = self._max_context(page_size)
+        sizes = self._sizes(task, pooling, kv_dtype, max_context)
+        plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
+        with self._collect():
+            check_option_names(config, self.records)
+        for kind, found in self.chosen.selected.items():
+            for selection in found:
+                with self._collect():
+                    plugins[kind].append(plugin_choice(selection.record, config))
+        if self.conflicts:
+            raise join_conflicts(self.conflicts)
         path = str(find_model(config.model.path))
-        sizes = self._budgets(kv_dtype)
-        if pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder):
-            sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
-        for key, given, value, why in graph_sizes(self.chosen, config, self.model_config, self.device, task, sizes["max_running_requests"]):
-            sizes[key.partition(".")[2]] = self._value(key, given, value, why)
-        sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
         named = config.model.tokenizer and str(find_model(config.model.tokenizer))
         tokenizer = None if config.model.skip_tokenizer_init else self._value("model.tokenizer", named, path, "the model's own")
-        plugins = {kind: [plugin_choice(s.record, config, self.records) for s in found] for kind, found in self.chosen.selected.items()}
         return Resolved(
             user=config,
             model_path=path,
@@ -157,6 +158,57 @@ class _Solver:
             rejected=self.chosen.rejected,
             **sizes,
         )
+
+    @contextlib.contextmanager
+    def _collect(self) -> Iterator[None]:
+        """Record a conflict of the body and go on, so that one answer holds all of them."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self.conflicts.append(error)
+
+    def _families(self, kv_dtype: str) -> tuple[Task, Pooling | None]:
+        """Choose the task and the plugins of all kinds."""
+        task: Task = checkpoint_tasks(self.model_config.architecture)[0]
+        pooling: Pooling | None = None
+        with self._collect():
+            task = self._task()
+        with self._collect():
+            pooling = self._model(task)
+        with self._collect():
+            self._check_tensor_parallel()
+        with self._collect():
+            self._quantization()
+        with self._collect():
+            self._attention(kv_dtype)
+        if self.model_config.num_experts:
+            self._experts()
+        self._policies(task)
+        return task, pooling
+
+    def _experts(self) -> None:
+        requirements = MoERequirements(self.device, self._capability(), self.dtype)
+        named = {"moe_dispatcher": self.config.moe.dispatcher, "moe_runner": self.config.moe.runner}
+        for kind, name in named.items():
+            with self._collect():
+                self._select(kind, requirements, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
+        if all(kind in self.chosen.selected for kind in named):
+            with self._collect():
+                pair_experts(self.chosen, self.records, named, requirements)
+
+    def _sizes(self, task: Task, pooling: Pooling | None, kv_dtype: str, max_context: int) -> dict[str, Any]:
+        """The sizes of a step, by name."""
+        sizes = self._budgets(kv_dtype)
+        if pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder):
+            with self._collect():
+                sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
+        sizes |= {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
+        with self._collect():
+            most = sizes["max_running_requests"]
+            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, self.device, task, most):
+                sizes[key.partition(".")[2]] = self._value(key, given, value, why)
+        sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
+        return sizes
 
     def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
         """The user's value, or else `chosen`, whose reason is recorded."""
@@ -256,7 +308,7 @@ class _Solver:
         choose_attention(self.chosen, self.records, self.config.attention.backend, requirements, subject)
 
     def _page_size(self) -> int:
-        records = [found.record for found in self.chosen.selected["attention_backend"]]
+        records = [found.record for found in self.chosen.selected.get("attention_backend", ())]
         sizes = shared_page_sizes(records)
         if sizes is None or PREFERRED_PAGE_SIZE in sizes:
             size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
@@ -269,22 +321,27 @@ class _Solver:
 
     def _policies(self, task: Task) -> None:
         config, requirements = self.config, PlainRequirements(self.device)
-        self._select("scheduling_policy", requirements, config.scheduler.policy, "")
+        with self._collect():
+            self._select("scheduling_policy", requirements, config.scheduler.policy, "")
         if config.cache.prefix != "none":
-            self._select("eviction_policy", requirements, config.cache.eviction, "")
+            with self._collect():
+                self._select("eviction_policy", requirements, config.cache.eviction, "")
         if task != "generate":  # nothing is sampled
             return
-        choose_processors(self.chosen, self.records, config.sampling.processors, requirements)
+        with self._collect():
+            choose_processors(self.chosen, self.records, config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
-            self._optional("grammar", requirements, config.sampling.grammar)
+            with self._collect():
+                self._optional("grammar", requirements, config.sampling.grammar)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
             if name is not None and name != NO_PARSER:
-                self._select(kind, requirements, name, "")
+                with self._collect():
+                    self._select(kind, requirements, name, "")
             elif name is None and not config.model.skip_tokenizer_init:
                 choose_parser(self.chosen, self.records, kind, self.model_config.chat_template)
 
     def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
-        found = select(KEYS[kind], self.records.get(kind, ()), requirements, named)
+        found = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)
         if found is not None:
             self.chosen.note(kind, KEYS[kind], found, is_open=named is None)
         else:
@@ -293,7 +350,7 @@ class _Solver:
 
     def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
         key, candidates = KEYS[kind], self.records.get(kind, ())
-        found = select(key, candidates, requirements, named, order, self.chosen.impossible)
+        found = select(key, candidates, requirements, named, order, self.chosen.impossible, kind)
         if found is None:
             rejected = self.chosen.reject(key, kind, self.records, requirements)
             raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
@@ -338,77 +395,3 @@ class _Solver:
 
 def _name_of(path: str) -> str:
     return EMBEDDED if path == EMBEDDED else find_model(path).name
-
-
-# the task and the pooling -------------------------------------------------------------------------
-
-
-def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
-    """The task, and the reason if the user left it open. Raises ResolveError for a task that the
-    checkpoint has no head for, and for settings that the task does not use."""
-    task, why = _task(config, model_config)
-    takes_labels = task == "classify" and not is_classifier(model_config.architecture)
-    for key, value, taken, without in (
-        ("pooling", config.model.pooling, task != "generate", "auto"),
-        ("label_tokens", ",".join(config.model.label_tokens), takes_labels, "[]"),
-    ):
-        if value and not taken:
-            sentence = f"model.{key} is {value}, which {model_config.architecture} does not use for the task {task}."
-            raise ResolveError(sentence, change=f"model.{key}: {without}")
-    return task, why
-
-
-def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
-    possible, wanted = checkpoint_tasks(model_config.architecture), config.model.task
-    if wanted is not None:
-        if wanted not in possible:
-            raise ResolveError(
-                f"model.task is {wanted}, but a checkpoint of {model_config.architecture} can only {' or '.join(possible)}.",
-                change=f"model.task: {possible[0]}",
-            )
-        return wanted, ""
-    if "generate" in possible and config.model.label_tokens:
-        return "classify", "label tokens are set"
-    if "embed" in possible and model_config.sentence is not None:
-        return "embed", "the folder is one of sentence-transformers"
-    return possible[0], f"what a checkpoint of {model_config.architecture} is for"
-
-
-def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -> tuple[Pooling, str]:
-    """How a sequence's vector is pooled for the task embed or classify, and the reason."""
-    if task == "embed":
-        sentence = model_config.sentence
-        stored = None if sentence is None else sentence.mode
-        mode, why = _mode(
-            config, stored or ("mean" if model_config.encoder else "last"), "1_Pooling/config.json" if stored else _usual(model_config)
-        )
-        return Pooling(mode, normalize=True if sentence is None else sentence.normalize), why
-    tokens = config.model.label_tokens
-    mode, why = _mode(config, "cls" if model_config.encoder else "last", _usual(model_config))
-    if is_classifier(model_config.architecture):
-        several = model_config.config.get("problem_type") == "multi_label_classification"
-        return Pooling(mode, activation="sigmoid" if model_config.num_labels == 1 or several else "softmax"), why
-    if len(tokens) < 2:
-        raise ResolveError(
-            f"model.task is classify, but {model_config.architecture} has no head over labels: name the tokens that stand for them.",
-            change="model.label_tokens: [no, yes]",
-        )
-    return Pooling(mode, activation="softmax", label_tokens=tokens), why
-
-
-def check_step(config: FrameConfig, chunk: int, max_context: int) -> None:
-    """Raise ResolveError unless a step of `chunk` tokens holds a prompt of `max_context` tokens,
-    which is computed in one step."""
-    if chunk < max_context:
-        raise ResolveError(
-            f"scheduler.chunked_prefill_size is {chunk}, but this model computes a prompt of up to {max_context} tokens in one step.",
-            change=f"scheduler.chunked_prefill_size: {max_context}" if config.model.max_context else f"model.max_context: {chunk}",
-        )
-
-
-def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:
-    return (mode, why) if config.model.pooling is None else (config.model.pooling, "")
-
-
-def _usual(model_config: ModelConfig) -> str:
-    return "the default of encoders" if model_config.encoder else "the last token attends to the whole text"

@@ -39,7 +39,7 @@ def choose_attention(
     ]
     best = _pair(parts[0], parts[1])
     if best is None and (prefill is not None or decode is not None):
-        _refuse(prefill, decode, parts)
+        _refuse(prefill, decode, parts, next((r for r in sorted(candidates, key=by_rank) if not objections(r, requirements)), None))
     if best is None or (best[0].record.name == best[1].record.name and prefill is None and decode is None):
         _one(
             chosen,
@@ -73,7 +73,7 @@ def _one(
     subject: str,
     why: str | None = None,
 ) -> None:
-    found = select(KEY, candidates, requirements, name, None, chosen.impossible)
+    found = select(KEY, candidates, requirements, name, None, chosen.impossible, KIND)
     if found is None:
         rejected = chosen.reject(KEY, KIND, {KIND: candidates}, requirements)
         raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
@@ -146,11 +146,13 @@ def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None
     return shared
 
 
-def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[_Candidate]]) -> None:
+def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[_Candidate]], single: PluginRecord | None) -> None:
+    """`single`: the best-ranked backend that computes both phases."""
     pairs = [(extend.record, other.record) for extend in parts[0] for other in parts[1]]
     rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_find_conflict(extend, other)}"),)) for extend, other in pairs]
     named = " and ".join(f"{user}: {name}" for user, name in (("prefill", prefill), ("decode", decode)) if name is not None)
-    raise ResolveError(f"No pair of attention backends with {named} serves this model, machine and configuration.", rejected)
+    sentence = f"{KEY}: no pair of backends with {named} serves this model, machine and configuration."
+    raise ResolveError(sentence, rejected, f"{KEY}: {single.name}" if single is not None else None)
 
 
 def _note(chosen: Choices, pair: tuple[_Candidate, _Candidate], named: Mapping[str, str]) -> None:

@@ -167,9 +167,10 @@ def graph_sizes(
         "cuda_graph_max_bs": "all batches: a replay costs the host less than launching each kernel",
         "prompt_graph_max_tokens": "about as many tokens as the device computes while the host launches a layer",
     }
+    wanted = {"cuda_graph_max_bs": execution.cuda_graph_max_bs, "prompt_graph_max_tokens": execution.prompt_graph_max_tokens}
     found = []
     for name, obstacle in obstacles.items():
-        key, given = f"execution.{name}", getattr(execution, name)
+        key, given = f"execution.{name}", wanted[name]
         if given and obstacle:
             raise ResolveError(f"{key} is {given}, but {obstacle}.", change=f"{key}: 0")
         found.append((key, given, 0 if obstacle else most[name], f"none: {obstacle}" if obstacle else reasons[name]))

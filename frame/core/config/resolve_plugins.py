@@ -110,10 +110,9 @@ def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]
         chosen.reasons[key] = "none: the chat template has no known markers"
 
 
-def plugin_choice(record: PluginRecord, config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> PluginChoice:
+def plugin_choice(record: PluginRecord, config: FrameConfig) -> PluginChoice:
     """The choice as sent to other processes, with the plugin's own settings validated and complete.
     Raises PluginError."""
-    check_option_names(config, records)
     options = plugin_options(record, config.plugins.options.get(f"{record.kind}/{record.name}", {}))
     return PluginChoice(
         kind=record.kind,

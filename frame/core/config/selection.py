@@ -54,6 +54,29 @@ class ResolveError(ConfigurationError):
             lines.append(f"Nearest change: {change}")
         super().__init__("\n".join(lines))
 
+    @property
+    def parts(self) -> tuple[ConfigurationError, ...]:
+        """The conflicts that this error reports."""
+        return (self,)
+
+
+class ConflictsError(ResolveError):
+    """Several conflicts of one configuration, in one answer."""
+
+    def __init__(self, parts: Sequence[ConfigurationError]) -> None:
+        self._parts = tuple(parts)
+        numbered = [f"{number}. {part}" for number, part in enumerate(self._parts, 1)]
+        super().__init__("\n".join([f"The configuration has {len(self._parts)} conflicts:", *numbered]))
+
+    @property
+    def parts(self) -> tuple[ConfigurationError, ...]:
+        return self._parts
+
+
+def join_conflicts(parts: Sequence[ConfigurationError]) -> ConfigurationError:
+    """One error for these conflicts, at least one; the conflict itself where there is only one."""
+    return parts[0] if len(parts) == 1 else ConflictsError(parts)
+
 
 class UnknownPluginError(ResolveError):
     """A setting names a plugin that is not registered. The registry uses `kind` and `name` to add
@@ -90,11 +113,13 @@ def select(
     named: str | None,
     order: Callable[[PluginRecord], Any] | None = None,
     impossible: Collection[str] = (),
+    kind: str = "",
 ) -> Selection | None:
     """Select the `named` record or, without a name, the first by `order` (rank) that meets
     `requirements`; None if none does.
 
-    `key`: the setting that names it. Raises ResolveError if the named one is unknown or does not
+    `key`: the setting that names it; `kind`: what an unknown one is called where there are no
+    candidates. Raises ResolveError if the named one is unknown or does not
     fit.
     """
     judged = [(record, objections(record, requirements, impossible)) for record in sorted(candidates, key=order or by_rank)]
@@ -110,7 +135,7 @@ def select(
         return Selection(found[0], "set by the user", rejected)
     refused = [candidate for candidate in rejected if candidate.record.name == named]
     if not refused:
-        raise UnknownPluginError(key, candidates[0].kind if candidates else "plugin", named, {r.name for r in candidates})
+        raise UnknownPluginError(key, candidates[0].kind if candidates else kind, named, {r.name for r in candidates})
     change = nearest_change(refused) or (f"{key}: {fits[0].name}" if fits else nearest_change(rejected))
     raise ResolveError(f"{key}: {named} cannot serve this model, machine and configuration.", refused, change)
 

@@ -47,12 +47,13 @@ class MoERequirements:
 
 @dataclass(frozen=True, slots=True)
 class MoECapabilities:
-    """What a MoE runner or dispatcher can do."""
+    """What a MoE runner or dispatcher can do. The two fit together if they share a layout."""
 
     devices: tuple[str, ...]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
+    layouts: tuple[str, ...] = ("tokens",)  # of dispatched tokens that it produces or takes; "tokens": those of `DispatchOutput`
 
     def unsupported(self, requirements: MoERequirements) -> list[Reason]:
         reasons = []

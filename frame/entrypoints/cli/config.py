@@ -1,5 +1,5 @@
 """`frame config check | explain | schema | show`: what is configured, what becomes of it, and why.
-Loads no plugin and no weight."""
+Loads no weight; only `check` imports plugins, in a process of their own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from frame.entrypoints.configuration.explain import SECRETS, Explained, as_yaml,
 from frame.entrypoints.configuration.explain import explain as explain_one
 from frame.entrypoints.configuration.flat_settings import by_key, by_keyword
 from frame.entrypoints.configuration.json_schema import config_schema
+from frame.entrypoints.configuration.plugin_imports import load_apart
 from frame.entrypoints.configuration.prepare import prepare, registry_of
 from frame.entrypoints.configuration.sources import EVERY_KEY, LoadedConfig
 
@@ -27,7 +28,9 @@ def command() -> None:
 
 @config_command(help="Resolve the configuration for this machine. Prints what would run with its model, or why it cannot.")
 def check(loaded: LoadedConfig) -> None:
-    resolved = prepare(loaded.config, is_served=True).resolved
+    prepared = prepare(loaded.config, is_served=True)
+    resolved = prepared.resolved
+    load_apart(prepared.registry, resolved)
     click.echo(f"ok: {resolved.served_name} ({resolved.model.architecture}) on {resolved.device} in {resolved.dtype}")
     for kind, choices in sorted(resolved.plugins.items()):
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")

@@ -9,18 +9,22 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from frame.core.config.resolve_plugins import KEYS, PROCESSORS_KEY
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import PluginError
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.prepare import registry_of
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins.kinds import KINDS
+from frame.plugins.loader import observed_events
 from frame.plugins.registry import Registry
 
 CHECK_SECONDS = 300
@@ -34,14 +38,18 @@ def command() -> None:
 @config_command("list", help="List every plugin that is found. With who brought it and whether it can be used.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.option("--kind", type=click.Choice(list(KINDS)), metavar="KIND", help="Only this kind.")
-def list_(loaded: LoadedConfig, is_json: bool, kind: str | None) -> None:
+@click.option("--usable/--unusable", default=None, help="Only those that this machine can use, or only those that it cannot.")
+def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | None) -> None:
     registry = registry_of(loaded.config)
     records = [record for each in KINDS if kind in (None, each) for record in registry.records(each)]
+    devices = {"cpu", "cuda"} if usable is None else {"cpu", *(accelerator.kind for accelerator in probe().accelerators)}
+    if usable is not None:
+        records = [record for record in records if usable is not bool(record.problems or _missing_device(record, devices))]
     if is_json:
         broken = [dataclasses.asdict(each) for each in registry.broken]
         click.echo(json.dumps({"plugins": [as_data(record) for record in records], "broken": broken}, indent=2))
         return
-    rows = [(r.kind, r.name, f"{r.distribution} {r.version}".strip(), _state(r)) for r in records]
+    rows = [(r.kind, r.name, f"{r.distribution} {r.version}".strip(), _state(r) + _missing_device(r, devices)) for r in records]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     for row in rows:
         click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
@@ -52,12 +60,14 @@ def list_(loaded: LoadedConfig, is_json: bool, kind: str | None) -> None:
 @click.argument("name")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def info(name: str, is_json: bool) -> None:
-    found = registry_of(FrameConfig()).find(name)
+    registry = registry_of(FrameConfig())
+    found = registry.find(name)
     if is_json:
         click.echo(json.dumps([as_data(record) for record in found], indent=2))
         return
+    observed = observed_events(registry)
     for record in found:
-        for line in _described(record):
+        for line in _described(record, observed.get(record.distribution, ())):
             click.echo(line)
 
 
@@ -99,9 +109,19 @@ def _state(record: PluginRecord) -> str:
     return record.summary
 
 
-def _described(record: PluginRecord) -> list[str]:
+def _missing_device(record: PluginRecord, devices: set[str]) -> str:
+    """What to say where the plugin runs on none of these devices."""
+    able = getattr(record.capabilities, "devices", None)
+    return "" if able is None or devices & set(able) else f" (runs on {' or '.join(able)}, which this machine lacks)"
+
+
+def _described(record: PluginRecord, events: Sequence[str]) -> list[str]:
+    """`events`: those that the record's distribution observes."""
     data = as_data(record)
     lines = [f"{record.kind}/{record.name}"]
+    key = PROCESSORS_KEY if record.kind == "logits_processor" else KEYS[record.kind]
+    lines += [f"  selected by: {key}: {f'[{record.name}]' if key == PROCESSORS_KEY else record.name}"]
+    lines += [f"  observes: {', '.join(events)} (the whole package {record.distribution})"] if events else []
     lines += [f"  {key}: {data[key]}" for key in ("summary", "distribution", "version", "target", "api", "rank") if data[key] != ""]
     lines += [f"  requires: {', '.join(record.requires)}"] if record.requires else []
     lines += [f"  capabilities.{key}: {value}" for key, value in data["capabilities"].items()]

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve import resolve
+from frame.core.config.resolve_moves import find_moves
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
-from frame.core.config.selection import UnknownPluginError
-from frame.core.errors import ConfigError, PluginError
+from frame.core.config.selection import ResolveError, UnknownPluginError, join_conflicts
+from frame.core.errors import ConfigError, ConfigurationError, PluginError
 from frame.core.interfaces.model import ModelCapabilities
 from frame.core.loading.model_config import find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
@@ -65,13 +66,27 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         from frame.entrypoints.relevance import read_score_prompt  # imports numpy, which nothing else here needs
 
         read_score_prompt(config.text.score_prompt)
+    machine, records = replace(hardware or probe(), busy_cores=int(is_served)), registry.all_records()
     try:
-        resolved = resolve(config, replace(hardware or probe(), busy_cores=int(is_served)), model_config, registry.all_records())
-    except UnknownPluginError as error:
-        registry.get(error.kind, error.name)  # says more: who owns what, and which broken plugin may hold it
-        raise PluginError(str(error)) from None
+        resolved = resolve(config, machine, model_config, records)
+    except ResolveError as error:
+        raise join_conflicts([_describe(part, registry) for part in error.parts]) from None
+    for move in find_moves(resolved, machine, model_config, records):
+        _log.warning("%s", move)
     _check_code(resolved, registry)
     return Prepared(resolved, registry)
+
+
+def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:
+    """The error, or what the registry says of an unknown plugin: who owns what, and which broken
+    plugin may hold it."""
+    if isinstance(error, UnknownPluginError):
+        try:
+            registry.get(error.kind, error.name)
+        except PluginError as known:
+            return known
+        return PluginError(str(error))
+    return error
 
 
 def _check_code(resolved: Resolved, registry: Registry) -> None:
