@@ -1,5 +1,5 @@
-"""`frame bench offline | serve | startup | compare`: measure an engine, a server or a start; JSON
-to a file, a table to the terminal."""
+"""`frame bench offline | serve | startup | attention | moe | compare`: measures an engine, a
+server, a start or kernels. Prints a table and writes a JSON report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM_UP = Shape(8, (32, 32), (8, 8))
 
 
 class SpanType(click.ParamType):
-    """`128` or `32:256`."""
+    """A length `128` or a range of lengths `32:256`."""
 
     name = "N[:M]"
 
@@ -36,19 +36,30 @@ class SpanType(click.ParamType):
 
 
 def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that choose and change workloads."""
+    """Add the options that choose and change workloads."""
     options = (
         click.option(
-            "--workload", "names", multiple=True, type=click.Choice([*SHAPES, ALL]), help="Several may be given [mixed]; all: the fixed six"
+            "--workload",
+            "names",
+            multiple=True,
+            type=click.Choice([*SHAPES, ALL]),
+            help="Workload; repeatable. all: the six reference workloads. Default: mixed.",
         ),
-        click.option("--requests", type=click.IntRange(min=1), help="Requests, instead of the workload's."),
-        click.option("--input-len", "input", type=SpanType(), help="Prompt tokens, instead of the workload's."),
-        click.option("--output-len", "output", type=SpanType(), help="Output tokens, instead of the workload's."),
-        click.option("--shared-prefix", "shared", type=click.IntRange(min=0), help="Tokens that the prompts of a group share."),
-        click.option("--prefix-groups", "groups", type=click.IntRange(min=1), help="Groups of requests with a prefix of their own."),
-        click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature, instead of the workload's."),
-        click.option("--workload-seed", "seed", type=int, default=0, show_default=True, help="Which prompts and times."),
-        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here."),
+        click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: the workload's."),
+        click.option("--input-len", "input", type=SpanType(), help="Prompt tokens per request. Default: the workload's."),
+        click.option("--output-len", "output", type=SpanType(), help="Output tokens per request. Default: the workload's."),
+        click.option(
+            "--shared-prefix",
+            "shared",
+            type=click.IntRange(min=0),
+            help="Length in tokens of the prefix that the prompts of a group share.",
+        ),
+        click.option(
+            "--prefix-groups", "groups", type=click.IntRange(min=1), help="Number of groups of requests, each with its own shared prefix."
+        ),
+        click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature. Default: the workload's."),
+        click.option("--workload-seed", "seed", type=int, default=0, show_default=True, help="Seed of prompts and arrival times."),
+        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
     )
     for option in reversed(options):
         function = option(function)
@@ -60,12 +71,12 @@ def command() -> None:
     pass
 
 
-@config_command(help="Throughput of an engine in this process. Every workload is run, and the best of its repeats is kept.")
+@config_command(help="Measure the throughput of an engine in this process. Reports the fastest run of each workload.")
 @workload_options
-@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Counted runs of each workload.")
+@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Number of runs per workload.")
 @click.option(
     "--ceilings", type=click.Choice(["measured", "h200", "none"]), default="measured", show_default=True,
-    help="What the floor under each workload is reckoned with: this machine, measured first; one H200; no floor.",
+    help="Hardware limits for the lower bound of the time: measured on this machine, those of one H200, or none.",
 )  # fmt: skip
 def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, ceilings: str, **changes: Any) -> None:
     from frame.entrypoints.offline.engine import Engine
@@ -87,18 +98,26 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
         finish(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
 
 
-@click.command(help="Latency and throughput that a server's clients see. Requests leave when they are due.")
-@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="The server; any that has /v1/completions.")
-@click.option("--model", help="The model's name there [the first that it lists].")
-@click.option("--api-key", envvar="FRAME_API_KEY", help="Its key, if it asks for one.")
+@click.command(help="Measure latency and throughput of a server. Open loop: requests are sent at their arrival times.")
+@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="URL of a server with /v1/completions.")
+@click.option("--model", help="Model name. Default: the first model that the server lists.")
+@click.option("--api-key", envvar="FRAME_API_KEY", help="API key of the server.")
 @workload_options
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second [all at once].")
-@click.option("--burstiness", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="1: Poisson; less: bursts.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Most requests at once [no bound].")
-@click.option("--vocabulary", type=click.IntRange(min=16), default=2000, show_default=True, help="Token ids are drawn below this.")
-@click.option("--goal-ttft", type=float, help="Milliseconds to the first token that count as good.")
-@click.option("--goal-itl", type=float, help="Milliseconds between tokens that count as good.")
-@click.option("--goal-e2e", type=float, help="Milliseconds to the end that count as good.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second. Default: all at once.")
+@click.option(
+    "--burstiness",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="1: Poisson arrivals; below 1: bursts; above 1: more even.",
+)
+@click.option("--concurrency", type=click.IntRange(min=1), help="Maximum number of concurrent requests. Default: no limit.")
+@click.option(
+    "--vocabulary", type=click.IntRange(min=16), default=2000, show_default=True, help="Token ids of prompts are below this value."
+)
+@click.option("--goal-ttft", type=float, help="TTFT goal in milliseconds, for goodput.")
+@click.option("--goal-itl", type=float, help="ITL goal in milliseconds, for goodput.")
+@click.option("--goal-e2e", type=float, help="End-to-end latency goal in milliseconds, for goodput.")
 def serve(
     base_url: str,
     model: str | None,
@@ -130,9 +149,9 @@ def serve(
         raise click.ClickException("; ".join(error for figures in rows.values() for error in figures["errors"]))
 
 
-@config_command(help="Seconds until an engine is ready in this process. Phase by phase, with this configuration.")
-@click.option("--cold", is_flag=True, help="Start with an empty home folder, so that all kernels are compiled.")
-@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here.")
+@config_command(help="Measure the start time of an engine in this process. Reports seconds per phase.")
+@click.option("--cold", is_flag=True, help="Use an empty home folder, so that all kernels are compiled.")
+@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file.")
 def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     import tempfile
 
@@ -143,7 +162,7 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     kept = {name: os.environ.get(name) for name in (CACHE_DIR_VARIABLE, "HOME")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if cold:
-            os.environ.update(dict.fromkeys(kept, folder))  # libraries keep below it what they compile
+            os.environ.update(dict.fromkeys(kept, folder))  # libraries cache compiled kernels below it
         started = time.perf_counter()
         with Engine(config=loaded.config) as engine:
             seconds = time.perf_counter() - started
@@ -156,7 +175,7 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
             os.environ[name] = value
 
 
-@click.command(help="Two reports side by side. The second's figures and their ratios to the first's.")
+@click.command(help="Compare two reports. Prints the values of the second and their ratios to the first.")
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
 def compare(first: Path, second: Path) -> None:

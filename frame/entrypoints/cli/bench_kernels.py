@@ -1,5 +1,5 @@
-"""`frame bench attention | moe`: plugins beside each other and beside the roofline, on batches of a
-model's shapes, without a model."""
+"""`frame bench attention | moe`: times attention backends and MoE runners on batches of given
+shapes, against the roofline, without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Numbers(click.ParamType):
-    """`1,8,64`."""
+    """A list of numbers, `1,8,64`."""
 
     name = "A,B,…"
 
@@ -27,14 +27,14 @@ class Numbers(click.ParamType):
         try:
             found = [int(part) for part in str(value).split(",")]
         except ValueError:
-            self.fail(f"{value!r} is no list of numbers; write 1,8,64", param, ctx)
+            self.fail(f"{value!r} is not a list of numbers; write 1,8,64", param, ctx)
         if min(found) < 1:
             self.fail("the numbers must be at least 1", param, ctx)
         return found
 
 
 class Spans(click.ParamType):
-    """`1024,100:8000`."""
+    """A list of lengths or ranges, `1024,100:8000`."""
 
     name = "N[:M],…"
 
@@ -48,7 +48,7 @@ class Spans(click.ParamType):
 
 
 class Names(click.ParamType):
-    """`a,b`."""
+    """A list of names, `a,b`."""
 
     name = "A,B,…"
 
@@ -57,35 +57,50 @@ class Names(click.ParamType):
 
 
 def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where is measured, against what, and where the report goes."""
+    """Add the options of device, hardware limits and report."""
     options = (
-        click.option("--model", help="Shapes of this model (a folder with config.json)."),
-        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]"),
+        click.option("--model", help="Folder with the config.json of the model whose shapes are used."),
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device. Default: cuda if there is one."),
         click.option("--dtype", type=click.Choice(_DTYPES), default=_DTYPES[0], show_default=True),
-        click.option("--threads", type=click.IntRange(min=1), help="Threads, on the CPU."),
+        click.option("--threads", type=click.IntRange(min=1), help="Number of CPU threads."),
         click.option(
-            "--ceilings", type=click.Choice(["measured", "h200"]), default="measured", show_default=True,
-            help="What the floor is reckoned with: this machine, measured first, or one H200.",
+            "--ceilings",
+            type=click.Choice(["measured", "h200"]),
+            default="measured",
+            show_default=True,
+            help="Hardware limits for the lower bound of the time: measured on this machine, or those of one H200.",
         ),
-        click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, show_default=True, help="Time for a figure."),
-        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here."),
-        click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it here, .png or .svg (frame-serve[bench])."),
-    )  # fmt: skip
+        click.option(
+            "--seconds",
+            type=click.FloatRange(min=0, min_open=True),
+            default=0.3,
+            show_default=True,
+            help="Measuring time per value, in seconds.",
+        ),
+        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
+        click.option(
+            "--plot",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="Write a plot to this .png or .svg file; needs frame-serve[bench].",
+        ),
+    )
     for option in reversed(options):
         function = option(function)
     return function
 
 
-@click.command(help="Attention backends beside the roofline. On decodes and extends of one shape.")
-@click.option("--backend", "names", type=Names(), default="", help="By plugin name [all that can be loaded].")
+@click.command(help="Time attention backends against the roofline. Batches are decodes and extends of one shape.")
+@click.option("--backend", "names", type=Names(), default="", help="Plugin names. Default: all that can be loaded.")
 @machine_options
 @click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--phase", type=click.Choice(["decode", "extend", "both"]), default="both", show_default=True)
-@click.option("--batch", "rows", type=Numbers(), default="1,8,64", show_default=True, help="Requests in a step.")
-@click.option("--context", "contexts", type=Spans(), default="1024,4096", show_default=True, help="Tokens of each; a span: drawn from it.")
-@click.option("--new", type=click.IntRange(min=1), help="Tokens of each that an extend computes [all of them].")
+@click.option("--batch", "rows", type=Numbers(), default="1,8,64", show_default=True, help="Numbers of rows per batch.")
+@click.option(
+    "--context", "contexts", type=Spans(), default="1024,4096", show_default=True, help="Tokens per row; a range N:M: drawn uniformly."
+)
+@click.option("--new", type=click.IntRange(min=1), help="New tokens per row of an extend. Default: the whole context.")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 def attention(
     names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[Span],
@@ -109,14 +124,14 @@ def attention(
     _report("attention", measured(), shape, machine, ceilings, path, plot)
 
 
-@click.command(help="MoE runners beside the roofline. On one layer's experts.")
-@click.option("--runner", "names", type=Names(), default="", help="By plugin name [all that can be loaded].")
+@click.command(help="Time MoE runners against the roofline. The experts are those of one layer.")
+@click.option("--runner", "names", type=Names(), default="", help="Plugin names. Default: all that can be loaded.")
 @machine_options
 @click.option("--experts", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--top-k", type=click.IntRange(min=1), default=8, show_default=True, help="Experts that a token uses.")
+@click.option("--top-k", type=click.IntRange(min=1), default=8, show_default=True, help="Experts per token.")
 @click.option("--hidden", type=click.IntRange(min=1), default=2048, show_default=True)
 @click.option("--inner", type=click.IntRange(min=1), default=768, show_default=True)
-@click.option("--tokens", "counts", type=Numbers(), default="1,8,64,256,4096", show_default=True, help="Tokens in a step.")
+@click.option("--tokens", "counts", type=Numbers(), default="1,8,64,256,4096", show_default=True, help="Numbers of tokens per batch.")
 def moe(
     names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
     path: Path | None, plot: Path | None, **machine: Any,
@@ -141,7 +156,7 @@ def moe(
 
 
 def finish(found: dict[str, Any], path: Path | None) -> None:
-    """Write a report and show it."""
+    """Write the report to `path`, if given, and print its table."""
     from rich.console import Console
 
     from frame.entrypoints.tools.bench.report import table
@@ -152,14 +167,14 @@ def finish(found: dict[str, Any], path: Path | None) -> None:
 
 
 def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """(clock, ceilings, dtype) of the options; fills in the device that was left open."""
+    """(clock, ceilings, dtype) of the options. Sets `wanted["device"]` if it was open."""
     import torch
 
     from frame.entrypoints.tools.bench.clock import Clock, measured_ceilings
     from frame.entrypoints.tools.bench.floors import H200
 
     if wanted["device"] == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU here; leave --device away, or give cpu.")
+        raise ConfigError("--device cuda: torch finds no GPU; omit --device or pass cpu.")
     wanted["device"] = wanted["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     if wanted["threads"]:
         torch.set_num_threads(wanted["threads"])

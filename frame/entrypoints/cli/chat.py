@@ -1,5 +1,5 @@
-"""`frame chat`: a conversation in the terminal, with a server (`--base-url`) or with a model in
-this process. Text streams as it comes."""
+"""`frame chat`: a streaming chat in the terminal, with a server (`--base-url`) or with a model in
+this process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 Answer = Callable[[Messages], Iterator[str]]
 
-COMMANDS = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+COMMANDS = "/clear clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
 
 
-HELP = f"Chat in the terminal, with the server at --base-url or with a model in this process. {COMMANDS}"
+HELP = f"Chat in the terminal with a server (--base-url) or with a model in this process. {COMMANDS}"
 
 
 @config_command(help=HELP)
-@click.option("--base-url", help="Chat with this server, for example http://127.0.0.1:30000.")
+@click.option("--base-url", help="URL of the server, such as http://127.0.0.1:30000. Default: load the model in this process.")
 @click.option("--system", help="System message.")
-@click.option("--max-tokens", type=int, default=512, show_default=True, help="Longest answer.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--message", "-m", help="Send this one message, print the answer and leave.")
+@click.option("--max-tokens", type=int, default=512, show_default=True, help="Maximum number of tokens of an answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0: greedy.")
+@click.option("--message", "-m", help="Send one message, print the answer and exit.")
 def command(
     loaded: LoadedConfig, base_url: str | None, system: str | None, max_tokens: int, temperature: float, message: str | None
 ) -> None:
@@ -46,7 +46,8 @@ def command(
 
 
 def talk(answer: Answer, system: str | None, only: str | None) -> None:
-    """Ask, print, remember, until the user leaves."""
+    """Read messages, print answers and keep the conversation until the user exits. `only`: a single
+    message to send instead."""
     start: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     is_terminal = sys.stdin.isatty()
@@ -66,7 +67,7 @@ def talk(answer: Answer, system: str | None, only: str | None) -> None:
             except click.ClickException as error:
                 if not is_terminal or only is not None:
                     raise
-                error.show()  # the conversation goes on as if this had not been said
+                error.show()  # the message is not added to the conversation
         if only is not None:
             return
 
@@ -79,7 +80,7 @@ def _read(is_terminal: bool) -> str | None:
 
 
 def _say(pieces: Iterator[str]) -> str:
-    """Print an answer as it comes; Ctrl-C stops it."""
+    """Print an answer as it arrives; Ctrl-C stops it."""
     parts: list[str] = []
     try:
         for piece in pieces:
@@ -98,24 +99,24 @@ def _engine(engine: Engine, parameters: dict[str, Any]) -> Answer:
         try:
             for delta in engine.stream(messages, parameters):
                 yield delta.text
-        except (ValueError, RuntimeError) as error:  # refused, or the engine ended
+        except (ValueError, RuntimeError) as error:  # the request is invalid, or the engine ended
             raise click.ClickException(str(error)) from None
 
     return answer
 
 
 def unreachable(base_url: str, error: Exception) -> str:
-    """The sentence for a server that does not answer."""
+    """The error message for a server that does not respond."""
     if "://" not in base_url:
-        return f"--base-url {base_url} is no address; write http://{base_url}."
-    return f"The server at {base_url} does not answer ({error}); start one with `frame serve`, or give its address with --base-url."
+        return f"--base-url {base_url} has no scheme; write http://{base_url}."
+    return f"The server at {base_url} does not respond ({error}); start one with `frame serve`, or pass its URL with --base-url."
 
 
 def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> Answer:
     import httpx
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    client = httpx.Client(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)  # noqa: S113 - answers take their time
+    client = httpx.Client(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)  # noqa: S113 - generation has no time limit
 
     def answer(messages: Messages) -> Iterator[str]:
         body = {"model": "", "messages": messages, "stream": True, **parameters}
@@ -142,7 +143,7 @@ def _pieces(event: dict[str, Any]) -> Iterator[str]:
 
 
 def complaint_of(text: str) -> str:
-    """The sentence in the body of a server's error."""
+    """The error message in the body of an error response."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,5 +1,6 @@
-"""`frame config check | explain | schema | show`: what is configured, what becomes of it, and why.
-Loads no weight; only `check` imports plugins, in a process of their own."""
+"""`frame config check | explain | schema | show`: checks and prints the configuration, its sources
+and the reasons of resolved values. Loads no weights; only `check`
+imports plugins, in a process of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def command() -> None:
     pass
 
 
-@config_command(help="Resolve the configuration for this machine. Prints what would run with its model, or why it cannot.")
+@config_command(help="Resolve the configuration for this machine. Prints the model, device and plugins that would run, or the error.")
 def check(loaded: LoadedConfig) -> None:
     prepared = prepare(loaded.config, is_served=True)
     resolved = prepared.resolved
@@ -36,7 +37,7 @@ def check(loaded: LoadedConfig) -> None:
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
 
 
-@config_command(help="Print a setting's value, source and reason. And every plugin that was turned down. KEY: a setting or a section.")
+@config_command(help="Print value, source and reason of settings. Also lists rejected plugins. KEY: a setting or a section.")
 @click.argument("key", required=False)
 def explain(loaded: LoadedConfig, key: str | None) -> None:
     keys = _keys(key) if key else [*by_key()]
@@ -50,8 +51,8 @@ def explain(loaded: LoadedConfig, key: str | None) -> None:
         _explain(each, loaded, resolved)
 
 
-@config_command(help="Print the configuration as YAML. With the source of each value that was set; --resolved fills in what was left open.")
-@click.option("--resolved", "is_resolved", is_flag=True, help="Show every value as it would run on this machine.")
+@config_command(help="Print the configuration as YAML. Comments give the source of each value; --resolved also prints resolved values.")
+@click.option("--resolved", "is_resolved", is_flag=True, help="Print the values that resolve chooses on this machine.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
     resolved = prepare(loaded.config, is_served=True).resolved if is_resolved else None
@@ -71,7 +72,7 @@ def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
             click.echo(f"  {name}: {as_yaml(value)}{_comment(key, loaded, resolved)}")
 
 
-@click.command(help="Print the JSON Schema of configuration files. For editors; installed plugins' options are included.")
+@click.command(help="Print the JSON Schema of configuration files. It includes the options of installed plugins.")
 def schema() -> None:
     click.echo(json.dumps(config_schema(registry_of(FrameConfig())), indent=2))
 
@@ -105,7 +106,8 @@ def _comment(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> str:
 
 
 def _keys(text: str) -> list[str]:
-    """A setting by its key, its flag or its keyword; all of a section by its name."""
+    """The keys that `text` names: a setting by key, flag or keyword, or all settings of a
+    section."""
     known, short = by_key(), by_keyword()
     plain = text.lstrip("-").replace("-", "_")
     if text in known:

@@ -1,5 +1,4 @@
-"""`frame eval`: the embedded tasks' scores of a server (`--base-url`) or of a model in this
-process."""
+"""`frame eval`: scores a server (`--base-url`) or a model in this process on the embedded tasks."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.tools.eval.evaluate import EvalBackend, Report, evaluate
 from frame.entrypoints.tools.eval.tasks import TASKS, Message
 
-HELP = "Score a server or an engine on the embedded tasks: recall over long contexts, copying, reversing, sorting, sums, Python."
+HELP = "Score a server or a model on the embedded tasks: recall over long contexts, copy, reverse, sort, sum, Python."
 
 
 @config_command(help=HELP)
-@click.option("--base-url", help="Score this server, for example http://127.0.0.1:30000; else a model in this process.")
-@click.option("--task", "tasks", multiple=True, type=click.Choice(TASKS), help="Only these tasks (may be given several times).")
-@click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Questions of each task.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Questions asked at once.")
-@click.option("--question-seed", "seed", type=int, default=0, show_default=True, help="Which questions.")
+@click.option("--base-url", help="URL of the server, such as http://127.0.0.1:30000. Default: load the model in this process.")
+@click.option("--task", "tasks", multiple=True, type=click.Choice(TASKS), help="Task to run; repeatable. Default: all tasks.")
+@click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Number of examples per task.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Maximum number of concurrent requests.")
+@click.option("--question-seed", "seed", type=int, default=0, show_default=True, help="Seed of the examples.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def command(
     loaded: LoadedConfig, base_url: str | None, tasks: tuple[str, ...], samples: int, concurrency: int, seed: int, is_json: bool
@@ -51,7 +50,7 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
 
 
 class EngineBackend(EvalBackend):
-    """An engine in this process, asked greedily."""
+    """An engine in this process, with greedy sampling."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

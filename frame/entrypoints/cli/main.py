@@ -1,7 +1,8 @@
-"""The `frame` command: a table of commands, each imported when it is used, so that help stays fast.
+"""The `frame` command: a table of subcommands. A subcommand's module is imported when it is called,
+so that help stays fast.
 
-Exit codes: 0 done, 1 the command failed while running, 2 wrong usage of the command line, 78 wrong
-configuration, checkpoint or plugin.
+Exit codes: 0 success, 1 runtime failure, 2 wrong usage of the command line, 78 wrong configuration,
+checkpoint or plugin.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from frame.core.errors import ConfigurationError
 EX_CONFIG = 78  # sysexits.h
 
 _HERE = "frame.entrypoints.cli"
-# name -> ("module:command", one line of help); a command whose module is not there is not listed
+# name -> ("module:command", one line of help); commands of missing modules are not listed
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "serve": (f"{_HERE}.serve:command", "Serve a model over HTTP (OpenAI API)."),
         "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
         "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
         "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
-        "profile": (f"{_HERE}.profile:command", "Where the time of a step goes: kernels, gaps, host."),
+        "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
         "dashboard": (f"{_HERE}.dashboard:command", "Print a Grafana dashboard of the metrics."),
         "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
         "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),
@@ -37,8 +38,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when the command is named, and reports configuration
-    errors without a traceback."""
+    """A group that imports a command's module on first use and prints configuration errors without
+    a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0])]
@@ -51,7 +52,7 @@ class LazyGroup(click.Group):
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """From the table, so that listing imports no command."""
+        """List the table's help lines, without importing commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
@@ -77,14 +78,14 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def cli() -> None:
     """Serve large language models; every backend, method, policy and model is a plugin.
 
-    Exit codes: 0 done, 1 failed while running, 2 wrong usage, 78 wrong configuration, checkpoint or
+    Exit codes: 0 success, 1 runtime failure, 2 wrong usage, 78 wrong configuration, checkpoint or
     plugin.
     """
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, so that no socket takes their
-    numbers and is printed to."""
+    """Open /dev/null in place of closed standard streams, so that no socket gets their file
+    descriptors."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -93,7 +94,7 @@ def open_closed_streams() -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script `frame`."""
     open_closed_streams()
     cli(prog_name="frame")
 

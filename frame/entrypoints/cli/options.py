@@ -1,8 +1,7 @@
-"""Gives a command all configuration flags: `--config`, `--set` and one flag a setting, and hands it
-the loaded configuration.
+"""Adds the configuration flags to a command: `--config`, `--set` and one flag per setting.
 
-Use `@config_command(help=…)` in place of `@click.command`; the function gets `loaded: LoadedConfig`
-and its own options.
+Use `@config_command(help=…)` in place of `@click.command`; the function receives `loaded:
+LoadedConfig` and its own options.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import click
 from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
 from frame.entrypoints.configuration.sources import load_config
 
-_PREFIX = "setting_"  # of parameter names, so that a command's own options never collide with a setting
+_PREFIX = "setting_"  # of parameter names, so that a command's own options do not collide with settings
 
 
 class SettingOption(click.Option):
-    """A flag that sets a field of the configuration; help groups flags by section."""
+    """A flag that sets a field of the configuration. Help groups these flags by section."""
 
     section = "Configuration"
 
 
 class ConfigCommand(click.Command):
-    """A command whose help lists the settings' flags section by section, after its own options."""
+    """A command whose help lists its own options first, then the settings' flags by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -40,8 +39,8 @@ class ConfigCommand(click.Command):
 
 
 def config_command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """`click.command` with all configuration flags. Exit code 78 and one sentence when the
-    configuration is wrong."""
+    """`click.command` with all configuration flags. A wrong configuration ends it with exit code 78
+    and one sentence."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         return click.command(name, cls=ConfigCommand, **attributes)(config_options(function))
@@ -50,7 +49,7 @@ def config_command(name: str | None = None, **attributes: Any) -> Callable[[Call
 
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the flags only; the decorated function is called with `loaded=LoadedConfig`."""
+    """Add the flags only; the decorated function is called with `loaded=LoadedConfig`."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, config_file: str | None, set_values: tuple[str, ...], **options: Any) -> Any:
@@ -67,9 +66,11 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             decorated = _flag(setting)(decorated)
     decorated = click.option(
         "--set", "set_values", cls=SettingOption, multiple=True, metavar="KEY=VALUE",
-        help="Any setting by its key, also plugins' own: plugins.options.KIND/NAME.KEY=VALUE.",
+        help="Set a setting by its key; plugin options: plugins.options.KIND/NAME.KEY=VALUE.",
     )(decorated)  # fmt: skip
-    return click.option("--config", "config_file", cls=SettingOption, metavar="FILE", help="YAML file (default: FRAME_CONFIG).")(decorated)
+    return click.option(
+        "--config", "config_file", cls=SettingOption, metavar="FILE", help="YAML file with settings. Default: the file in FRAME_CONFIG."
+    )(decorated)
 
 
 def _flag(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

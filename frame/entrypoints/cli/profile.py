@@ -1,5 +1,5 @@
-"""`frame profile offline | server | read`: where the time of a step goes, kernel by kernel, from a
-trace of torch's profiler."""
+"""`frame profile offline | server | read`: summarises the time of steps by kernel, gaps and host
+functions, from a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.tools.bench.workload import SHAPES
 
-_LONGEST_WAIT = 120.0  # seconds for a server to make its steps
-_WIDTH = 150  # of tables in a file
+_LONGEST_WAIT = 120.0  # seconds to wait for a server's steps
+_WIDTH = 150  # columns of tables that are not printed to a terminal
 _TIMES = {
     "steps": "steps",
     "rows": "rows, mean",
@@ -28,30 +28,32 @@ _TIMES = {
     "gap_after_ms": "idle before the next step, ms",
     "idle_share": "idle share",
     "kernels_per_step": "kernels a step",
-    "launch_ms": "host: launching, ms",
+    "launch_ms": "host: launch, ms",
     "between_launches_ms": "host: between launches, ms",
 }
 
 
 def result_options(function: Any) -> Any:
-    """Where the answer goes, and how much of it."""
-    function = click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")(function)
-    return click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Lines of each table.")(function)
+    """Add the options of the output."""
+    function = click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the values to this JSON file.")(
+        function
+    )
+    return click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Number of rows per table.")(function)
 
 
-@click.group("profile", help="Where the time of a step goes: kernels, gaps, host.")
+@click.group("profile", help="Profile steps: kernels, gaps between them, host time.")
 def command() -> None:
     pass
 
 
-@config_command(help="Where the time of an engine's steps goes. The engine runs one workload in this process.")
+@config_command(help="Profile the steps of an engine in this process. It runs one workload.")
 @click.option("--workload", type=click.Choice(list(SHAPES)), default="batch8", show_default=True)
-@click.option("--requests", type=click.IntRange(min=1), help="Requests, instead of the workload's.")
-@click.option("--input-len", "input_len", type=click.IntRange(min=1), help="Prompt tokens, instead of the workload's.")
-@click.option("--output-len", "output_len", type=click.IntRange(min=1), help="Output tokens, instead of the workload's.")
-@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Steps to record.")
-@click.option("--skip", type=click.IntRange(min=0), default=0, show_default=True, help="Output tokens a request before the recording.")
-@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Keep the trace here (.json.gz, for Perfetto).")
+@click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: the workload's.")
+@click.option("--input-len", "input_len", type=click.IntRange(min=1), help="Prompt tokens per request. Default: the workload's.")
+@click.option("--output-len", "output_len", type=click.IntRange(min=1), help="Output tokens per request. Default: the workload's.")
+@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Number of steps to record.")
+@click.option("--skip", type=click.IntRange(min=0), default=0, show_default=True, help="Output tokens per request before recording starts.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write the trace to this .json.gz file, for Perfetto.")
 @result_options
 def offline(
     loaded: LoadedConfig, workload: str, steps: int, skip: int, trace: Path | None, out: Path | None, top: int, **lengths: int | None
@@ -70,7 +72,7 @@ def offline(
             if skip >= shape.output[1]:
                 raise ConfigError(f"--skip {skip} is not below the {shape.output[1]} output tokens of the workload's longest answer.")
             vocabulary = engine.info["vocab_size"]
-            _run(engine, jobs(shape, vocabulary, 0), None)  # what is compiled or allocated once is not what a step takes
+            _run(engine, jobs(shape, vocabulary, 0), None)  # a first run compiles and allocates
             recorded = _run(engine, jobs(shape, vocabulary, 1), (steps, skip))
             if trace is not None:
                 trace.write_bytes(recorded.read_bytes())
@@ -78,7 +80,8 @@ def offline(
 
 
 def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path:
-    """Run the jobs; with `record` (steps, tokens before them) -> the trace."""
+    """Run the jobs. `record`: (number of steps, output tokens before them). -> the trace, if
+    recorded."""
     from frame.core.interfaces.sampling_params import SamplingParams
 
     params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
@@ -97,11 +100,11 @@ def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path
     return Path(engine.control("stop_profile")["path"])
 
 
-@click.command(help="Where the time of a server's next steps goes. Serve it with --profile-dir.")
-@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="The server, or its listener for operators.")
-@click.option("--key", envvar="FRAME_ADMIN_KEY", help="The key for operators' routes.")
-@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Steps to record.")
-@click.option("--seconds", type=click.FloatRange(0, _LONGEST_WAIT), default=5.0, show_default=True, help="How long to wait for them.")
+@click.command(help="Profile the next steps of a server. The server needs --profile-dir.")
+@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="URL of the server or its admin listener.")
+@click.option("--key", envvar="FRAME_ADMIN_KEY", help="Admin key of the server.")
+@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Number of steps to record.")
+@click.option("--seconds", type=click.FloatRange(0, _LONGEST_WAIT), default=5.0, show_default=True, help="Seconds to wait for these steps.")
 @result_options
 def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
     import time
@@ -111,11 +114,13 @@ def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path
     _post(base_url, "/stop_profile", key, {})
     path = Path(str(found["path"]))
     if not path.exists():
-        raise click.ClickException(f"the trace is {path} on the server's machine; copy it here, and give it to `frame profile read`")
+        raise click.ClickException(
+            f"the trace is {path} on the server's machine; copy it to this machine and pass it to `frame profile read`"
+        )
     _answer(path, out, top, {"server": base_url})
 
 
-@click.command(help="Where the time of a trace's steps went. It is .json or .json.gz, recorded by frame.")
+@click.command(help="Summarise a recorded trace. TRACE: a .json or .json.gz file that frame wrote.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @result_options
 def read(trace: Path, out: Path | None, top: int) -> None:

@@ -1,5 +1,7 @@
-"""`frame serve`: resolve, start the processes, serve until a signal. Exit codes: 0 stopped, 1 a
-process died, 78 wrong configuration."""
+"""`frame serve`: resolves the configuration, starts the processes and serves until a signal.
+
+Exit codes: 0 stopped by a signal, 1 a process failed, 78 wrong configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import click
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
-HELP = "Serve a model over HTTP: the OpenAI API at /v1, the native one at /generate. Without arguments: the embedded frame-tiny."
+HELP = "Serve a model over HTTP: OpenAI API at /v1, native API at /generate. The default model is the embedded frame-tiny."
 
 
 @config_command(help=HELP)
@@ -20,7 +22,7 @@ def command(ctx: click.Context, loaded: LoadedConfig) -> None:
 
 
 def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker") -> int:
-    """Serve with children that run `module`; returns the exit code."""
+    """Serve with child processes that run `module`. -> exit code."""
     from frame.entrypoints import logs
     from frame.entrypoints.configuration.prepare import prepare
     from frame.entrypoints.http.server import configured_layout, serve, stop_while_starting
@@ -30,6 +32,6 @@ def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker"
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
         return serve(prepared, configured_layout(prepared.resolved, module), loaded.reread)
-    except RuntimeError as error:  # a child that ended during the start
+    except RuntimeError as error:  # a child process ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
         return 1

@@ -1,5 +1,6 @@
-"""What a configuration became, setting by setting: value, source, reason, and the plugins that were
-turned down. For display: secrets are hidden. Knows no command and no page.
+"""Explains a configuration: value, source, reason and rejected plugins of each setting.
+
+Used by `frame config` and the web page, so secrets are hidden. Must not know a command or a page.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ SECRETS = ("server.api_key", "server.admin_key")
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """`value` as YAML. `reason` is empty where the user left nothing open; `rejected` maps plugin
-    names to the reasons against them."""
+    """The explanation of one setting. value: in YAML. reason: why resolve chose the value; empty if
+    the user set it. rejected: plugin name -> reasons against it."""
 
     key: str
     value: str
@@ -32,7 +33,7 @@ class Explained:
 
 
 def explain(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> Explained:
-    """One setting; without `resolved`, only what the user said."""
+    """Explain one setting. `resolved` None: only the user's value."""
     shown = as_yaml(value_of(pinned(resolved) if resolved else loaded.config, key))
     if key in SECRETS and shown != "null":
         shown = "***"
@@ -41,8 +42,7 @@ def explain(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> Explai
 
 
 def explain_all(loaded: LoadedConfig, resolved: Resolved) -> list[Explained]:
-    """Every setting, in the order of the schema, each plugin's options after the table of
-    options."""
+    """Explain every setting in the order of the schema, then the options of the chosen plugins."""
     found = [explain(key, loaded, resolved) for key in by_key()]
     return found + list(options(loaded, resolved))
 
@@ -63,7 +63,7 @@ def value_of(config: FrameConfig, key: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """A value in one line of YAML."""
+    """A value as one line of YAML."""
     if value is None:
         return "null"
     value = list(value) if isinstance(value, tuple) else value

@@ -1,5 +1,5 @@
-"""The settings as a flat table (`cache.page_size`, its flag, its kind of value), read off the
-schema. Knows no source of values."""
+"""The settings as a flat table, read from the schema: key, flag, type and description. Must not
+know the sources of values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from frame.core.config.schema import Auto, FrameConfig
 
 OPTIONS_KEY = ("plugins", "options")
 
-# Flags whose name and sense differ from the field's: flag -> (setting, value that the bare flag
-# means, help).
+# Flags that set a fixed value of another setting: flag -> (setting, value, help).
 ALIASES: Mapping[str, tuple[str, Any, str]] = types.MappingProxyType(
-    {"disable-radix-cache": ("cache.prefix", "none", "Do not reuse the cache of equal prefixes (cache.prefix: none).")}
+    {"disable-radix-cache": ("cache.prefix", "none", "Disable the prefix cache (cache.prefix: none).")}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of the schema. `shape`: "switch" (true or false), "list", "table" or "value";
-    `choices` when it is one of few words; `is_optional`: it may be None; `is_open`: None is spelt
-    `auto` and left to `resolve`."""
+    """One field of the schema.
+
+    shape: "switch" (bool), "list", "table" or "value". choices: the allowed words, if the type is a
+    Literal. is_optional: None is allowed. is_open: None is written `auto` and resolved.
+    """
 
     key: str
     flag: str
@@ -44,7 +45,7 @@ class Setting:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """The names by which `Engine(...)` takes it."""
+        """The names of the setting as a keyword argument of `Engine(...)`."""
         return tuple(dict.fromkeys((self.flag.replace("-", "_"), self.key.replace(".", "_"))))
 
 
@@ -62,7 +63,7 @@ def by_key() -> dict[str, Setting]:
 
 
 def by_keyword() -> dict[str, Setting]:
-    """Settings by each of their `Engine(...)` keywords; flags go before long names."""
+    """Settings by `Engine(...)` keyword; a flag takes precedence over a long name."""
     found: dict[str, Setting] = {}
     for position in (0, 1):
         for setting in settings():
@@ -98,7 +99,7 @@ def _setting(section: str, name: str, field: FieldInfo) -> Setting:
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The alternatives of a type, through unions and Annotated."""
+    """The members of a type, through unions and Annotated."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _leaves(get_args(annotation)[0])

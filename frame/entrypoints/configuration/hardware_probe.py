@@ -1,5 +1,5 @@
-"""Finds out what the machine offers, without importing torch: /proc and /sys for the CPU, NVML for
-GPUs. Decides nothing."""
+"""Detects the hardware of this machine without importing torch: /proc and /sys for the CPU, NVML
+for GPUs. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ class NvmlMemory(ctypes.Structure):
 
 
 def probe(environ: Mapping[str, str] | None = None) -> Hardware:
-    """This machine. GPUs are listed when the driver shows them, CUDA_VISIBLE_DEVICES does not hide
-    them, and torch can use them. OMP_NUM_THREADS is the user's word on how many cores are ours: on
-    a shared machine more threads than that only wait for each other."""
+    """The hardware of this machine. GPUs are those that the driver lists, CUDA_VISIBLE_DEVICES does
+    not hide and the installed torch supports.
+
+    OMP_NUM_THREADS limits the number of cores: on a shared machine, more threads only slow each
+    other down.
+    """
     environ = os.environ if environ is None else environ
     accelerators, note = _gpus(environ)
     own = environ.get("OMP_NUM_THREADS", "")
@@ -38,7 +41,7 @@ def probe(environ: Mapping[str, str] | None = None) -> Hardware:
 
 
 def _cores() -> int:
-    """Physical cores that this process may run on, and no more than its cgroup's quota."""
+    """Physical cores that this process may use, limited by its cgroup's quota."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = {_read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu) for cpu in usable}
     quota = _read(_CGROUP / "cpu.max").split()
@@ -55,7 +58,7 @@ def _cpu_features() -> frozenset[str]:
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Accelerator, ...], str]:
-    """GPUs, or none and why those that are there cannot be used."""
+    """The GPUs, or none and the reason that existing ones cannot be used."""
     if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
         return (), ""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,7 +69,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Accelerator, ...], str]:
     try:
         return nvml_devices(ctypes.CDLL(_NVML), visible), ""
     except OSError as error:
-        return (), f"the NVIDIA driver does not answer: {error}"
+        return (), f"the NVIDIA driver does not respond: {error}"
 
 
 def _torch_is_cpu_only() -> bool:
@@ -77,8 +80,11 @@ def _torch_is_cpu_only() -> bool:
 
 
 def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
-    """The GPUs that NVML (the loaded library) lists and CUDA_VISIBLE_DEVICES (`visible`, None: not
-    set) leaves. Raises OSError when the driver does not answer."""
+    """The GPUs that NVML lists, filtered by CUDA_VISIBLE_DEVICES. Raises OSError if the driver does
+    not respond.
+
+    nvml: the loaded library. visible: the value of the variable; None: not set.
+    """
     _call(nvml.nvmlInit_v2)
     try:
         count = ctypes.c_uint()
@@ -102,7 +108,8 @@ def _nvml_device(nvml: Any, index: int) -> tuple[Accelerator, str]:
 
 
 def _visible(found: list[tuple[Accelerator, str]], visible: str | None) -> list[tuple[Accelerator, str]]:
-    """Indices or the starts of UUIDs; like CUDA, everything after a bad entry is dropped."""
+    """The devices that the indices or UUID prefixes in `visible` select. Like CUDA, drops
+    everything after an invalid entry."""
     if visible is None:
         return found
     kept: list[tuple[Accelerator, str]] = []

@@ -1,5 +1,5 @@
 """The JSON Schema of configuration files, with the options of every installed plugin, for editors
-and validators. Reads records only."""
+and validators. Reads plugin records only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config_schema(registry: Registry) -> dict[str, Any]:
 
 
 def _allow_auto(definitions: dict[str, Any]) -> None:
-    """`auto` may be written wherever a value may be left to `resolve`."""
+    """Allow `auto` for settings that resolve can choose."""
     for setting in settings():
         owner = _section(definitions, setting.path[0])["properties"][setting.path[1]]
         owner.pop("flag", None)
@@ -32,8 +32,8 @@ def _allow_auto(definitions: dict[str, Any]) -> None:
 
 
 def _name_plugins(definitions: dict[str, Any], registry: Registry) -> None:
-    """Editors complete installed plugins' names; others stay allowed, since a file may be for
-    another machine."""
+    """Add the names of installed plugins as examples, for completion. Other names stay valid, since
+    a file may be for another machine."""
     from frame.core.config.resolve_plugins import KEYS
 
     for kind, key in KEYS.items():

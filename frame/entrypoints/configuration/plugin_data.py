@@ -1,4 +1,4 @@
-"""A plugin's record as plain data, for JSON output and the page. Loads no plugin."""
+"""A plugin's record as plain data, for JSON output and the web page. Loads no plugin."""
 
 from __future__ import annotations
 

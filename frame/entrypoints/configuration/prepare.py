@@ -1,7 +1,7 @@
-"""From a configuration to a `Resolved` and the registry behind it: reads plugins, the checkpoint's
-facts and the machine, then resolves.
+"""`prepare`: resolves a configuration on this machine. It reads plugin records, the checkpoint's
+configuration and the hardware, and passes them to the pure function `resolve`.
 
-The one place where the pure solver meets the world; loads no plugin and no weight.
+Used by every command that starts or explains an engine. Loads no plugin and no weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What every process of a start needs: the resolved configuration and the plugins it was
-    resolved from. `sources` says where the user's values came from, for display."""
+    """The input of a start: resolved configuration, plugin registry, and the source of each user
+    value, for display."""
 
     resolved: Resolved
     registry: Registry
@@ -46,15 +46,16 @@ class Prepared:
 
 
 def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False) -> Prepared:
-    """Resolve `config` on this machine; `is_served`: HTTP and text processes run beside the engine.
+    """Resolve `config` on this machine. is_served: HTTP and text processes run beside the engine.
 
-    Raises ConfigurationError (CheckpointError, ResolveError, PluginError), text for the user.
+    Raises ConfigurationError (CheckpointError, ResolveError, PluginError) with a message for the
+    user.
     """
     if is_served:
         check_exposure(config.server)
-        read_cors(config.server)  # wrong origins end the start
+        read_cors(config.server)  # raises for invalid origins
     if OWN_DISTRIBUTION in config.plugins.deny:
-        raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; leave it out")
+        raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
     registry = registry_of(config)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
@@ -63,7 +64,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     model_config = replace(read_model_config(config.model.path), chat_template=_chat_template(config))
     read_policy(config.text.moderation_policy)
     if config.text.score_prompt is not None:
-        from frame.entrypoints.relevance import read_score_prompt  # imports numpy, which nothing else here needs
+        from frame.entrypoints.relevance import read_score_prompt  # imports numpy
 
         read_score_prompt(config.text.score_prompt)
     machine, records = replace(hardware or probe(), busy_cores=int(is_served)), registry.all_records()
@@ -90,8 +91,8 @@ def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationErr
 
 
 def _check_code(resolved: Resolved, registry: Registry) -> None:
-    """Raise CheckpointError where the checkpoint cannot be served without its Python code, which
-    may not run. Runs none."""
+    """Raise CheckpointError if the checkpoint needs its Python code, which
+    `model.trust_remote_code` does not allow. Runs none of it."""
     if resolved.user.model.trust_remote_code:
         return
     if resolved.tokenizer_path is not None:
@@ -102,13 +103,13 @@ def _check_code(resolved: Resolved, registry: Registry) -> None:
 
 
 def _chat_template(config: FrameConfig) -> str:
-    """The chat template's source; nothing where there is none. Raises ConfigurationError where it
-    cannot be read or is no template."""
+    """The source of the chat template; empty if there is none. Raises ConfigurationError if it
+    cannot be read or is invalid."""
     if config.model.skip_tokenizer_init:
         return ""
     folder = find_model(config.model.tokenizer or config.model.path)
     if not folder.is_dir():
-        raise ConfigError(f"model.tokenizer {config.model.tokenizer!r} is no folder; give one that holds a tokenizer.json")
+        raise ConfigError(f"model.tokenizer {config.model.tokenizer!r} is not a folder; name a folder with a tokenizer.json")
     named = config.text.chat_template
     source = read_template(named) if named else find_template(folder, read_settings(folder))
     if source:
@@ -117,5 +118,5 @@ def _chat_template(config: FrameConfig) -> str:
 
 
 def registry_of(config: FrameConfig) -> Registry:
-    """The plugins that `config` lets in."""
+    """The plugins that `config` allows."""
     return load_registry(allow=config.plugins.allow, deny=config.plugins.deny)

@@ -1,8 +1,8 @@
-"""Makes a `FrameConfig` of its sources, flag > environment > file > default, and remembers where
-each value came from.
+"""Builds a `FrameConfig` from its sources (flag > environment > file > default) and records the
+source of each value.
 
-Values go straight into the schema, never through a command line; unknown keys and wrong types are
-errors that name the place.
+Values are validated by the schema. Unknown keys and wrong types raise ConfigError with their place.
+Used by commands and `Engine`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Path = tuple[str, ...]  # ("cache", "page_size"), ("plugins", "options", "attent
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration and the source of each value that is no default: `cache.page_size` ->
-    "frame.yaml:3", "flag --page-size" …"""
+    """A configuration and the source of each value that is not a default: `cache.page_size` ->
+    "frame.yaml:3" or "flag --page-size"."""
 
     config: FrameConfig
     sources: Mapping[str, str] = field(default_factory=dict)
-    reread: Callable[[], LoadedConfig] | None = None  # the same sources as they are now; raises ConfigError
+    reread: Callable[[], LoadedConfig] | None = None  # loads the same sources again; raises ConfigError
 
     def source(self, key: str) -> str:
         """The source of the value of `key`; "default" if it is not set."""
@@ -49,10 +49,13 @@ def load_config(
     sets: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """The configuration of a command. `file` (else FRAME_CONFIG) is a YAML file; `flags` maps flag
-    names without dashes in front to their values (None: not given; text is parsed by the setting's
-    type); `sets` are `key=value` texts, stronger than flags. Raises ConfigError that names file and
-    line, variable or flag."""
+    """The configuration of a command. Raises ConfigError that names file and line, variable or
+    flag.
+
+    file: path of a YAML file; None: FRAME_CONFIG. flags: flag name without leading dashes -> value
+    (None: not given; text is parsed by the setting's type). sets: `key=value` texts, which override
+    flags.
+    """
     environ = os.environ if environ is None else environ
     layers = _Layers()
     path = file or environ.get(ENV_CONFIG)
@@ -65,9 +68,12 @@ def load_config(
 
 
 def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) -> LoadedConfig:
-    """The configuration of `Engine(...)`: flags in underscore form (`tp=2`), `section_field`
-    (`cache_page_size=16`), `"section.field"`, whole sections as dicts (`cache={"page_size": 16}`),
-    and `config="file.yaml"`; environment and file count as everywhere."""
+    """The configuration of `Engine(...)`.
+
+    Keywords are flags with underscores (`tp=2`), `section_field` (`cache_page_size=16`),
+    `"section.field"`, sections as dicts (`cache={"page_size": 16}`) and `config="file.yaml"`.
+    Environment and file apply as for commands.
+    """
     environ = os.environ if environ is None else environ
     layers = _Layers()
     path = keywords.pop("config", None) or environ.get(ENV_CONFIG)
@@ -84,7 +90,7 @@ def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) 
 
 
 class _Layers:
-    """Values by path; later ones replace earlier ones."""
+    """Values by path; later values replace earlier ones."""
 
     def __init__(self) -> None:
         self.values: dict[Path, Any] = {}
@@ -121,23 +127,23 @@ class _Layers:
 
 
 def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
-    """A file's sections, every key checked against the schema."""
+    """The settings of a file, with every key checked against the schema."""
     known = by_key()
     sections = {key.partition(".")[0] for key in known}
     for section, inside in root.value.items():
         if section not in sections:
             if section in known:
                 outer, _, inner = section.partition(".")
-                raise ConfigError(f"{inside.place}: {section} is written in one word; write {outer}: {{{inner}: …}}.")
+                raise ConfigError(f"{inside.place}: {section} is a dotted key; write {outer}: {{{inner}: …}}.")
             hint = did_you_mean(section, [*sections, *(s.key for s in known.values())])
             owner = next((s.key for s in known.values() if section in (s.path[1], s.keywords[0])), None)
-            remedy = f"; it belongs into a section: {owner}" if owner else hint or f"; sections: {', '.join(sorted(sections))}"
+            remedy = f"; write it in its section: {owner}" if owner else hint or f"; sections: {', '.join(sorted(sections))}"
             raise ConfigError(f"{inside.place}: unknown section {section!r}{remedy.rstrip('?')}{'?' if remedy.endswith('?') else '.'}")
         if inside.value is None:
             continue
         if not isinstance(inside.value, dict):
             remedy = f"; write {section}: {{path: {inside.value}}}" if section == "model" and isinstance(inside.value, str) else ""
-            raise ConfigError(f"{inside.place}: {section} is a section and holds settings, not {inside.value!r}{remedy}.")
+            raise ConfigError(f"{inside.place}: {section} must be a mapping of settings, not {inside.value!r}{remedy}.")
         for name, located in inside.value.items():
             setting = _known(f"{section}.{name}", known, located.place)
             if setting.path == OPTIONS_KEY:
@@ -147,20 +153,21 @@ def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
-    """`plugins.options`: plugin -> key -> value; kept apart by key, so that another source can
-    replace one of them."""
+    """The options of plugins, one value per key, so that another source can replace a single
+    key."""
     if not isinstance(located.value, dict):
-        raise ConfigError(f"{located.place}: plugins.options maps `kind/name` to that plugin's settings, it is not {located.value!r}.")
+        raise ConfigError(f"{located.place}: plugins.options must map `kind/name` to that plugin's settings, not be {located.value!r}.")
     for plugin, inside in located.value.items():
         if not isinstance(inside.value, dict):
-            raise ConfigError(f"{inside.place}: plugins.options.{plugin} holds that plugin's settings, not {inside.value!r}.")
+            raise ConfigError(f"{inside.place}: plugins.options.{plugin} must be a mapping of settings, not {inside.value!r}.")
         yield (*OPTIONS_KEY, plugin), {}, inside.place
         for key, value in inside.value.items():
             yield (*OPTIONS_KEY, plugin, key), plain(value), value.place
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, str]]:
-    """`FRAME_SECTION__FIELD`; names without the double underscore are not settings."""
+    """The settings in `FRAME_SECTION__FIELD` variables. Names without a double underscore are not
+    settings."""
     known = by_key()
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
@@ -201,7 +208,7 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _from_sets(sets: Sequence[str]) -> Iterator[tuple[Path, Any, str]]:
-    """`--set key=value`; also plugins' own settings:
+    """The settings in `--set key=value`, including plugin options:
     `plugins.options.attention_backend/x.splits=4`."""
     known = by_key()
     options = ".".join(OPTIONS_KEY) + "."
@@ -247,7 +254,7 @@ def _located(value: Any, place: str) -> Located:
 
 
 def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path, Any, str]]:
-    """A value that arrived as text, in the setting's own type."""
+    """A value given as text, parsed by the setting's type."""
     if setting.path == OPTIONS_KEY:
         yield from _options(_replace_place(parse_yaml(text, source), source))
     elif setting.shape == "list":
@@ -282,8 +289,8 @@ def _known(key: str, known: Mapping[str, Setting], place: str) -> Setting:
 
 
 def _typed(setting: Setting, value: Any, place: str) -> Any:
-    """Refuse a truth value where a number or a word is meant: pydantic would take `true` for 1."""
+    """Raise ConfigError for a bool where the type has none; pydantic would read `true` as 1."""
     if isinstance(value, bool) and bool not in setting.accepts:
         words = f"; it is one of {', '.join(setting.choices)}" if setting.choices else ""
-        raise ConfigError(f"{place}: {setting.key} is {str(value).lower()}; it is not a switch{words}. {setting.description}")
+        raise ConfigError(f"{place}: {setting.key} is {str(value).lower()}; it must not be true or false{words}. {setting.description}")
     return value

@@ -1,7 +1,7 @@
-"""Reads a YAML configuration file into values with their line numbers. Knows no schema.
+"""Reads a YAML configuration file into values with their line numbers. Must not know the schema.
 
-YAML 1.2 scalars: `off`, `yes` and `12:30` are words, only `true` and `false` are truth values. A
-key given twice is an error.
+Scalars follow YAML 1.2: only `true` and `false` are booleans; `off`, `yes` and `12:30` are strings.
+A duplicate key is an error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MOST_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A value and where it stands, `file:line`. `value` of a mapping is a dict of str -> Located,
-    others are plain."""
+    """A value and its place, `file:line`. A mapping is a dict of str -> Located; other values are
+    plain."""
 
     value: Any
     place: str
@@ -35,10 +35,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    """`010` is ten: only YAML 1.1 took it for eight."""
+    """An integer. `010` is 10; YAML 1.1 would read it as octal."""
     text = node.value
     if len(text) > _MOST_DIGITS:
-        raise ConfigError(f"the number has {len(text.lower().removeprefix('0x'))} digits; {_MOST_DIGITS} are read at most.")
+        raise ConfigError(f"the number has {len(text.lower().removeprefix('0x'))} digits; the maximum is {_MOST_DIGITS}.")
     return int(text, 16) if text.lower().startswith("0x") else int(text)
 
 
@@ -54,7 +54,7 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(path: str | Path) -> Located:
-    """The file's mapping. Raises ConfigError naming file and line."""
+    """The mapping of the file. Raises ConfigError that names file and line."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
@@ -71,10 +71,10 @@ def read_yaml(path: str | Path) -> Located:
 
 
 def parse_yaml(text: str, name: str) -> Located:
-    """YAML text, `name` standing for the file in places and errors."""
+    """Parse YAML text. `name` stands for the file in places and errors."""
     loader: _Loader | None = None
     if len(text.encode(errors="replace")) > _MOST_BYTES:
-        raise ConfigError(f"{name}: larger than {_MOST_BYTES} bytes, which no configuration needs.")
+        raise ConfigError(f"{name}: larger than {_MOST_BYTES} bytes, the maximum for a configuration.")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -84,7 +84,7 @@ def parse_yaml(text: str, name: str) -> Located:
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from None
-    except RecursionError:  # of the parser
+    except RecursionError:  # raised by the YAML parser
         raise ConfigError(f"{name}: nested more than {_MOST_DEPTH} deep.") from None
     finally:
         if loader is not None:
@@ -99,8 +99,8 @@ def plain(located: Located) -> Any:
 
 
 class _Reader:
-    """Makes values of one file's nodes. Aliases make one node part of many values, so values are
-    counted as they are made."""
+    """Builds values from the nodes of one file. Values are counted as they are built, because
+    aliases make one node part of many values."""
 
     def __init__(self, loader: _Loader, name: str) -> None:
         self._loader = loader
@@ -111,7 +111,7 @@ class _Reader:
         place = self._place(node)
         self._count += 1
         if self._count > _MOST_VALUES:
-            raise ConfigError(f"{place}: more than {_MOST_VALUES} values, those that aliases (*name) repeat counted each time.")
+            raise ConfigError(f"{place}: more than {_MOST_VALUES} values, including repetitions through aliases (*name).")
         if depth > _MOST_DEPTH:
             raise ConfigError(f"{place}: nested more than {_MOST_DEPTH} deep.")
         if isinstance(node, yaml.MappingNode):
@@ -131,7 +131,7 @@ class _Reader:
             if key is None:
                 raise ConfigError(f"{here}: a key must be a word.")
             if key == "<<":
-                raise ConfigError(f"{here}: merge keys (<<) are not read; write the settings out.")
+                raise ConfigError(f"{here}: merge keys (<<) are not supported; write the settings out.")
             if key in found:
                 raise ConfigError(f"{here}: the key {key!r} is given twice (first at {found[key].place}); keep one.")
             found[key] = Located(self.read(value_node, depth + 1).value, here)

@@ -54,7 +54,7 @@ def test_eval_of_a_server_and_in_process(server: RunningServer, checkpoint: Path
 def test_a_server_that_does_not_answer_is_one_sentence(command: list[str]) -> None:
     done = CliRunner().invoke(cli, [*command, "--base-url", "http://127.0.0.1:1"])
     assert done.exit_code == 1
-    assert "The server at http://127.0.0.1:1 does not answer" in done.output
+    assert "The server at http://127.0.0.1:1 does not respond" in done.output
     done = CliRunner().invoke(cli, [*command, "--base-url", "127.0.0.1:1"])
     assert "write http://127.0.0.1:1" in done.output
 

@@ -82,7 +82,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.jo
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (BOMB, r"x:\d: more than 10000 values, those that aliases \(\*name\) repeat counted each time"),
+        (BOMB, r"x:\d: more than 10000 values, including repetitions through aliases \(\*name\)"),
         ("a: " + "[" * 20_000, "nested more than 16 deep"),
         ("a: " + "{b: " * 5_000, "nested more than 16 deep"),
         ("a: &a [*a]", "nested more than 16 deep"),
