@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -69,8 +68,8 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
         "attention": Suite("attention_backend", f"{_HERE}.conformance_attention:suite"),
         "quantization": Suite("quantization_method", f"{_HERE}.conformance_quantization:suite"),
         "moe_runner": Suite("moe_runner", f"{_HERE}.conformance_moe:suite"),
-        "scheduling_policy": Suite("scheduling_policy", f"{_HERE}.conformance:scheduling_policy"),
-        "eviction_policy": Suite("eviction_policy", f"{_HERE}.conformance:eviction_policy"),
+        "scheduling_policy": Suite("scheduling_policy", f"{_HERE}.conformance_policies:scheduling_policy"),
+        "eviction_policy": Suite("eviction_policy", f"{_HERE}.conformance_eviction:eviction_policy"),
         "logits_processor": Suite("logits_processor", f"{_HERE}.conformance:logits_processor"),
         "tool_call_parser": Suite("tool_call_parser", f"{_HERE}.conformance_parsers:tool_call_parser"),
         "reasoning_parser": Suite("reasoning_parser", f"{_HERE}.conformance_parsers:reasoning_parser"),
@@ -98,26 +97,6 @@ def checks(family: str, subject: Subject) -> list[Check]:
     if not found:
         raise PluginError(f"No conformance check of {family!r} fits {subject.record.name!r} on {subject.setting.device}.")
     return found
-
-
-def scheduling_policy(subject: Subject) -> Iterable[Check]:
-    """`scheduling_policy/1`."""
-    from frame.testing.conformance_policies import check_scheduling_policy
-
-    return [Check(*check) for check in check_scheduling_policy(_constructor(subject))]
-
-
-def eviction_policy(subject: Subject) -> Iterable[Check]:
-    """`eviction_policy/1`."""
-    from frame.testing.conformance_policies import check_eviction_policy
-
-    return [Check(*check) for check in check_eviction_policy(_constructor(subject))]
-
-
-def _constructor(subject: Subject) -> Any:
-    """The plugin as it is constructed without further arguments: with its options, where its record
-    has some."""
-    return subject.target if subject.options is None else partial(subject.target, subject.options)
 
 
 def logits_processor(subject: Subject) -> Iterable[Check]:

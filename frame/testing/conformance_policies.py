@@ -1,61 +1,77 @@
-"""What every scheduling and eviction policy must do, as named checks. Run by the conformance option
-of the pytest plugin.
+"""The conformance suite of scheduling policies.
 
-Each check is (name, function without arguments) and raises AssertionError with a sentence; policies
-are classes, or what else makes one without arguments.
+Each check is a function without arguments that raises AssertionError with one sentence. Single
+calls come first, then simulations of long queues, then whole scheduler runs on `SchedulerRig`.
+Used by the conformance option of the pytest plugin. Must not know a policy by name.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
-from collections.abc import Callable, Iterator
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import fields
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import EvictionPolicy, Match
+from frame.core.interfaces.cache import Match
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.scheduling import policy_guard as guarded_policy
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.scheduler_rig import SchedulerRig
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
+EDGE_VIEWS = (SchedulerView(0.0, 0, 0, 0, 0, 1), SchedulerView(1e9, 10_000, 1 << 20, 0, 1 << 30, 128))
 VOCAB = 97
+CONTAINERS = (list, dict, set, deque, tuple, bytearray)
+WINDOW = 128  # waiting requests that the scheduler shows a policy at most
+MAX_SECONDS = 0.02  # of one `order` of a window; a step takes about as long
+MAX_WAIT = 200  # seconds that a request may wait while later ones are admitted
+BACKLOG, ADMITTED = 8, 2  # of the simulated queue: its length, and the requests admitted each second
+
+Make = Callable[[], SchedulingPolicy]
 
 
-class Check(NamedTuple):
-    """One law of an interface."""
-
-    name: str
-    run: Callable[[], None]
+def scheduling_policy(subject: Subject) -> Iterable[Check]:
+    """The suite of the kind `scheduling_policy`."""
+    return check_scheduling_policy(subject.target if subject.options is None else partial(subject.target, subject.options))
 
 
-def check_scheduling_policy(policy: Callable[[], SchedulingPolicy]) -> Iterator[Check]:
-    """The laws of `scheduling_policy/1`, then whole runs that must yield what an unconstrained run
-    yields."""
-    yield Check("order_is_a_permutation", partial(_order_is_a_permutation, policy))
-    yield Check("order_changes_nothing", partial(_order_changes_nothing, policy))
-    yield Check("order_of_nothing", partial(_order_of_nothing, policy))
-    yield Check("victim_is_never_the_oldest", partial(_victim_is_never_the_oldest, policy))
-    yield Check("preemption_has_no_cycle", partial(_preemption_has_no_cycle, policy))
+def check_scheduling_policy(policy: Make) -> Iterator[Check]:
+    """Single calls, simulated queues, then whole runs that must yield what an unconstrained run
+    yields. `policy` makes a new one."""
+    for check in (
+        order_is_a_permutation,
+        order_changes_nothing,
+        order_of_nothing,
+        order_takes_any_view,
+        order_is_fast,
+        order_starves_no_request,
+        victim_is_never_the_oldest,
+        preemption_has_no_cycle,
+        preemption_changes_nothing,
+        requests_are_not_kept,
+    ):
+        yield Check(check.__name__, partial(check, policy))
+    if policy().by_priority:
+        yield Check("priorities_are_kept", partial(priorities_are_kept, policy))
     for overlap in (False, True):
         for page_size in (1, 4):
             name = f"runs_{'overlapped' if overlap else 'plain'}_with_pages_of_{page_size}"
-            yield Check(name, partial(_runs, policy, page_size, overlap))
-
-
-def check_eviction_policy(policy: Callable[[], EvictionPolicy]) -> Iterator[Check]:
-    """The laws of `eviction_policy/1`, then a cache that lives on it."""
-    yield Check("key_is_an_ordered_tuple", partial(_key_is_an_ordered_tuple, policy))
-    yield Check("key_depends_on_the_node_alone", partial(_key_depends_on_the_node_alone, policy))
-    yield Check("cache_keeps_its_laws", partial(_cache_keeps_its_laws, policy))
+            yield Check(name, partial(runs, policy, page_size, overlap))
+    yield Check("a_busy_run_serves_the_oldest", partial(a_busy_run_serves_the_oldest, policy))
 
 
 def example_requests(count: int, seed: int = 0) -> list[Request]:
@@ -76,48 +92,187 @@ def example_requests(count: int, seed: int = 0) -> list[Request]:
     return found
 
 
-# scheduling ---------------------------------------------------------------------------------------
+# single calls -------------------------------------------------------------------------------------
 
 
-def _order_is_a_permutation(policy: Callable[[], SchedulingPolicy]) -> None:
+def order_is_a_permutation(policy: Make) -> None:
+    one = policy()
+    for turn, count in enumerate((50, 50, 1, WINDOW)):  # one policy orders window after window
+        waiting = example_requests(count, seed=turn)
+        given = list(waiting)
+        ordered = list(one.order(waiting, VIEW))
+        _require(len(ordered) == len(given), f"order returned {len(ordered)} of {len(given)} requests")
+        _require({id(r) for r in ordered} == {id(r) for r in given}, "order returned other requests than it was given")
+
+
+def order_changes_nothing(policy: Make) -> None:
     waiting = example_requests(50)
-    ordered = list(policy().order(waiting, VIEW))
-    _require(len(ordered) == len(waiting), f"order returned {len(ordered)} of {len(waiting)} requests")
-    _require({id(r) for r in ordered} == {id(r) for r in waiting}, "order returned other requests than it was given")
-
-
-def _order_changes_nothing(policy: Callable[[], SchedulingPolicy]) -> None:
-    waiting = example_requests(50)
-    before = [(id(r), r.state, r.slot, r.priority, r.num_tokens, r.arrival) for r in waiting]
+    before = _snapshot(waiting)
     list(policy().order(waiting, VIEW))
-    _require(before == [(id(r), r.state, r.slot, r.priority, r.num_tokens, r.arrival) for r in waiting], "order changed what it was given")
+    _require(before == _snapshot(waiting), "order changed the requests, or the sequence that holds them")
 
 
-def _order_of_nothing(policy: Callable[[], SchedulingPolicy]) -> None:
+def order_of_nothing(policy: Make) -> None:
     _require(not list(policy().order([], VIEW)), "order of no requests is not empty")
 
 
-def _victim_is_never_the_oldest(policy: Callable[[], SchedulingPolicy]) -> None:
+def order_takes_any_view(policy: Make) -> None:
+    """Views of an idle scheduler at its start, and of a full one after years."""
+    for view in EDGE_VIEWS:
+        waiting = example_requests(9)
+        _require(len(list(policy().order(waiting, view))) == 9, f"order loses requests with {view}")
+
+
+def order_is_fast(policy: Make) -> None:
+    one, waiting, taken = policy(), example_requests(WINDOW), []
+    for _ in range(4):
+        began = time.perf_counter()
+        list(one.order(waiting, VIEW))
+        taken.append(time.perf_counter() - began)
+        if taken[-1] < MAX_SECONDS:
+            return
+    raise AssertionError(f"order of {WINDOW} requests takes {min(taken) * 1e3:.0f} ms, and every step waits for it")
+
+
+def victim_is_never_the_oldest(policy: Make) -> None:
     for seed in range(20):
         running = example_requests(8, seed)
         for count in range(1, 9):
             victim = policy().select_victim(running[:count], VIEW)
-            _require(victim is not running[0], "select_victim named the oldest running request, so progress is not guaranteed")
-            _require(victim is None or any(victim is r for r in running[:count]), "select_victim named a request that is not running")
-            _require(count == 1 or victim is not None, f"select_victim named nobody out of {count} when pages ran out")
+            _require(victim is not running[0], "select_victim returned the oldest running request, so progress is not guaranteed")
+            _require(victim is None or any(victim is r for r in running[:count]), "select_victim returned a request that is not running")
+            _require(count == 1 or victim is not None, f"select_victim returned None for {count} requests when pages ran out")
 
 
-def _preemption_has_no_cycle(policy: Callable[[], SchedulingPolicy]) -> None:
+def preemption_has_no_cycle(policy: Make) -> None:
     requests = example_requests(30)
-    for one in requests:
-        for other in requests:
-            both = policy().can_preempt(one, other) and policy().can_preempt(other, one)
-            _require(not both, "two requests preempt each other, so neither would ever finish")
+    for one, other in product(requests, repeat=2):
+        both = policy().can_preempt(one, other) and policy().can_preempt(other, one)
+        _require(not both, "two requests may preempt each other, so neither would ever finish")
 
 
-def _runs(policy: Callable[[], SchedulingPolicy], page_size: int, overlap: bool) -> None:
+def preemption_changes_nothing(policy: Make) -> None:
+    running, waiting = example_requests(8), example_requests(8, seed=1)
+    before = _snapshot([*running, *waiting])
+    one = policy()
+    one.select_victim(running, VIEW)
+    for request in waiting:
+        one.can_preempt(request, running[-1])
+    _require(before == _snapshot([*running, *waiting]), "select_victim or can_preempt changed the requests, or their sequence")
+
+
+def priorities_are_kept(policy: Make) -> None:
+    """A policy that has the queue sorted by priority keeps that order, and preempts low priorities
+    for higher ones only."""
+    waiting = example_requests(40)
+    for request in waiting:
+        request.arrival = VIEW.now  # ageing has nothing to do
+    first = next(iter(policy().order(waiting, VIEW)))
+    highest = max(request.priority for request in waiting)
+    _require(first.priority == highest, f"order puts priority {first.priority} before {highest}, though `by_priority` is set")
+    victim = policy().select_victim(waiting, VIEW)
+    lowest = min(request.priority for request in waiting[1:])
+    _require(victim is not None and victim.priority == lowest, "select_victim spares a request of the lowest priority")
+    for one, other in product(waiting, repeat=2):
+        _require(one.priority >= other.priority or not policy().can_preempt(one, other), "can_preempt lets a lower priority preempt")
+
+
+def requests_are_not_kept(policy: Make) -> None:
+    """The memory of a policy does not grow with the requests that it has seen."""
+    one, requests, sizes = policy(), example_requests(64), []
+    for turn in range(60):
+        waiting = [_renamed(request, f"{turn}-{request.rid}", 64 * turn + request.index) for request in requests]
+        list(one.order(waiting, VIEW))
+        one.select_victim(waiting, VIEW)
+        for request in waiting[1:9]:
+            one.can_preempt(waiting[0], request)
+        if turn % 20 == 19:
+            sizes.append(_measure(one))
+    grows = sizes[0] + 20 <= sizes[1] and sizes[1] + 20 <= sizes[2]  # at least by one in each step
+    _require(not grows, f"the policy holds {sizes} elements after 20, 40 and 60 steps: it keeps what it has seen")
+
+
+# simulated queues ---------------------------------------------------------------------------------
+
+
+def order_starves_no_request(policy: Make) -> None:
+    """One request that differs from all others in some way waits in a queue that never empties."""
+    differs = (False, True)
+    priorities = (False,) if policy().by_priority else differs
+    for long_prompt, long_output, cached, low in product(differs, differs, differs, priorities):
+        odd, usual = (long_prompt, long_output, cached, -low), (not long_prompt, not long_output, not cached, 0)
+        waited = _simulate(policy(), odd, usual)
+        what = f"a {'long' if long_prompt else 'short'} prompt, {'many' if long_output else 'few'} output tokens"
+        what += f", {'a' if cached else 'no'} cached prefix{' and a low priority' if low else ''}"
+        _require(waited < MAX_WAIT, f"a request with {what} waits for {waited} s while later ones are admitted: see `late_first`")
+
+
+Shape = tuple[bool, bool, bool, int]
+
+
+def _simulate(policy: SchedulingPolicy, odd: Shape, usual: Shape) -> int:
+    """Seconds until the first request, of the shape `odd`, is admitted."""
+    waiting, number = [_shaped(0, 0.0, odd)], 1
+    for second in range(1, MAX_WAIT + 1):
+        while len(waiting) < BACKLOG:
+            waiting.append(_shaped(number, float(second), usual))
+            number += 1
+        view = SchedulerView(float(second), 3, 512, 7, 5, 4)
+        admitted = list(policy.order(list(waiting), view))[:ADMITTED]
+        if any(request.index == 0 for request in admitted):
+            return second
+        waiting = [request for request in waiting if not any(request is one for one in admitted)]
+    return MAX_WAIT
+
+
+def _shaped(index: int, arrival: float, shape: Shape) -> Request:
+    long_prompt, long_output, cached, priority = shape
+    prompt = np.full(80 if long_prompt else 8, 5, np.int32)
+    limit = len(prompt) + (90 if long_output else 9)
+    request = Request(f"r{index}", prompt, SamplingParams(), 0, index, arrival, arrival + 1e4, limit, priority=priority)
+    request.match = Match(8, np.array([1, 2], np.int32), None) if cached else Match(0, np.empty(0, np.int32), None)
+    return request
+
+
+# whole runs ---------------------------------------------------------------------------------------
+
+
+def runs(policy: Make, page_size: int, overlap: bool) -> None:
     rng = random.Random(page_size + overlap)
-    config = SchedulerConfig(
+    with _complaints() as found:
+        rig = SchedulerRig(_config(page_size, overlap), policy())
+        stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(4, 24))] for _ in range(4)]
+        for i in range(40):
+            params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=i)
+            rig.add(rng.choice(stems) + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 8))] + [i], params, priority=rng.randint(0, 2))
+            if rng.random() < 0.3:
+                rig.step()
+        rig.run()
+    _require(not found, found[0] if found else "")
+    if not rig.scheduler.get_load()["preempted"]:
+        raise SkipCheck("the pages never run out in this run, so no victim is asked for")
+
+
+def a_busy_run_serves_the_oldest(policy: Make) -> None:
+    """The first request finishes though more arrive all the time. A step takes a second."""
+    with _complaints() as found:
+        rig = SchedulerRig(_config(4, False), policy())
+        for i in range(5):
+            rig.add([i] * 12, SamplingParams(max_tokens=12, temperature=0.0))
+        oldest = rig.add([*range(30)], SamplingParams(max_tokens=20, temperature=0.0))
+        for i in range(MAX_WAIT):
+            rig.now += 1.0
+            if rig.scheduler.get_load()["waiting"] < BACKLOG:
+                rig.add([i % VOCAB, *range(i % 9)], SamplingParams(max_tokens=1 + i % 9, temperature=0.0))
+            rig.step()
+            if rig.requests[oldest].finish is not None:
+                break
+    _require(rig.requests[oldest].finish is not None, f"a request is not done after {MAX_WAIT} steps, though others come and go")
+    _require(not found, found[0] if found else "")
+
+
+def _config(page_size: int, overlap: bool) -> SchedulerConfig:
+    return SchedulerConfig(
         page_size=page_size,
         num_pages=1 + 64 // page_size,
         max_running=5,
@@ -126,14 +281,12 @@ def _runs(policy: Callable[[], SchedulingPolicy], page_size: int, overlap: bool)
         vocab_size=VOCAB,
         eos_ids=(3,),
         overlap=overlap,
+        growth_reserve=0,  # so that pages run out while requests grow, and the policy chooses victims
     )
-    with _complaints() as found:
-        _run(SchedulerRig(config, policy()), rng)
-    _require(not found, found[0] if found else "")
 
 
 class _Listener(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the messages of a log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +298,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
-    """What is said inside of a policy at fault, with which requests are served all the same."""
+    """The errors that the scheduler logs about a policy. It serves requests in spite of them."""
     listener = _Listener()
     guarded_policy.log.addHandler(listener)
     try:
@@ -154,67 +307,38 @@ def _complaints() -> Iterator[list[str]]:
         guarded_policy.log.removeHandler(listener)
 
 
-def _run(rig: SchedulerRig, rng: random.Random) -> None:
-    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(4, 24))] for _ in range(4)]
-    for i in range(40):
-        params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=i)
-        rig.add(rng.choice(stems) + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 8))] + [i], params, priority=rng.randint(0, 2))
-        if rng.random() < 0.3:
-            rig.step()
-    rig.run()
+# helpers ------------------------------------------------------------------------------------------
 
 
-# eviction -----------------------------------------------------------------------------------------
+def _snapshot(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+    """All fields of the requests, in order."""
+    return [(id(request), *(_value(getattr(request, field.name)) for field in fields(request))) for request in requests]
 
 
-@dataclass(slots=True)
-class ExampleNode:
-    """A leaf as an eviction policy sees it."""
-
-    last_access: int = 0
-    created: int = 0
-    hits: int = 0
-    priority: int = 0
+def _value(value: Any) -> Any:
+    return value.tobytes() if hasattr(value, "tobytes") else value if isinstance(value, int | float | str | tuple) else id(value)
 
 
-def _key_is_an_ordered_tuple(policy: Callable[[], EvictionPolicy]) -> None:
-    rng = random.Random(0)
-    keys = [policy().key(ExampleNode(*(rng.randint(0, 9) for _ in range(4)))) for _ in range(50)]
-    _require(all(isinstance(key, tuple) and key for key in keys), "key must return a tuple that is not empty")
-    _require(len({len(key) for key in keys}) == 1, "key must return tuples of one length, or they cannot be compared")
-    _require(all(value == value for key in keys for value in key), "key holds a value that is not a number")
-    sorted(keys)
+def _renamed(request: Request, rid: str, index: int) -> Request:
+    found = copy(request)
+    found.rid, found.index = rid, index
+    return found
 
 
-def _key_depends_on_the_node_alone(policy: Callable[[], EvictionPolicy]) -> None:
-    node, other = ExampleNode(5, 3, 2, 1), ExampleNode(9, 9, 9, 9)
-    one = policy()
-    first = one.key(node)
-    one.key(other)
-    _require(one.key(node) == first == policy().key(node), "key of an unchanged node changed: a heap cannot hold it")
-    _require(node == ExampleNode(5, 3, 2, 1), "key changed the node")
-
-
-def _cache_keeps_its_laws(policy: Callable[[], EvictionPolicy]) -> None:
-    rng = random.Random(0)
-    cache, next_page, locked = RadixCache(2, policy()), 1, []
-    for _ in range(300):
-        tokens = np.array([rng.randrange(3) for _ in range(rng.randint(2, 14))], np.int32)
-        pages = np.arange(next_page, next_page + len(tokens) // 2, dtype=np.int32)
-        next_page += len(pages)
-        handle = cache.insert(tokens, pages, priority=rng.randint(0, 3)).handle
-        if rng.random() < 0.3:
-            cache.lock(handle)
-            locked.append(handle)
-        if locked and rng.random() < 0.3:
-            cache.unlock(locked.pop(rng.randrange(len(locked))))
-        wanted = min(rng.randint(0, 4), cache.num_evictable)
-        _require(len(cache.evict(wanted)) == wanted, "evict freed another number of pages than it was asked for")
-        cache.check_integrity()
-    for handle in locked:
-        cache.unlock(handle)
-    cache.reset()
-    _require(cache.num_evictable == 0 and not sum(map(len, cache.audit())), "reset left pages in the cache")
+def _measure(policy: object, most: int = 100_000) -> int:
+    """Elements of the containers that a policy refers to, those of its class included."""
+    shared = [value for kind in type(policy).__mro__ for value in vars(kind).values() if isinstance(value, CONTAINERS)]
+    code = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType)
+    waiting: list[Any] = [policy, *shared]
+    seen: set[int] = set()
+    size = 0
+    while waiting and len(seen) < most:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, code):
+            seen.add(id(one))
+            size += len(one) if isinstance(one, CONTAINERS) else 0
+            waiting += gc.get_referents(one)
+    return size
 
 
 def _require(holds: bool, sentence: str) -> None:

@@ -8,7 +8,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
 REGISTRY = load_registry(installed=False)
-SMALL = ("quantization", "moe_runner", "eviction_policy", "logits_processor", "tool_call_parser", "reasoning_parser")
+SMALL = ("quantization", "moe_runner", "logits_processor", "tool_call_parser", "reasoning_parser")
 
 
 def _selectors() -> list[str]:

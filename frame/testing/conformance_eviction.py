@@ -1,0 +1,188 @@
+"""The conformance suite of eviction policies: keys of single nodes, then caches and scheduler runs
+that evict by them.
+
+Each check is a function without arguments that raises AssertionError with one sentence. Used by the
+conformance option of the pytest plugin. Must not know a policy by name.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from unittest import mock
+
+import numpy as np
+
+from frame.core.interfaces.cache import EvictionPolicy
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.scheduling.request import Request
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.testing.conformance import Check, Subject
+from frame.testing.scheduler_rig import SchedulerRig
+
+MAX_SECONDS = 1e-4  # of one key; a cache computes thousands in one eviction
+LATE = 1 << 40  # accesses of a cache that has run for years
+# Accesses before the example nodes, so that their clocks pass a limit of some number format.
+OFFSETS = (LATE, *(power - 40 for power in (10**4, 10**5, 10**6, 1 << 16, 1 << 24, 1 << 31, 1 << 32)))
+CLOCKS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns")
+
+Make = Callable[[], EvictionPolicy]
+
+
+@dataclass(slots=True)
+class ExampleNode:
+    """A leaf as an eviction policy sees it."""
+
+    last_access: int = 0
+    created: int = 0
+    hits: int = 0
+    priority: int = 0
+
+
+def eviction_policy(subject: Subject) -> Iterable[Check]:
+    """The suite of the kind `eviction_policy`."""
+    return check_eviction_policy(subject.target if subject.options is None else partial(subject.target, subject.options))
+
+
+def check_eviction_policy(policy: Make) -> Iterator[Check]:
+    """Keys, then a cache and a scheduler that use them. `policy` makes a new one."""
+    for check in (
+        key_is_an_ordered_tuple,
+        key_depends_on_the_node_alone,
+        key_follows_the_node,
+        key_is_the_same_at_any_time,
+        key_order_holds_for_a_late_clock,
+        key_is_fast,
+        cache_keeps_its_contract,
+        runs_with_few_pages,
+    ):
+        yield Check(check.__name__, partial(check, policy))
+
+
+def example_nodes(count: int = 50) -> list[ExampleNode]:
+    """Nodes as they occur (created before the last access), new ones and ones of negative priority
+    among them."""
+    rng = random.Random(0)
+    found = [ExampleNode(a, b, c, d) for a, b, c, d in product((0, 1), (0,), (0, 1), (-1, 0, 1))]
+    while len(found) < count:
+        created = rng.randint(0, 40)
+        found.append(ExampleNode(created + rng.randint(0, 40), created, rng.randint(0, 9), rng.randint(-3, 9)))
+    return found
+
+
+def key_is_an_ordered_tuple(policy: Make) -> None:
+    keys = [policy().key(node) for node in example_nodes()]
+    _require(all(isinstance(key, tuple) and key for key in keys), "key must return a tuple that is not empty")
+    _require(len({len(key) for key in keys}) == 1, "key must return tuples of one length, or they cannot be compared")
+    _require(all(isinstance(value, int | float | np.number | np.bool_) for key in keys for value in key), "key must hold numbers alone")
+    _require(all(bool(value == value) for key in keys for value in key), "key holds a value that is not a number")
+
+
+def key_depends_on_the_node_alone(policy: Make) -> None:
+    """The key of a node is the same after keys of other nodes, in another object, and for an equal
+    node; it changes no node."""
+    one, nodes = policy(), example_nodes()
+    first = [one.key(node) for node in nodes]
+    _require([one.key(node) for node in nodes] == first, "key of an unchanged node changed: a heap cannot hold it")
+    _require([policy().key(replace(node)) for node in reversed(nodes)] == first[::-1], "equal nodes have different keys")
+    _require(nodes == example_nodes(), "key changed the node")
+
+
+def key_follows_the_node(policy: Make) -> None:
+    """A node that was matched has the key of a node with its new fields."""
+    one, node = policy(), ExampleNode(5, 3, 2, 1)
+    one.key(node)
+    for change in ({"last_access": 9}, {"hits": 3}, {"priority": 4}, {"last_access": 12, "hits": 8}):
+        for name, value in change.items():
+            setattr(node, name, value)
+        _require(one.key(node) == policy().key(replace(node)), f"key of a node is stale after its {' and '.join(change)} changed")
+
+
+def key_is_the_same_at_any_time(policy: Make) -> None:
+    """No key depends on a clock: a heap holds keys of different times."""
+    node, one = ExampleNode(5, 3, 2, 1), policy()
+    first = one.key(node)
+    with ExitStack() as stack:
+        for name in CLOCKS:
+            stack.enter_context(mock.patch.object(time, name, lambda: LATE))
+        later = one.key(node)
+    _require(later == first, "key depends on the time of the call")
+
+
+def key_order_holds_for_a_late_clock(policy: Make) -> None:
+    """Nodes have the same order however many accesses the cache has had before."""
+    one, nodes = policy(), example_nodes()
+    early = [one.key(node) for node in nodes]
+    for offset in OFFSETS:
+        late = [one.key(replace(node, last_access=node.last_access + offset, created=node.created + offset)) for node in nodes]
+        for i, j in product(range(len(nodes)), repeat=2):
+            is_same = (early[i] < early[j]) == (late[i] < late[j])
+            _require(is_same, f"{nodes[i]} and {nodes[j]} change their order after {offset} accesses: the key rounds or wraps")
+
+
+def key_is_fast(policy: Make) -> None:
+    one, nodes, best = policy(), example_nodes(), 1.0
+    for _ in range(4):
+        began = time.perf_counter()
+        for node in nodes:
+            one.key(node)
+        best = min(best, (time.perf_counter() - began) / len(nodes))
+        if best < MAX_SECONDS:
+            return
+    raise AssertionError(f"key takes {best * 1e6:.0f} µs, and an eviction computes thousands")
+
+
+def cache_keeps_its_contract(policy: Make) -> None:
+    rng = random.Random(0)
+    cache, next_page, locked = RadixCache(2, policy()), 1, []
+    for _ in range(300):
+        tokens = np.array([rng.randrange(3) for _ in range(rng.randint(2, 14))], np.int32)
+        pages = np.arange(next_page, next_page + len(tokens) // 2, dtype=np.int32)
+        next_page += len(pages)
+        handle = cache.insert(tokens, pages, priority=rng.randint(0, 3)).handle
+        if rng.random() < 0.3:
+            cache.lock(handle)
+            locked.append(handle)
+        if locked and rng.random() < 0.3:
+            cache.unlock(locked.pop(rng.randrange(len(locked))))
+        wanted = min(rng.randint(0, 4), cache.num_evictable)
+        _require(len(cache.evict(wanted)) == wanted, "evict freed another number of pages than it was asked for")
+        cache.check_integrity()
+    for handle in locked:
+        cache.unlock(handle)
+    cache.reset()
+    _require(cache.num_evictable == 0 and not sum(map(len, cache.audit())), "reset left pages in the cache")
+
+
+def runs_with_few_pages(policy: Make) -> None:
+    """Requests whose prefixes do not all fit yield what an unconstrained run yields."""
+    rng = random.Random(0)
+    config = SchedulerConfig(page_size=2, num_pages=33, max_running=4, token_budget=12, max_context=60, vocab_size=97, eos_ids=(3,))
+    rig = SchedulerRig(config, _InOrder(), policy())
+    stems = [[rng.randrange(97) for _ in range(rng.randint(4, 24))] for _ in range(6)]
+    for i in range(30):
+        rig.add([*rng.choice(stems), i], SamplingParams(max_tokens=rng.randint(1, 12), temperature=0.0), priority=rng.randint(0, 2))
+        rig.step()
+    rig.run()
+
+
+class _InOrder(SchedulingPolicy):
+    """First come, first served."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def order(self, waiting: Iterable[Request], view: SchedulerView) -> Iterable[Request]:
+        return waiting
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(sentence)
