@@ -13,7 +13,7 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution.components import _capture_graphs
-from frame.core.execution.piecewise_graphs import PiecewiseGraphs, _borrowed, _met, piece_sizes
+from frame.core.execution.piecewise_graphs import PiecewiseGraphs, _borrowed, _intercepted, piece_sizes
 from frame.core.interfaces.sampling_params import SamplingParams
 from tests.core.greedy import NATIVE, greedy, make_case, make_loop, random_prompts, run
 
@@ -110,7 +110,7 @@ def test_layers_meet_the_backend_again_when_a_pass_has_failed(cases):
     loop = captured_loop(cases("Qwen3ForCausalLM"), 64)
     backend = loop.runner.context.attention
     method = backend.run
-    with pytest.raises(KeyError), _met(backend, lambda *_: 1 / 0):
+    with pytest.raises(KeyError), _intercepted(backend, lambda *_: 1 / 0):
         assert backend.run != method
         raise KeyError
     assert backend.run == method and "run" not in vars(backend)

@@ -1,2 +1,2 @@
-"""`frame bench`: seeded workloads, what runs them (an engine in this process, a server from
-outside), and what is made of the times."""
+"""`frame bench`: seeded workloads, clients that run them (an engine in this process, or a server
+over HTTP) and reports of the measured times."""

@@ -1,9 +1,8 @@
-"""Times attention backends on batches of one shape, beside the least that the machine could take:
-one layer, all rows in one call.
+"""Times attention backends on one layer and compares them with the roofline of the machine.
 
-For decodes the floor is the time to read the cached keys and values once; for extends that of their
-products. Backends are reached through the registry; batches are those of the conformance suites,
-filled on the device.
+The lower bound (floor) of a batch is the time to read its cached keys and values once or to compute
+their products, whichever is longer. Backends come from the registry, batches from the conformance
+suites.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ if TYPE_CHECKING:
     from frame.plugins.registry import Registry
 
 SPARE_PAGES = 5
-MOST_COPIES = 16  # of a batch, to go over more memory than caches hold
+MOST_COPIES = 16  # caches per batch, so that their data exceeds the hardware caches
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer on one rank. `rank` > 0: latent attention, with `head_dim` = nope + `rope`."""
+    """The attention of one layer on one rank. rank > 0: latent attention, with `head_dim` = nope +
+    `rope`."""
 
     heads: int
     kv_heads: int
@@ -47,15 +47,15 @@ class AttentionShape:
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> AttentionShape:
-        """A model's."""
+        """The shape of a model."""
         rank, rope = model_config.latent or (0, 0)
         return cls(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.v_head_dim, rank, rope)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`rows` requests of `context` cached tokens (a span: drawn evenly from it), of which `new` are
-    computed in the step; 0: a decode."""
+    """`rows` requests, each with `context` tokens (drawn uniformly from the range). new: tokens
+    that the step computes per row; 0: decode."""
 
     rows: int
     context: Span
@@ -77,7 +77,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBench:
-    """What does not change from batch to batch."""
+    """The parameters that all batches share."""
 
     registry: Registry
     shape: AttentionShape
@@ -87,14 +87,14 @@ class AttentionBench:
     page_size: int = 16
 
     def records(self, names: tuple[str, ...]) -> list[PluginRecord]:
-        """The backends by name; without names all that can be loaded."""
+        """The backends with these names; without names, all that can be loaded."""
         if names:
             return [self.registry.get("attention_backend", name) for name in names]
         return [record for record in self.registry.records("attention_backend") if not record.problems]
 
     def rows(self, record: PluginRecord, batches: list[Batch]) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Each batch with its figures, or with the sentence why this backend does not compute
-        it."""
+        """Measure each batch. -> (batch, values); `refused` has the reasons if the backend does not
+        support the batch."""
         for batch in batches:
             case = self._case(batch)
             reasons = record.capabilities.unsupported(requirements(case))
@@ -120,7 +120,8 @@ class AttentionBench:
 
 
 def figures(seconds: float, how: str, read: int, operations: float, ceilings: Ceilings) -> dict[str, Any]:
-    """A row: microseconds, rates, and how they stand to the floor of these bytes and operations."""
+    """The values of one row: time in microseconds, rates, and the ratio to the floor for these
+    bytes and operations."""
     floor = ceilings.seconds(read, operations)
     return {
         "microseconds": round(seconds * 1e6, 2),
@@ -134,30 +135,29 @@ def figures(seconds: float, how: str, read: int, operations: float, ceilings: Ce
 
 
 def parse_batches(phases: tuple[str, ...], rows: list[int], contexts: list[Span], new: int | None) -> list[Batch]:
-    """Every combination; extends compute `new` tokens after a prefix, or the whole (shortest)
-    context. Raises ConfigError."""
+    """All combinations. An extend computes `new` tokens per row, or the whole context if `new` is
+    None. Raises ConfigError."""
     shortest = min(low for low, _ in contexts)
     if new is not None and new > shortest:
-        raise ConfigError(f"--new {new} is more than the shortest context ({shortest}); new tokens are the last ones of a context.")
+        raise ConfigError(f"--new {new} is more than the shortest context ({shortest}); the new tokens are the last ones of a context.")
     return [
         Batch(count, context, 0 if phase == "decode" else new or context[0]) for phase in phases for context in contexts for count in rows
     ]
 
 
 def _cached_shapes(case: Case) -> list[tuple[int, ...]]:
-    """Of one token's cache."""
+    """The shapes of one token's cached tensors."""
     return [(case.rank + case.rope,)] if case.rank else [(case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
 
 
 def _pairs(rows: Rows) -> int:
-    """(query, key) pairs that a causal batch has."""
+    """The number of (query, key) pairs of a causal batch."""
     lengths, queries = rows.lengths, np.asarray(rows.queries)
     return int((queries * (2 * lengths - queries + 1)).sum()) // 2
 
 
 def _batch(backend: AttentionBackend, case: Case, timed_as_graph: bool) -> tuple[ForwardBatch, float]:
-    """The batch, with the plan that all layers of a step share but without a cache, and the seconds
-    of its `plan`."""
+    """The batch with its plan but without a KV cache, and the seconds that `plan` takes."""
     pages = lay_out(case.rows, case.page_size, np.random.default_rng(0), spare_pages=SPARE_PAGES)
     batch = forward_batch(case.rows, pages, PlainKVCache(case.page_size, []), case.device)
     backend.plan(batch)
@@ -170,7 +170,7 @@ def _batch(backend: AttentionBackend, case: Case, timed_as_graph: bool) -> tuple
 
 
 def _call(backend: AttentionBackend, case: Case, batch: ForwardBatch) -> Call:
-    """One `run` over a cache of its own."""
+    """A call of `run` with a KV cache of its own."""
     tokens = int(case.rows.starts[-1])
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Times calls on a device, and what the device reaches at best. Knows no backend.
+"""Times calls on a device, and measures the device's peak rates. Must not know a backend.
 
-Several calls on different data are timed in turn, so that none finds its data in a cache that a
-model's step would have emptied. On a GPU they are recorded once as a CUDA graph, which takes the
-host out of the figure, where that is possible.
+Several calls on different data run in turn, so that no call finds its data in a cache. On a GPU
+they are captured as a CUDA graph where possible, which excludes host time.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from frame.entrypoints.tools.bench.floors import Ceilings
 Call = Callable[[], Any]
 How = Literal["graph", "events", "host"]
 
-LARGER_THAN_CACHES = 256 << 20  # bytes of a GPU's data that calls in turn should go over
-_LEAST, _MOST = 5, 200  # rounds
+LARGER_THAN_CACHES = 256 << 20  # bytes of data that the calls in turn should cover on a GPU
+_LEAST, _MOST = 5, 200  # minimum and maximum number of rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of one call (the median over rounds), and how they were taken: replays of a CUDA
-    graph, events, or the host's clock."""
+    """Seconds of one call (median over rounds), and the method: replay of a CUDA graph, CUDA
+    events, or the host's clock."""
 
     seconds: float
     how: How
 
 
 class Clock:
-    """A device's stopwatch. `budget`: seconds for one figure."""
+    """Times calls on one device. budget: seconds per measurement."""
 
     def __init__(self, device: torch.device, budget: float = 0.3) -> None:
         self.device = device
         self._budget = budget
 
     def time(self, calls: Sequence[Call], graph: bool = True) -> Timed:
-        """One of `calls`, which are made in turn. Each is made once before, for what is compiled or
-        allocated then."""
+        """Time one call of `calls`, which run in turn. Each runs once before, to compile and
+        allocate."""
         for call in calls:
             call()
         self._wait()
@@ -55,8 +54,8 @@ class Clock:
         return Timed(self._by_events([recorded.replay]) / len(calls), "graph")
 
     def _recorded(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
-        """The calls as a graph; None when they cannot be captured (something waits for the device,
-        or takes memory elsewhere)."""
+        """The calls as a CUDA graph; None if they cannot be captured, because one synchronises or
+        allocates outside the graph's pool."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -98,8 +97,8 @@ class Clock:
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Read and copy bandwidth over memory that no cache holds, and the rate of a large dense
-    product."""
+    """Measure read and copy bandwidth on data larger than the caches, and the rate of a large
+    matrix product."""
     clock = Clock(device)
     read, copy = _bandwidths(clock)
     found = Ceilings(read, _operations(clock, dtype), copy)
@@ -109,18 +108,18 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def _bandwidths(clock: Clock) -> tuple[float, float]:
-    """Bytes/s read, and read and written."""
+    """(bytes/s read, bytes/s read plus written by a copy)."""
     is_gpu = clock.device.type == "cuda"
     source = torch.randint(0, 1 << 30, ((1 << 30) if is_gpu else (1 << 24),), dtype=torch.int32, device=clock.device)
     target = torch.empty_like(source)
     size = source.numel() * source.element_size()
     read = clock.time([lambda: source.sum(dtype=torch.int32) if is_gpu else source.max()])
-    copied = clock.time([lambda: target.copy_(source)], graph=False)  # a graph would leave the copy to a slower engine
+    copied = clock.time([lambda: target.copy_(source)], graph=False)  # in a graph, a slower copy engine would be used
     return size / read.seconds, 2 * size / copied.seconds
 
 
 def _operations(clock: Clock, dtype: torch.dtype) -> float:
-    """Operations/s of square products, of the size that suits the device best."""
+    """Operations/s of square matrix products, the maximum over a few sizes."""
     found = 0.0
     for width in (4096, 8192, 16384) if clock.device.type == "cuda" else (1024,):
         left, right = (torch.randn(width, width, device=clock.device, dtype=dtype) for _ in range(2))

@@ -1,8 +1,9 @@
-"""Times MoE runners on one layer's experts, beside the least that the machine could take.
+"""Times MoE runners on the experts of one layer and compares them with the roofline of the machine.
 
-The floor is the time to read the weights of the experts that a batch touches once, or that of the
-products. Runners are reached through the registry, weights are plain; routing is drawn, a new one
-for each call, so that weights come from memory and not from a cache.
+The lower bound (floor) of a batch is the time to read the weights of its selected experts once or
+to compute the products, whichever is longer. Runners come from the registry; weights are not
+quantized. Each call has another random routing, so that weights come from memory and not from a
+cache.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from frame.entrypoints.tools.bench.floors import Ceilings
     from frame.plugins.registry import Registry
 
-PLAIN = "none"  # the method for plain weights
-ROUTINGS = 8  # drawn for each number of tokens
+PLAIN = "none"  # quantization method of weights that are not quantized
+ROUTINGS = 8  # random routings per number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """One layer: `experts` of which a token uses `active`, each [hidden -> inner -> hidden] with a
-    gate."""
+    """The experts of one layer: a token selects `active` of `experts`, each a gated MLP [hidden ->
+    inner -> hidden]."""
 
     experts: int
     active: int
@@ -43,17 +44,17 @@ class ExpertShape:
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> ExpertShape:
-        """A model's. Raises ConfigError for one without experts."""
+        """The shape of a model. Raises ConfigError for a model without experts."""
         config = model_config.config
         inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
         if not model_config.num_experts or not inner:
-            raise ConfigError(f"{model_config.architecture} has no experts; name a model that has, or give --experts and sizes.")
+            raise ConfigError(f"{model_config.architecture} has no experts; name an MoE model, or pass --experts, --hidden and --inner.")
         return cls(model_config.num_experts, int(config.get("num_experts_per_tok") or 1), model_config.hidden_size, int(inner))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBench:
-    """What does not change from batch to batch."""
+    """The parameters that all batches share."""
 
     registry: Registry
     shape: ExpertShape
@@ -62,13 +63,13 @@ class ExpertBench:
     dtype: torch.dtype
 
     def records(self, names: tuple[str, ...]) -> list[PluginRecord]:
-        """The runners by name; without names all that can be loaded."""
+        """The runners with these names; without names, all that can be loaded."""
         if names:
             return [self.registry.get("moe_runner", name) for name in names]
         return [record for record in self.registry.records("moe_runner") if not record.problems]
 
     def layer(self) -> nn.Module:
-        """Random plain experts, as the method for plain weights keeps them."""
+        """A layer of experts with random weights that are not quantized."""
         shape, layer = self.shape, nn.Module()
         method = self.registry.load(self.registry.get("quantization_method", PLAIN))(None).experts("")
         with self.clock.device:
@@ -80,8 +81,8 @@ class ExpertBench:
         return layer
 
     def rows(self, record: PluginRecord, layer: nn.Module, counts: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each number of tokens with its figures, or with the sentence why this runner does not
-        compute it."""
+        """Measure each number of tokens. -> (number, values); `refused` has the reasons if the
+        runner does not support the layer."""
         device = self.clock.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."))

@@ -1,9 +1,9 @@
-"""The least time that a workload can take on a machine: bytes that must be read and operations that
-must be done, over its ceilings.
+"""Lower bounds of the time of a workload: bytes to read and operations to compute, divided by the
+peak rates of the machine.
 
-Decode is modelled step by step: every weight that a step touches and every cached token is read
-once, or the matrix operations take longer; prefill by its operations. Launches, sampling and the
-host cost nothing. Knows no engine; shapes come from a model's configuration.
+A decode step reads its weights and all cached tokens once or computes its matrix products,
+whichever takes longer; prefill counts operations only. Launches, sampling and host time count as 0.
+Must not know an engine; sizes come from a model's configuration.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from frame.core.interfaces.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a machine reaches at best: bytes/s read, operations/s of dense products (a
-    multiplication and an addition are two), and bytes/s read and written together, 0 where they
-    were not measured."""
+    """Peak rates of a machine. read: bytes/s. operations: operations/s of dense products (a
+    multiply-add counts as two). copy: bytes/s read plus written; 0: not measured."""
 
     read: float
     operations: float
     copy: float = 0.0
 
     def seconds(self, read: float, operations: float) -> float:
-        """Of work that reads and multiplies at once."""
+        """Lower bound of the time of work that reads and computes at the same time."""
         return max(read / self.read, operations / self.operations)
 
 
-H200 = Ceilings(4.39e12, 780e12, 4.28e12)  # one card, bf16, as measured: docs/performance.md
+H200 = Ceilings(4.39e12, 780e12, 4.28e12)  # one H200, bf16, measured: docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """`count` equal layers, in values of each: `dense`, the matrices that every token meets, and
-    `experts` of `expert` each, of which a token meets `active`."""
+    """`count` equal layers; sizes in values per layer. dense: matrices that every token uses.
+    experts: number of experts, each of `expert` values, of which a token uses `active`."""
 
     count: int
     dense: int
@@ -47,7 +46,7 @@ class LayerCost:
     active: int = 0
 
     def read(self, rows: int) -> float:
-        """Values of matrices that a step of `rows` tokens reads, where routing is even."""
+        """Values of matrices that a step of `rows` tokens reads, with uniform routing."""
         touched = self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0
         return self.count * (self.dense + touched * self.expert)
 
@@ -59,8 +58,11 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Sizes of one model, in values: its layers, the output matrix, a token's cache in all layers;
-    the operations of a query with a key in all layers; bytes of a weight and of a cached value."""
+    """Sizes of a model in values.
+
+    head: the output matrix. cached: one token's KV cache in all layers. pair: operations per
+    (query, key) pair in all layers. weight_bytes, cache_bytes: bytes per value.
+    """
 
     layers: tuple[LayerCost, ...]
     head: int
@@ -71,8 +73,8 @@ class ModelCost:
 
     @classmethod
     def of(cls, model_config: ModelConfig, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
-        """From a configuration; None for what this arithmetic does not know (encoders, windows,
-        unnamed sizes)."""
+        """The sizes of a model; None if they cannot be computed (encoders, sliding windows, unknown
+        configuration names)."""
         layers = _layers(model_config)
         if model_config.encoder or model_config.sliding_window is not None or layers is None:
             return None
@@ -91,22 +93,21 @@ class ModelCost:
         )
 
     def prefill(self, lengths: Sequence[int], cached: int = 0) -> float:
-        """Operations of computing prompts of these lengths of which the first `cached` tokens are
-        there already."""
+        """Operations to prefill prompts of these lengths, with the first `cached` tokens of each in
+        the KV cache."""
         matrices = 2 * sum(layers.met for layers in self.layers)
-        pairs = self.pair / 2  # a token sees, on average, half of its prompt
+        pairs = self.pair / 2  # causal: a token attends to half of its prompt on average
         return float(sum((n - cached) * matrices + 2 * self.head + pairs * (n * n - cached * cached) for n in lengths))
 
     def step(self, rows: int, tokens: float) -> tuple[float, float]:
-        """(bytes, operations) of one decode step of `rows` sequences that read `tokens` cached ones
-        in all."""
+        """(bytes, operations) of one decode step of `rows` sequences with `tokens` cached tokens in
+        total."""
         read = self.weight_bytes * (sum(layers.read(rows) for layers in self.layers) + self.head) + self.cache_bytes * tokens * self.cached
         return read, float(2 * rows * (sum(layers.met for layers in self.layers) + self.head))
 
 
 def _layers(model_config: ModelConfig) -> tuple[LayerCost, ...] | None:
-    """Dense layers and mixtures of experts; None where a size has another name than the usual
-    ones."""
+    """Dense and MoE layers; None if a size has an unknown configuration name."""
     config: dict[str, Any] = model_config.config
     hidden, attention = model_config.hidden_size, _attention(model_config)
     inner, of_expert = config.get("intermediate_size"), config.get("moe_intermediate_size")
@@ -130,7 +131,7 @@ def _layers(model_config: ModelConfig) -> tuple[LayerCost, ...] | None:
 
 
 def _attention(model_config: ModelConfig) -> int:
-    """Values of one layer's projections."""
+    """Values of one layer's attention projections."""
     hidden, queries, values = (
         model_config.hidden_size,
         model_config.num_heads * model_config.head_dim,
@@ -150,8 +151,8 @@ def _attention(model_config: ModelConfig) -> int:
 
 
 def floor_seconds(cost: ModelCost, ceilings: Ceilings, prompts: Sequence[int], outputs: Sequence[int], shared: int = 0) -> float:
-    """Of requests that all come at once, by lengths in tokens. The first `shared` tokens, common to
-    all prompts, are computed once, and read once a step."""
+    """Lower bound of the seconds for requests that arrive at once. prompts, outputs: lengths in
+    tokens. shared: length of the common prefix, which is computed once and read once per step."""
     operations = cost.prefill(prompts[:1]) + cost.prefill(prompts[1:], shared)
     ins, outs = np.asarray(prompts), np.asarray(outputs)
     seconds = operations / ceilings.operations

@@ -1,6 +1,8 @@
-"""An open-loop client: requests leave when they are due, whether or not earlier ones were answered.
-Speaks `/v1/completions` with token ids, which other servers of this API take too. Its own reader,
-since a general client spends more time on an event than a server does.
+"""An open-loop HTTP client: requests are sent at their arrival times, whether or not earlier ones
+have been answered.
+
+Sends token ids to `/v1/completions`, which other servers accept too. It parses responses itself,
+because general HTTP clients spend more time per event than a server.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from frame.entrypoints.tools.bench.summary import Timing
 from frame.entrypoints.tools.bench.workload import Job
 
 DONE = b"[DONE]"
-LONGEST = 600.0  # seconds that an answer may take
+LONGEST = 600.0  # timeout of a response in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go. `extra` is merged into each body."""
+    """The server under test. extra: fields that are merged into each request body."""
 
     base_url: str
     model: str
@@ -32,7 +34,7 @@ class Target:
     extra: dict[str, Any] | None = None
 
     def body(self, job: Job) -> bytes:
-        """A streamed completion of exactly `job.output` tokens, with its usage in the end."""
+        """A streamed completion of exactly `job.output` tokens that ends with the usage."""
         return msgspec.json.encode(
             {
                 "model": self.model,
@@ -48,8 +50,8 @@ class Target:
 
 
 class EventReader(asyncio.Protocol):
-    """One response: notes when events arrive, and the usage of the last. `done` is set when it is
-    over, whatever became of it."""
+    """Reads one response: records the arrival times of events, and the usage in the last one.
+    `done` is set at the end of the response or on an error."""
 
     def __init__(self, timing: Timing) -> None:
         self.done = asyncio.get_running_loop().create_future()
@@ -61,13 +63,13 @@ class EventReader(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(f"the response is no HTTP: {error}")
+            self._end(f"the response is not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end("the connection ended before the answer did")
+        self._end("the connection was closed before the response ended")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body, from the parser."""
+        """Called by the parser with a part of the body."""
         now = time.perf_counter()
         parts = (self._rest + body).split(b"\n\n")
         self._rest = parts.pop()
@@ -76,12 +78,12 @@ class EventReader(asyncio.Protocol):
                 self._event(part.removeprefix(b"data:").strip(), now)
 
     def on_message_complete(self) -> None:
-        """The end of the response, from the parser."""
+        """Called by the parser at the end of the response."""
         status = self._parser.get_status_code()
         if status != 200:
             self._end(f"{status}: {self._rest[:300].decode(errors='replace')}")
         else:
-            self._end("" if self._timing.tokens else "the answer has no usage, so its tokens are not known")
+            self._end("" if self._timing.tokens else "the response has no usage, so its number of tokens is unknown")
 
     def _event(self, data: bytes, now: float) -> None:
         if not data or data == DONE:
@@ -96,13 +98,13 @@ class EventReader(asyncio.Protocol):
 
     def _end(self, error: str) -> None:
         if not self.done.done():
-            self._timing.error = error or ("" if self._timing.events else "the answer is empty")
+            self._timing.error = error or ("" if self._timing.events else "the response is empty")
             self.done.set_result(None)
 
 
 async def run(target: Target, jobs: Sequence[Job], most_at_once: int | None = None) -> list[Timing]:
-    """Send every job when it is due, `most_at_once` at a time (None: no bound); one timing a
-    job."""
+    """Send every job at its arrival time. most_at_once: maximum number of concurrent requests;
+    None: no limit. -> one timing per job."""
     start = time.perf_counter()
     gate = asyncio.Semaphore(most_at_once or len(jobs))
     timings = [Timing(start + job.at, len(job.prompt)) for job in jobs]
@@ -114,7 +116,7 @@ async def run(target: Target, jobs: Sequence[Job], most_at_once: int | None = No
                 async with asyncio.timeout(LONGEST):
                     await _send(target, timing, request)
             except TimeoutError:
-                timing.error = f"no answer within {LONGEST:g} s"
+                timing.error = f"no response within {LONGEST:g} s"
             except OSError as error:
                 timing.error = f"cannot connect: {error.strerror or error}"
 

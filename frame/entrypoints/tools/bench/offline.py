@@ -1,5 +1,5 @@
-"""Runs a workload on an engine of this process, and sets its time beside the least that the machine
-could take. Knows no terminal."""
+"""Runs a workload on an engine in this process and computes the lower bound of its time. Used by
+`frame bench offline`; prints nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from frame.entrypoints.tools.bench.reference import Chosen
     from frame.entrypoints.tools.bench.workload import Job
 
-PLAIN = "none"  # the method for plain weights
+PLAIN = "none"  # quantization method of weights that are not quantized
 
 
 def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
-    """One run: seconds from the first request to the last token, and rates."""
+    """Run the jobs once. -> seconds from the first request to the last token, and rates."""
     params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
     started = time.perf_counter()
     outputs = engine.generate([job.prompt for job in wanted], params)
@@ -37,14 +37,14 @@ def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """What a model's workloads take at least under these ceilings."""
+    """Lower bounds of a model's workloads under these peak rates."""
 
     ceilings: Ceilings
     source: str
     cost: ModelCost
 
     def row(self, workload: Chosen, vocabulary: int, seconds: float) -> dict[str, float]:
-        """The figures to add to a workload's row."""
+        """The lower bound of a workload that took `seconds`, for its row."""
         wanted = workload.jobs(vocabulary, 0)
         floor = floor_seconds(
             self.cost, self.ceilings, [len(job.prompt) for job in wanted], [job.output for job in wanted], workload.shared
@@ -56,8 +56,8 @@ class Floors:
 
 
 def floors(config: FrameConfig, source: str) -> Floors | None:
-    """For the model and devices of a configuration; None for a model whose arithmetic is not known,
-    or whose weights are quantized. `source`: h200, or measured (now, while the device's memory is
+    """The lower bounds for the model and devices of a configuration; None for quantized weights or
+    a model of unknown sizes. source: "h200", or "measured" (measures now, while device memory is
     free)."""
     from frame.entrypoints.configuration.prepare import prepare
 
@@ -74,5 +74,5 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
         from frame.entrypoints.tools.bench.clock import measured_ceilings
 
         one = measured_ceilings(torch.device(resolved.device), getattr(torch, resolved.dtype))
-    ranks = resolved.user.parallel.tp if resolved.device == "cuda" else 1  # on the CPU they share one memory
+    ranks = resolved.user.parallel.tp if resolved.device == "cuda" else 1  # CPU ranks share one memory
     return Floors(Ceilings(one.read * ranks, one.operations * ranks, one.copy * ranks), source, cost)

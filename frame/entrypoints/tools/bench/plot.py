@@ -1,5 +1,5 @@
-"""A report of kernels as a picture: a group of bars a batch, a bar a plugin, its height the share
-of the floor. Needs matplotlib."""
+"""Plots a kernel report: a group of bars per batch, a bar per plugin; its height is the ratio of
+floor to time. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ FORMATS = (".png", ".svg")
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture. Raises ConfigError without matplotlib, or for another kind of file."""
+    """Write the plot to `path`. Raises ConfigError without matplotlib or for an unknown file
+    type."""
     if path.suffix not in FORMATS:
-        raise ConfigError(f"{path} is no kind of picture that is drawn; name it {' or '.join(FORMATS)}.")
+        raise ConfigError(f"{path} has no supported file type; use {' or '.join(FORMATS)}.")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("Pictures need matplotlib; install it: pip install 'frame-serve[bench]'.") from None
+        raise ConfigError("Plots need matplotlib; install it: pip install 'frame-serve[bench]'.") from None
     rows = [row for row in found["rows"].values() if "share_of_floor" in row]
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     names = list(dict.fromkeys(row["plugin"] for row in rows))

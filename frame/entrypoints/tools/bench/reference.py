@@ -1,7 +1,8 @@
-"""The six fixed workloads that figures of different engines are compared by, token for token:
-lengths and ids come from one seed, and every round shifts the ids, so that no prompt of one round
-is found in the cache of another. And the choice of a workload by its name, fixed or with changes.
-Knows neither engine nor server.
+"""The six reference workloads, which are identical for all engines, and the choice of workloads by
+name.
+
+Lengths and token ids come from one seed. Each round shifts the ids, so that its prompts are not in
+the prefix cache of an earlier round. Must not know an engine or a server.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Job, Shape, changed, jobs
 
-ALL = "all"  # the six of them
+ALL = "all"  # the name of all six reference workloads
 SEED = 0
-LOWEST, IDS = 10, 10_000  # the drawn ids: from LOWEST to IDS, both included; shifted ones from LOWEST on, IDS of them
-STRIDE = 17  # by which a round's ids are shifted against those of the round before
+LOWEST, IDS = 10, 10_000  # drawn ids: LOWEST to IDS, both inclusive; shifted ids: IDS values from LOWEST
+STRIDE = 17  # shift of the ids from round to round
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that all come at once. `shared` tokens stand in front of every prompt; `counts` says
-    which tokens are its figure."""
+    """Requests that arrive at once. shared: length of the common prefix. counts: whether prompt or
+    output tokens are its throughput."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -33,19 +34,19 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output together."""
+        """Tokens of the longest request, prompt plus output."""
         return max(len(prompt) + output for prompt, output in zip(self.prompts, self.outputs, strict=True))
 
     def jobs(self, vocab_size: int, number: int) -> list[Job]:
-        """The requests of round `number`, with ids that a vocabulary of this size has."""
+        """The requests of round `number`, with ids below `vocab_size`."""
         lowest, shift = min(LOWEST, vocab_size - 1), STRIDE * number + 1
         ids = min(IDS, vocab_size - lowest)
         prompts = [[(token + shift) % ids + lowest for token in prompt] for prompt in self.prompts]
         return [Job(prompt, output, 0.0, self.temperature) for prompt, output in zip(prompts, self.outputs, strict=True)]
 
     def shrunk(self, factor: int) -> Workload:
-        """The same shape for a small machine: a `factor` of the requests and of all lengths, at
-        least one of each."""
+        """The workload for a small machine: number of requests and lengths divided by `factor`, at
+        least 1."""
         count, shared = max(1, len(self.prompts) // factor), self.shared // factor
         tails = [prompt[self.shared :] for prompt in self.prompts[:count]]
         return replace(
@@ -62,7 +63,7 @@ def _mixed(tokens: Callable[[int], list[int]], rng: random.Random) -> Workload:
 
 
 def reference_workloads() -> Mapping[str, Workload]:
-    """All six by name. The order of the draws is part of what they are."""
+    """The six reference workloads by name. The order of random draws must not change."""
     rng = random.Random(SEED)
 
     def tokens(count: int) -> list[int]:
@@ -84,30 +85,30 @@ def reference_workloads() -> Mapping[str, Workload]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A workload that was asked for: one of the six as it stands, or drawn anew from a shape."""
+    """A selected workload: a reference workload, or one drawn from a shape."""
 
     shape: Shape
     fixed: Workload | None = None
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
+        """Tokens of the longest request, prompt plus output."""
         return self.shape.longest if self.fixed is None else self.fixed.longest
 
     @property
     def shared(self) -> int:
-        """Tokens that stand in front of every prompt; those of several groups are not counted."""
+        """Length of the prefix that all prompts share; 0 with several groups."""
         if self.fixed is not None:
             return self.fixed.shared
         return self.shape.shared if self.shape.groups == 1 else 0
 
     @property
     def counts(self) -> str:
-        """Which tokens are its figure: prompt or output."""
+        """Whether "prompt" or "output" tokens are its throughput."""
         return "output" if self.fixed is None else self.fixed.counts
 
     def jobs(self, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
-        """The requests; another seed has other tokens."""
+        """The requests; their token ids depend on the seed."""
         if self.fixed is None:
             return jobs(self.shape, vocab_size, seed, arrivals)
         found = self.fixed.jobs(vocab_size, seed)
@@ -116,7 +117,8 @@ class Chosen:
 
 
 def chosen(names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, Chosen]:
-    """Workloads by name; with a change (that is not None) one of the six is drawn anew."""
+    """Workloads by name. If a change is not None, reference workloads are drawn anew from their
+    shape."""
     fixed = reference_workloads()
     every = [each for name in names or ("mixed",) for each in (fixed if name == ALL else (name,))]
     is_changed = any(value is not None for value in changes.values())

@@ -1,5 +1,5 @@
-"""Reports: JSON with where the figures were taken, a table of them, and two reports side by side.
-Runs nothing."""
+"""Benchmark reports: JSON with a description of the machine, tables, and comparisons of two
+reports. Measures nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.configuration.hardware_probe import probe
 
 OWN = "frame-serve"
-# Figures of a table: path in a row -> title
+# Values of a table: path in a row -> title
 FIGURES: Mapping[str, str] = {
     "requests": "requests",
     "failed": "failed",
@@ -36,16 +36,16 @@ FIGURES: Mapping[str, str] = {
     "share_of_floor": "share of the floor",
 }
 FORMAT = 1
-KERNELS = ("attention", "moe")  # kinds of reports whose rows are a plugin's figures on a batch
+KERNELS = ("attention", "moe")  # report kinds with a row per plugin and batch
 
 
 def report(kind: str, rows: Mapping[str, dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """The whole result of one `frame bench`."""
+    """The report of one `frame bench` run."""
     return {"format": FORMAT, "kind": kind, "machine": machine(), **about, "rows": dict(rows)}
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what figures are taken."""
+    """The description of machine and software."""
     hardware = probe()
     return {
         "system": platform.platform(),
@@ -58,10 +58,10 @@ def machine() -> dict[str, Any]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Our own version, and those of the packages that we can use and that are there."""
+    """The versions of frame and its installed dependencies."""
     try:
         names = sorted({OWN, *(Requirement(line).name for line in requires(OWN) or ())})
-    except PackageNotFoundError:  # run from a folder
+    except PackageNotFoundError:  # frame is not installed
         return
     for name in names:
         with suppress(PackageNotFoundError):
@@ -69,8 +69,8 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """A column a row of the report, a line a figure that any of them has. Of kernels a line a batch
-    and a column a plugin; of a start a line a phase."""
+    """The report as a table: a column per row of the report, a line per value. Kernels: a line per
+    batch, a column per plugin. Start: a line per phase."""
     rows = found["rows"]
     if found["kind"] in KERNELS:
         return _kernels(found["kind"], rows)
@@ -88,7 +88,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 def _kernels(kind: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Microseconds, and the share of the floor."""
+    """Microseconds, and the ratio of floor to time."""
     names = list(dict.fromkeys(row["plugin"] for row in rows.values()))
     drawn = _empty(f"frame bench {kind}: µs (share of the floor)", ["floor, µs", *names])
     for batch in dict.fromkeys(row["batch"] for row in rows.values()):
@@ -114,8 +114,8 @@ def _comparison_by_line(first: Mapping[str, Any], second: Mapping[str, Any], nam
 
 
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """For each row that both have: the second's figures, and how they stand to the first's. Raises
-    ConfigError when there is none."""
+    """Compare the rows that both reports have: values of the second, and their ratios to the first.
+    Raises ConfigError if there is no such row."""
     names = [name for name in first["rows"] if name in second["rows"]]
     if not names:
         raise ConfigError("The two reports have no row in common; compare runs of the same workloads.")
@@ -138,20 +138,20 @@ def _empty(title: str, columns: Iterable[str]) -> Table:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A report from its file. Raises ConfigError."""
+    """Read a report. Raises ConfigError."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
     except ValueError:
-        raise ConfigError(f"{path} is no JSON; give a file that `frame bench … --json FILE` wrote.") from None
+        raise ConfigError(f"{path} is not JSON; pass a file that `frame bench … --json FILE` wrote.") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no report of this version of `frame bench`.")
+        raise ConfigError(f"{path} is not a report of this version of `frame bench`.")
     return found
 
 
 def figure(row: Mapping[str, Any], path: str) -> float | None:
-    """A figure by its dotted path; None when the row has none."""
+    """The value at a dotted path; None if the row has none."""
     value: Any = row
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -1,8 +1,8 @@
-"""Where a step's time went, from a trace: kernels, gaps between them, and the host. Knows neither
-files nor terminals.
+"""Summarises the steps of a trace: kernels, gaps between kernels, and host time. Must not know
+files or terminals.
 
-Steps of one kind (decode, extend, mixed) are one row. What is said of gaps holds for steps that
-follow each other and are of one size.
+Steps of one kind (decode, extend, mixed) are one row. Gaps are measured between consecutive steps
+of equal kind and size.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from frame.entrypoints.tools.bench.trace import Span, Step, Trace
 
-MOST = 40  # lines of a table; the rest is summed up
+MOST = 40  # lines of a table; the rest is one sum
 _LONGEST_NAME = 90
 _ARGUMENTS = re.compile(r"\(.*|<.*", re.DOTALL)
 
 
 def step_times(trace: Trace) -> dict[str, dict[str, Any]]:
-    """A row a kind of step: how long it takes, how much of that the device is idle and where,
-    kernels and host functions by time."""
+    """A row per kind of step: duration, idle time of the device, and kernels and host functions by
+    time."""
     rows: dict[str, dict[str, Any]] = {}
     for kind in ("decode", "mixed", "extend"):
         steps = [step for step in trace.steps if step.kind == kind and step.device]
@@ -40,7 +40,7 @@ def step_times(trace: Trace) -> dict[str, dict[str, Any]]:
 
 
 def _followed(steps: Sequence[Step], kind: str) -> Iterator[tuple[Step, Step]]:
-    """Steps with their successors, of one kind and size."""
+    """Pairs of consecutive steps of equal kind and size."""
     for step, after in itertools.pairwise(steps):
         is_next = after.number == step.number + 1 and step.kind == after.kind == kind and step.tokens == after.tokens
         if is_next and step.device and after.device:
@@ -48,8 +48,8 @@ def _followed(steps: Sequence[Step], kind: str) -> Iterator[tuple[Step, Step]]:
 
 
 def _times(steps: Sequence[Step], pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
-    """Medians in milliseconds. `period` is from the first kernel of a step to the first of the
-    next."""
+    """Medians in milliseconds. `period_ms` is the time from the first kernel of a step to the first
+    of the next."""
     found: dict[str, Any] = {
         "launch_ms": _median(step.end - step.start for step in steps),
         "device_ms": _median(_last(step) - step.device[0].start for step in steps),
@@ -69,9 +69,9 @@ def _times(steps: Sequence[Step], pairs: Sequence[tuple[Step, Step]]) -> dict[st
 
 
 def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Of spans in order of their start, the microseconds that each had the device to itself: one
-    that began while another ran (a programmatic dependent launch waits for it) counts from that
-    one's end."""
+    """The exclusive device time of each span, in microseconds. Spans are in order of their start; a
+    span that starts while another runs (programmatic dependent launch) counts from the end of the
+    other."""
     end = float("-inf")
     for span in spans:
         yield span, max(0.0, span.end - max(span.start, end))
@@ -79,13 +79,13 @@ def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
-    """By their own time: share of the steps' busy time, launches a step, mean, and mean with the
-    wait for the kernel before."""
+    """Kernels by exclusive time: share of the steps' busy time, launches per step, mean, and mean
+    including the wait for the kernel before."""
     own: dict[str, float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for step in steps:
-        # operators nest: their own time is what their parts leave. Kernels overlap at most
+        # operators nest, kernels only overlap
         spans = own_times(step.device) if has_gpu else self_times(step.host)
         for span, time in spans:
             name = short_name(span.name)
@@ -112,8 +112,8 @@ def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
 
 
 def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """The launching thread inside of its launches: operators and calls of CUDA by self time, and
-    what is neither (Python)."""
+    """The launching thread during launches: operators and CUDA calls by self time, and the
+    remainder (Python)."""
     own: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for step in steps:
@@ -121,7 +121,7 @@ def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
             own[span.name] += time
             counts[span.name] += 1
     launching = sum(step.end - step.start for step in steps)
-    own["Python and all that is not traced"] = launching - sum(own.values())
+    own["Python and untraced code"] = launching - sum(own.values())
     ordered = sorted(own, key=own.__getitem__, reverse=True)[:MOST]
     return [
         {
@@ -135,8 +135,8 @@ def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 
 def self_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Of spans that nest and come in order of their start, each with the microseconds that no span
-    within it takes."""
+    """The self time of each span, in microseconds: without the spans inside it. Spans nest and are
+    in order of their start."""
     open_spans: list[list[Any]] = []  # [span, its own time so far]
     for span in spans:
         while open_spans and open_spans[-1][0].end <= span.start:
@@ -149,10 +149,10 @@ def self_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def short_name(name: str) -> str:
-    """A kernel without its template's arguments and parameters, as far as something remains."""
+    """The name of a kernel without template arguments and parameters."""
     name = name.removeprefix("void ")
     bare = _ARGUMENTS.sub("", name)
-    if "elementwise" in bare or "reduce" in bare or "vectorized" in bare:  # all of torch's own have these names: the functor tells
+    if "elementwise" in bare or "reduce" in bare or "vectorized" in bare:  # torch's kernels share these names; the functor tells them apart
         functor = re.search(r"(\w*(?:Functor|Ops|_kernel_cuda|kernel_impl)\w*)", name[len(bare) :])
         bare = f"{bare} {functor.group(1)}" if functor else bare
     return (bare or name)[:_LONGEST_NAME]

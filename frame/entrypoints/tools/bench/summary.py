@@ -1,5 +1,5 @@
-"""From the times of single requests to a row of figures. Knows no engine, no server and no
-terminal."""
+"""Computes rates and percentiles from the timings of requests. Must not know an engine, a server or
+a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class Timing:
-    """One request, in seconds of one clock: when it was due, sent, and got something. `tokens` are
-    those of the answer."""
+    """The timing of one request, in seconds of one clock. due: arrival time. sent: time of sending.
+    events: times of received events. tokens: number of output tokens."""
 
     due: float
     prompt_tokens: int
@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def first_token(self) -> float:
-        """Seconds from when it was due: waiting for a free connection counts."""
+        """TTFT in seconds from the arrival time, so waiting for a connection counts."""
         return self.events[0] - self.due
 
     @property
@@ -35,20 +35,20 @@ class Timing:
 
     @property
     def between_tokens(self) -> float:
-        """Mean seconds from one token to the next; 0 for an answer of one token."""
+        """Mean ITL in seconds; 0 for an output of one token."""
         return (self.events[-1] - self.events[0]) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a good answer keeps to, in milliseconds; None: anything goes."""
+    """Latency goals in milliseconds; None: no goal."""
 
     first_token: float | None = None
     between_tokens: float | None = None
     end_to_end: float | None = None
 
     def is_met(self, timing: Timing) -> bool:
-        """Whether a request that succeeded was fast enough."""
+        """Whether a successful request meets all goals."""
         limits = (
             (self.first_token, timing.first_token),
             (self.between_tokens, timing.between_tokens),
@@ -58,8 +58,8 @@ class Objective:
 
 
 def row(timings: Sequence[Timing], objective: Objective | None = None) -> dict[str, Any]:
-    """Counts, rates over the time from the first due request to the last answer, and percentiles in
-    milliseconds."""
+    """Counts, rates and percentiles in milliseconds. Rates are over the time from the first arrival
+    to the last event."""
     done = [timing for timing in timings if not timing.error]
     errors = sorted({timing.error for timing in timings if timing.error})
     found: dict[str, Any] = {"requests": len(timings), "failed": len(timings) - len(done), "errors": errors[:5]}
@@ -86,7 +86,7 @@ def row(timings: Sequence[Timing], objective: Objective | None = None) -> dict[s
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds; empty for no values."""
+    """Mean and percentiles in milliseconds; empty without values."""
     if not len(seconds):
         return {}
     values = np.asarray(seconds) * 1e3

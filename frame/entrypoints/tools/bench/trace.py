@@ -1,9 +1,7 @@
-"""Reads a trace of torch's profiler (Chrome's format): steps, what the device ran for each, and
-what the host did. Judges nothing.
+"""Reads a trace of torch's profiler (Chrome format) into steps with their device and host spans.
 
-A kernel belongs to the step that launched it, which the number that it shares with its launching
-call tells; so a step that still runs while the next is launched is kept apart. In a trace without a
-GPU the operators of the CPU take the kernels' place.
+A kernel belongs to the step that launched it, found by correlation id; steps that overlap are
+therefore separate. In a trace without a GPU, CPU operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _LABEL = re.compile(r"step (\d+): (\d+) decodes of (\d+) rows, (\d+) tokens$")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time; microseconds of the trace's clock."""
+    """A time span, in microseconds of the trace's clock."""
 
     name: str
     start: float
@@ -36,8 +34,8 @@ class Span:
 
 @dataclass(slots=True)
 class Step:
-    """One step: when the host launched it, the device's spans in order, and the host's own
-    (operators and calls, innermost and outer)."""
+    """One step: its launch on the host (start, end), and the spans of device and host in order.
+    Host spans nest."""
 
     number: int
     decodes: int
@@ -50,7 +48,7 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """decode, extend or mixed."""
+        """ "decode", "extend" or "mixed"."""
         if self.decodes == self.rows:
             return "decode"
         return "mixed" if self.decodes else "extend"
@@ -58,8 +56,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording. `has_gpu`: the device's spans are a GPU's; `strays` were launched by no step
-    that was recorded."""
+    """The steps of a trace. has_gpu: device spans are kernels of a GPU. strays: number of kernels
+    that no recorded step launched."""
 
     steps: list[Step]
     has_gpu: bool
@@ -67,11 +65,11 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises ConfigError for a file that is no trace, or one without steps."""
+    """Read a trace. Raises ConfigError for a file that is not a trace or has no steps."""
     events = [event for event in _events(path) if event.get("ph") == "X" and "dur" in event]
     steps, thread = _steps(events)
     if not steps:
-        raise ConfigError(f"{path} has no steps of frame in it; record one with `frame profile offline`, or with /start_profile.")
+        raise ConfigError(f"{path} has no steps of frame; record one with `frame profile offline`, or with /start_profile.")
     starts = [step.start for step in steps]
     has_gpu = any(event.get("cat") in _DEVICE for event in events)
     calls = {}
@@ -94,7 +92,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _assign(steps: Sequence[Step], starts: Sequence[float], kernels: Iterable[Span], calls: Mapping[int, Span]) -> int:
-    """Assign each kernel to its step; returns how many belong to none."""
+    """Assign each kernel to its step. -> number of kernels without a step."""
     strays = 0
     for kernel in kernels:
         call = calls.get(kernel.correlation) if kernel.correlation is not None else None
@@ -139,7 +137,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def outermost(spans: Iterable[Span]) -> list[Span]:
-    """Those within no other, of spans that nest and come in order of their start."""
+    """The spans that are inside no other span. Spans nest and are in order of their start."""
     found: list[Span] = []
     for span in spans:
         if not found or span.start >= found[-1].end:

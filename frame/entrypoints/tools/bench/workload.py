@@ -1,5 +1,5 @@
-"""Workloads: prompts, output lengths and times of arrival, all from a seed. Knows neither engine
-nor server."""
+"""Seeded workloads: prompts, output lengths and arrival times. Must not know an engine or a
+server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-Span = tuple[int, int]  # from, to; both included
+Span = tuple[int, int]  # minimum, maximum (inclusive)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a workload is made of. Lengths are in tokens, drawn evenly from their span; `shared`
-    tokens stand in front of every prompt of a group, and requests are dealt to `groups` in turn."""
+    """The parameters of a workload. Lengths are in tokens, drawn uniformly from their range.
+    shared: length of the prefix that the prompts of a group share. groups: number of groups;
+    requests are assigned in turn."""
 
     requests: int
     input: Span
@@ -26,15 +27,14 @@ class Shape:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output together."""
+        """Tokens of the longest request, prompt plus output."""
         return self.shared + self.input[1] + self.output[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come: `rate` a second on average (infinite: all at once). The gaps are gamma
-    distributed: with `burstiness` 1 a Poisson process, below it bursts, above it an ever more even
-    flow."""
+    """Arrival times. rate: mean requests per second; infinite: all at once. Gaps are gamma
+    distributed; burstiness 1: Poisson process, below 1: bursts, above 1: more even."""
 
     rate: float = math.inf
     burstiness: float = 1.0
@@ -73,24 +73,24 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 def span(text: str) -> Span:
-    """`128` or `32:256`. Raises ValueError."""
+    """Parse a length `128` or a range `32:256`. Raises ValueError."""
     low, _, high = text.partition(":")
     found = int(low), int(high or low)
     if not 1 <= found[0] <= found[1]:
-        raise ValueError(f"{text!r} is no span of lengths; write 128, or 32:256")
+        raise ValueError(f"{text!r} is not a range of lengths; write 128 or 32:256")
     return found
 
 
 def changed(shape: Shape, **changes: object) -> Shape:
-    """The shape with every change that is not None."""
+    """The shape with the changes that are not None."""
     return replace(shape, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
 
 def jobs(shape: Shape, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
-    """The requests. Another seed has other tokens, so that no prompt of one round is found in the
-    cache of another."""
+    """The requests. Token ids depend on the seed, so that prompts of one round are not in the
+    prefix cache of another."""
     rng = random.Random(seed)
-    first = min(10, vocab_size - 1)  # the lowest ids are often special
+    first = min(10, vocab_size - 1)  # the lowest ids are often special tokens
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(first, vocab_size) for _ in range(count)]

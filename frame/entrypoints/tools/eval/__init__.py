@@ -1,4 +1,4 @@
-"""The accuracy check: seeded tasks, scoring, and evaluation of any backend (`frame eval`)."""
+"""`frame eval`: seeded tasks, scoring, and the evaluation of a backend."""
 
 from frame.entrypoints.tools.eval.evaluate import EvalBackend, Outcome, Report, Score, evaluate
 from frame.entrypoints.tools.eval.tasks import TASKS, Example, Message, make_example, make_examples

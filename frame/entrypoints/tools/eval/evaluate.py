@@ -1,8 +1,7 @@
-"""Accuracy of any server or engine on the evaluation tasks.
+"""Evaluates a server or an engine on the seeded tasks: `evaluate` asks an `EvalBackend` and returns
+a `Report` of scores by task, and of recall by context length.
 
-`evaluate` asks a backend, through two small methods, for the answers to seeded examples, with
-bounded concurrency, and returns a `Report`: score by task, and for recall by context length. It
-knows no HTTP, no engine and no tokenizer.
+Used by `frame eval`. Must not know HTTP, an engine or a tokenizer.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from frame.entrypoints.tools.eval.tasks import RECALL_BUCKETS, TASKS, Example, M
 
 
 class EvalBackend(Protocol):
-    """What can be evaluated. Both methods answer greedily (temperature 0) and return text without
+    """The interface of evaluated models. Both methods sample greedily and return text without
     special tokens."""
 
     async def complete_chat(self, messages: Sequence[Message], max_tokens: int) -> str:
@@ -30,7 +29,7 @@ class EvalBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One example with what the backend answered; `error` is empty unless the request failed."""
+    """One example and the answer. error: the failure of the request, or empty."""
 
     example: Example
     answer: str
@@ -40,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Right answers among all of one kind."""
+    """The number of correct answers of one task or context length."""
 
     name: str
     samples: int
@@ -49,14 +48,13 @@ class Score:
 
     @property
     def rate(self) -> float:
-        """The share of right answers, 0 to 1."""
+        """Ratio of correct answers, 0 to 1."""
         return self.correct / self.samples if self.samples else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of one evaluation: by task, recall by context tokens, and the wrong answers
-    themselves."""
+    """The result of an evaluation: scores by task, recall by context tokens, and all outcomes."""
 
     seed: int
     seconds: float
@@ -65,11 +63,11 @@ class Report:
     outcomes: list[Outcome] = field(repr=False)
 
     def score(self, task: str) -> float:
-        """The share of right answers of `task`, 0 to 1."""
+        """Ratio of correct answers of `task`, 0 to 1."""
         return next(score.rate for score in self.tasks if score.name == task)
 
     def failures(self, task: str | None = None) -> list[Outcome]:
-        """What went wrong, of one task or of all."""
+        """The outcomes that are not correct, of one task or of all."""
         return [item for item in self.outcomes if not item.correct and task in (None, item.example.task)]
 
     def to_json(self) -> dict[str, object]:
@@ -82,7 +80,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """The scores as a table for people."""
+        """The scores as a table in text."""
         lines = [f"{'task':<22}{'exact':>8}{'samples':>9}{'errors':>8}"]
         for score in self.tasks:
             lines.append(_table_line(score.name, score))
@@ -122,7 +120,7 @@ async def _answer(backend: EvalBackend, example: Example, gate: asyncio.Semaphor
                 answer = await backend.complete_chat(example.messages, example.max_tokens)
             else:
                 answer = await backend.complete(example.prompt, example.max_tokens)
-        except Exception as error:  # noqa: BLE001 — whatever a backend raises is a failed request, counted and shown
+        except Exception as error:  # noqa: BLE001 - any exception of a backend counts as a failed request
             return Outcome(example, "", False, f"{type(error).__name__}: {error}")
     return Outcome(example, answer, is_correct(example, answer))
 
@@ -136,8 +134,7 @@ async def evaluate(
 ) -> Report:
     """Ask `samples` examples of each task, at most `concurrency` at a time, and score the answers.
 
-    The same tasks, samples and seed are the same questions on every machine. A request that raises
-    counts as wrong.
+    The examples depend only on tasks, samples and seed. A failed request counts as not correct.
     """
     examples = [example for task in tasks for example in make_examples(task, samples, seed)]
     gate = asyncio.Semaphore(concurrency)

@@ -1,8 +1,5 @@
-"""Evaluation of a server over its OpenAI-compatible HTTP interface.
-
-It asks `/v1/chat/completions` and `/v1/completions` greedily, without streaming. It knows the wire
-format and no task.
-"""
+"""Evaluates a server over its OpenAI-compatible API, with greedy requests to `/v1/chat/completions`
+and `/v1/completions`. Must not know a task."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,7 +11,7 @@ from frame.entrypoints.tools.eval.tasks import Message
 
 
 class HttpBackend:
-    """An `EvalBackend` for `base_url` (with or without `/v1`); use it as an async context
+    """An `EvalBackend` for the server at `base_url` (with or without `/v1`); an async context
     manager."""
 
     def __init__(

@@ -1,10 +1,9 @@
-"""How an answer becomes right or wrong.
+"""Scores answers.
 
-Chat tasks: the answer, stripped of white space around it, equals the expected text. Python
-completions: prompt and completion together are cut at the last line end. While Python's parser then
-says that the text is no error but an incomplete program (an open bracket or string, a header
-without its block), its last line is dropped. The rest must parse as `ast.parse` does, and hold at
-least one line of the completion. Pure Python; knows no backend.
+Chat tasks: the answer without surrounding white space equals the expected text. Python completions:
+prompt and completion are cut at the last line end; while the parser reports an incomplete program
+(an open bracket or string, a header without a block), the last line is dropped. The rest must parse
+and contain at least one line of the completion. Must not know a backend.
 """
 
 import ast
@@ -12,7 +11,7 @@ import warnings
 
 from frame.entrypoints.tools.eval.tasks import Example
 
-_ALLOW_INCOMPLETE_INPUT = 0x4000  # CPython's flag of that name; only the undocumented part of `codeop` exports it
+_ALLOW_INCOMPLETE_INPUT = 0x4000  # CPython's flag of that name, which only `codeop` exports, undocumented
 _PARSE_ONLY = ast.PyCF_ONLY_AST | _ALLOW_INCOMPLETE_INPUT
 
 
@@ -24,8 +23,7 @@ def is_correct(example: Example, answer: str) -> bool:
 
 
 def python_parses(prompt: str, completion: str) -> bool:
-    """Whether prompt and completion are the beginning of a valid Python file, by the rule of this
-    module."""
+    """Whether prompt and completion are the beginning of a valid Python file, as defined above."""
     lines = (prompt + completion).split("\n")[:-1]
     while True:
         text = "\n".join([*lines, ""])
@@ -42,7 +40,7 @@ def python_parses(prompt: str, completion: str) -> bool:
 def _syntax_error(text: str) -> str | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an unknown escape in a string is no syntax error
+            warnings.simplefilter("ignore")  # an unknown escape in a string is not a syntax error
             compile(text, "completion", "exec", flags=_PARSE_ONLY, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return str(error) or type(error).__name__

@@ -1,13 +1,13 @@
 """Seeded generators of the evaluation tasks: recall, copy, reverse, sort, sum and Python
 completion.
 
-Every example is a pure function of (task, seed, index, split). The split keeps training and
-evaluation apart: an example's identity (the asked key, the multiset of items, the unordered pair of
-addends) is hashed, one tenth of all identities belongs to `eval` and never appears as a training
-question. Distractor lines of a recall list belong to either split.
+Each example depends only on (task, seed, index, split). The hash of an example's identity (the
+queried key, the multiset of items, the unordered pair of addends) assigns it to a split: one tenth
+belongs to `eval` and is never a training question. Other lines of a recall list belong to either
+split.
 
-Pure Python: this module knows no tokenizer and no model. Context lengths are therefore estimates
-(`estimate_tokens`) made to fit frame-tiny's tokenizer; another tokenizer will count otherwise.
+Context lengths are estimates for frame-tiny's tokenizer (`estimate_tokens`). Must not know a
+tokenizer or a model.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _TOKEN_RUNS = re.compile(r"[A-Za-z]+|[0-9]|\s+|[^\sA-Za-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and its only right answer; `identity` decides the split."""
+    """One question and its only correct answer; `identity` decides the split."""
 
     question: str
     answer: str
@@ -53,8 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One request of an evaluation: chat `messages` with an `expected` answer, or a text `prompt`
-    to continue."""
+    """One request: chat `messages` with the `expected` answer, or a text `prompt` to complete."""
 
     task: str
     messages: tuple[Message, ...]
@@ -65,8 +64,8 @@ class Example:
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens frame-tiny's tokenizer makes of task text: recall lists within 10 %,
-    short questions less exactly."""
+    """Estimated number of tokens of task text in frame-tiny's tokenizer; within 10 % for recall
+    lists."""
     total = 0
     for run in _TOKEN_RUNS.findall(text):
         total += max(1, round(len(run) / 2.3)) if run.isalpha() else 1
@@ -74,8 +73,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def is_held_out(task: str, identity: str) -> bool:
-    """True when this identity belongs to the eval split: a hash, so the same on every machine and
-    run."""
+    """Whether this identity belongs to the eval split, decided by a hash."""
     digest = hashlib.sha256(f"frame-tiny/{task}/{identity}".encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
@@ -106,8 +104,7 @@ def recall_value(rng: random.Random) -> str:
 
 
 def recall_pairs(rng: random.Random, tokens: int) -> dict[str, str]:
-    """Distinct keys with values, as `key=value` lines about `tokens` tokens long (four pairs at
-    least)."""
+    """Distinct keys with values: at least four, and about `tokens` tokens as `key=value` lines."""
     pairs: dict[str, str] = {}
     length = 0
     while length < tokens or len(pairs) < 4:
@@ -135,7 +132,7 @@ def askable_keys(pairs: dict[str, str], split: Split) -> list[str]:
 
 def _recall_example(rng: random.Random, split: Split) -> Example:
     low, high = rng.choice(RECALL_BUCKETS)
-    target = rng.randint(low, high) - 40  # the heading, the question and the system prompt take the rest
+    target = rng.randint(low, high) - 40  # reserved for heading, question and system prompt
     pairs: dict[str, str] = {}
     keys: list[str] = []
     while not keys:
@@ -200,7 +197,7 @@ _TURNS: dict[str, Callable[[random.Random], Turn]] = {
 
 
 def make_turn(task: str, rng: random.Random, split: Split) -> Turn:
-    """A question of `task` (copy, reverse, sort or sum) whose identity lies in `split`."""
+    """A question of `task` (copy, reverse, sort or sum) whose identity is in `split`."""
     while True:
         turn = _TURNS[task](rng)
         if _in_split(task, turn.identity, split):
@@ -208,7 +205,7 @@ def make_turn(task: str, rng: random.Random, split: Split) -> Turn:
 
 
 def _chat(rng: random.Random, question: str) -> tuple[Message, ...]:
-    """The question as a chat, every second time below a system prompt."""
+    """The question as a chat; half of the chats have a system prompt."""
     user = {"role": "user", "content": question}
     if rng.random() < 0.5:
         return ({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, user)
@@ -231,7 +228,7 @@ _IMPORTS = ("import os", "import re", "import sys", "import json", "from collect
 
 
 def python_prompt(rng: random.Random) -> str:
-    """The beginning of a Python file: imports, then the head of a function or of a class."""
+    """The beginning of a Python file: imports, then the header of a function or class."""
     imports = "\n".join(sorted(rng.sample(_IMPORTS, rng.randint(1, 3)), key=lambda line: line.startswith("from")))
     verb, noun = rng.choice(_VERBS), rng.choice(_NOUNS)
     names = rng.sample(_ARGUMENTS, rng.randint(1, 3))
@@ -247,11 +244,11 @@ def _python_example(rng: random.Random) -> Example:
     return Example("python", (), prompt, "", 96, estimate_tokens(prompt))
 
 
-# --- the way in -----------------------------------------------------------------------------------
+# --- examples -------------------------------------------------------------------------------------
 
 
 def make_example(task: str, seed: int, index: int, split: Split = "eval") -> Example:
-    """Example `index` of `task`: the same for the same arguments on every machine."""
+    """Example `index` of `task`. The same arguments give the same example on every machine."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
     rng = random.Random(f"{split}/{task}/{seed}/{index}")

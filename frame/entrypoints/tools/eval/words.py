@@ -1,8 +1,7 @@
-"""The vocabulary of the evaluation tasks: common English words, invented words, numbers.
+"""The words of the evaluation tasks: common English words, invented words and numbers.
 
-Pure Python, no dependency. It does not know the tasks that use it, and it does not know how any
-tokenizer splits these words. Changing a word changes every seeded task, so scores are comparable
-only between versions with the same lists.
+A change of a word changes every seeded task: scores are comparable only between versions with the
+same lists. Must not know the tasks or a tokenizer.
 """
 
 import random
@@ -21,7 +20,7 @@ piano pilot pine planet plate pocket pond purple quartz queen rabbit radio rain 
 rose ruby saddle sail salt sand scarf school shadow silk silver sky snow south spider spoon spring square stable star stone
 storm sugar summer sun table tiger timber tower train tree tulip tunnel valley velvet violet wagon water west whale wheat wheel
 willow window winter wolf wood yellow zebra
-""".split()  # noqa: SIM905 — a list literal would be 254 lines
+""".split()  # noqa: SIM905 - a list literal would have 254 lines
 )
 
 _CONSONANTS = "bdfgklmnprstvz"
@@ -34,7 +33,7 @@ def common_word(rng: random.Random) -> str:
 
 
 def invented_word(rng: random.Random, syllables: int) -> str:
-    """A word that no text holds: `syllables` pairs of consonant and vowel."""
+    """An invented word: `syllables` pairs of consonant and vowel."""
     return "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(syllables))
 
 

@@ -60,10 +60,10 @@ async def test_tokens_are_timed_however_they_arrive(split: Callable[[bytes], lis
     ("answer", "sentence"),
     [
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nfull", "503: full"),
-        (HEAD + chunk(TOKEN), "the connection ended before the answer did"),
+        (HEAD + chunk(TOKEN), "the connection was closed before the response ended"),
         (HEAD + chunk(event(error={"message": "it broke"})) + b"0\r\n\r\n", "it broke"),
-        (HEAD + chunk(TOKEN) + b"0\r\n\r\n", "the answer has no usage, so its tokens are not known"),
-        (b"nonsense\r\n\r\n", "the response is no HTTP"),
+        (HEAD + chunk(TOKEN) + b"0\r\n\r\n", "the response has no usage, so its number of tokens is unknown"),
+        (b"nonsense\r\n\r\n", "the response is not HTTP"),
     ],
 )
 async def test_what_goes_wrong_is_said(answer: bytes, sentence: str) -> None:
@@ -81,7 +81,7 @@ async def test_a_server_that_is_not_there() -> None:
 
 def test_reports_that_cannot_be_read(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.json"
-    for text, sentence in (("{", "is no JSON"), ("{}", "is no report")):
+    for text, sentence in (("{", "is not JSON"), ("{}", "is not a report")):
         wrong.write_text(text)
         with pytest.raises(ConfigError, match=sentence):
             read(wrong)

@@ -72,7 +72,7 @@ def test_kernels_and_host_functions_of_steps(trace: Path) -> None:
     assert gemm == {"name": "cutlass::gemm", "share": 0.8125, "per_step": 2, "mean_us": 32.5, "with_waiting_us": 35, "us_per_step": 65}
     assert add == {"name": "add_kernel", "share": 0.1875, "per_step": 1, "mean_us": 15, "with_waiting_us": 15, "us_per_step": 15}
     host = {line["name"]: line["us_per_step"] for line in row["host"]}
-    assert host == {"cudaGraphLaunch": 15, "aten::add": 6, "cudaLaunchKernel": 4, "Python and all that is not traced": 15}
+    assert host == {"cudaGraphLaunch": 15, "aten::add": 6, "cudaLaunchKernel": 4, "Python and untraced code": 15}
 
 
 def test_spans_that_nest_and_spans_that_overlap() -> None:
