@@ -33,11 +33,11 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from made_tokenizer import MadeTokenizer
 from structured_output import PERSON
 
-from frame.core.interfaces.sampling import GrammarBackend
+from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.loader import load_registry
-from tests.plugins.grammars import random_grammars
+from tests.plugins.grammar_backends import random_grammars
 
 LARGE = 128_000
 ROWS = (1, 16, 64)
@@ -103,8 +103,8 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 
 def backend_of(name: str, tokenizer: Any, vocab_size: int) -> GrammarBackend:
     registry = load_registry()
-    record = registry.get("grammar", name)
-    made: GrammarBackend = registry.load(record)(tokenizer, vocab_size, registry.options(record, {}))
+    record = registry.get("grammar_backend", name)
+    made: GrammarBackend = registry.load(record)(GrammarContext(tokenizer, vocab_size), registry.options(record, {}))
     return made
 
 
@@ -175,7 +175,7 @@ def cost(backends: list[str], steps: int, threads: int) -> dict[str, Any]:
         backend = backend_of(name, tokenizer, LARGE)
         backend.compile("choice", '["a"]')  # loads what is loaded once
         for label, sources in GRAMMARS.items():
-            if any(kind not in load_registry().get("grammar", name).capabilities.kinds for kind, _ in sources):
+            if any(kind not in load_registry().get("grammar_backend", name).capabilities.kinds for kind, _ in sources):
                 continue
             times = []
             for _ in range(3):

@@ -24,13 +24,14 @@ from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Generate
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import EVICTION, SCHEDULING
 
 VOCAB = 32_000
 REGISTRY = load_registry(installed=False)
 
 
 def policy(name: str) -> SchedulingPolicy:
-    found: SchedulingPolicy = REGISTRY.load(REGISTRY.get("scheduling_policy", name))()
+    found: SchedulingPolicy = REGISTRY.load(REGISTRY.get("scheduling_policy", name))(SCHEDULING)
     return found
 
 
@@ -58,7 +59,10 @@ def build(running: int, page_size: int, overlap: bool, order: SchedulingPolicy, 
         overlap=overlap,
     )
     return Scheduler(
-        config, RadixCache(page_size, REGISTRY.load(REGISTRY.get("eviction_policy", "lru"))()), PagedAllocator(config.num_pages), order
+        config,
+        RadixCache(page_size, REGISTRY.load(REGISTRY.get("eviction_policy", "lru"))(EVICTION)),
+        PagedAllocator(config.num_pages),
+        order,
     )
 
 

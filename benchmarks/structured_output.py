@@ -30,7 +30,7 @@ from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
 from frame.core.grammars.grammar_masks import GrammarCalls, accept_token, get_grammar_state
-from frame.core.interfaces.sampling import GrammarBackend
+from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
@@ -61,8 +61,8 @@ GRAMMARS = {
 
 def backend_of(name: str, tokenizer: Any, vocab_size: int) -> GrammarBackend:
     registry = load_registry()
-    record = registry.get("grammar", name)
-    made: GrammarBackend = registry.load(record)(tokenizer, vocab_size, registry.options(record, {}))
+    record = registry.get("grammar_backend", name)
+    made: GrammarBackend = registry.load(record)(GrammarContext(tokenizer, vocab_size), registry.options(record, {}))
     return made
 
 
@@ -186,7 +186,7 @@ def jump(rounds: int, length: int, backends: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, fewest in ((name, fewest) for name in backends for fewest in (0, 2)):
         settings: dict[str, Any] = {"grammar_backend": name, "grammar_jump_forward": fewest, "sampling_grammar_workers": 0}
-        options = {f"grammar/{name}": {"any_whitespace": False}}
+        options = {f"grammar_backend/{name}": {"any_whitespace": False}}
         with Engine(max_running_requests=BATCH, dtype="bfloat16", threads=1, plugins_options=options, **settings) as engine:
             for count in (1, 8, BATCH):
                 figures = []

@@ -103,8 +103,8 @@ def _values(model: Any, setting: Any) -> str:
 
 def hooks() -> str:
     """Every hook with its arguments, and the table of plugin kinds."""
+    from frame.core.interfaces.kinds import KINDS
     from frame.plugins import hookspecs
-    from frame.plugins.kinds import KINDS
 
     found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
     registers = [name for name in found if name.startswith("register_")]
@@ -118,8 +118,11 @@ def hooks() -> str:
         "is logged and switched off. No hook is called inside a forward pass."),
         "## Kinds of plugins",
         table(
-            ["kind", "hook", "interface", "class to derive from"],
-            [[code(k.name), code(k.hook), code(k.api), code(k.interface.replace(":", "."))] for k in KINDS.values()],
+            ["kind", "setting", "hook", "interface", "class to derive from", "context"],
+            [
+                [code(text.replace(":", ".")) for text in (k.name, k.key, k.hook, k.api, k.interface_path, k.context_path)]
+                for k in KINDS.values()
+            ],
         ),
         "## Registration",
         *(_hook(name, found[name]) for name in registers),

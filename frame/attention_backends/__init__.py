@@ -21,7 +21,7 @@ from frame.attention_backends.libraries import (
     WorkspaceOptions,
 )
 from frame.attention_backends.measured import MEASURED
-from frame.core.interfaces.attention import API, AttentionCapabilities, AttentionRequirements
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
@@ -84,7 +84,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "torch_native",
         "frame.attention_backends.torch_native.backend:TorchNativeBackend",
         capabilities=TORCH_NATIVE,
-        api=API,
         rank=10,
         summary="PyTorch operations only: the reference on every device, and the fastest on a CPU.",
     )
@@ -92,7 +91,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "triton",
         "frame.attention_backends.triton.backend:TritonBackend",
         capabilities=TRITON,
-        api=API,
         rank=20,
         requires=("triton>=3.4",),
         options=TritonOptions,
@@ -103,7 +101,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "frame.attention_backends.flashinfer.backend:FlashInferBackend",
         capabilities=FLASHINFER,
         options=FlashInferOptions,
-        api=API,
         rank=15,
         requires=("flashinfer-python>=0.6.12,<0.8",),
         summary="FlashInfer's paged prefill and decode, latent attention and ragged prefill (FlashAttention-2 and -3 kernels).",
@@ -112,7 +109,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "flex_attention",
         "frame.attention_backends.flex_attention:FlexAttentionBackend",
         capabilities=FLEX_ATTENTION,
-        api=API,
         rank=5,
         summary="PyTorch's flex_attention over gathered pages: compiled on a GPU, eager on a CPU.",
     )
@@ -121,7 +117,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "frame.attention_backends.trtllm.mha:TrtllmMHABackend",
         capabilities=TRTLLM_MHA,
         options=WorkspaceOptions,
-        api=API,
         rank=UNPROVEN,
         requires=("flashinfer-python>=0.6.12,<0.8",),
         summary="TensorRT-LLM's multi-head attention kernels for Blackwell GPUs, as packaged by FlashInfer.",
@@ -131,7 +126,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "frame.attention_backends.trtllm.mla:TrtllmMLABackend",
         capabilities=TRTLLM_MLA,
         options=WorkspaceOptions,
-        api=API,
         rank=UNPROVEN,
         requires=("flashinfer-python>=0.6.12,<0.8",),
         summary="TensorRT-LLM's latent-attention kernels for Blackwell GPUs, as packaged by FlashInfer.",
@@ -140,7 +134,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "fa3",
         "frame.attention_backends.fa3:FlashAttention3Backend",
         capabilities=FA3,
-        api=API,
         rank=14,
         modules={"flash_attn_interface": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention"},
         summary="FlashAttention-3 from its own library: multi-head and absorbed latent attention.",
@@ -149,7 +142,6 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "flashmla",
         "frame.attention_backends.flashmla:FlashMLABackend",
         capabilities=FLASHMLA,
-        api=API,
         rank=14,
         requires=("sgl-flash-mla>=1.0",),
         summary="DeepSeek's FlashMLA kernels for decode steps of latent attention.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.model import API, ModelCapabilities, Task
+from frame.core.interfaces.model import ModelCapabilities, Task
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -46,15 +46,14 @@ def register_models(registry: KindRegistry) -> None:
     """Add the in-tree models."""
     for name, target, architectures, summary in _DECODERS:
         capabilities = ModelCapabilities(architectures, tasks=_TASKS)
-        registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10, api=API)
+        registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:
         capabilities = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)
-        registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10, api=API)
+        registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
         capabilities=ModelCapabilities(None, tensor_parallel=False, tasks=("generate",), graphs=False),
         summary="Any decoder of the installed transformers whose attention goes through its interface",
         rank=-10,
-        api=API,
     )

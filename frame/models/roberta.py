@@ -12,8 +12,10 @@ from frame.models.layers.encoder import Encoder
 from frame.models.layers.linear import HeadLinear
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import ModelConfig
+    from frame.core.interfaces.model import ModelContext
 
 
 class RobertaModel(Encoder):
@@ -21,8 +23,9 @@ class RobertaModel(Encoder):
 
     prefix: ClassVar[str] = "roberta."
 
-    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
-        super().__init__(model_config, context)
+    def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        model_config = context.model_config
         self.first_position = int(model_config.config.get("pad_token_id", 1)) + 1
 
     def build_head(self) -> nn.Module:

@@ -21,9 +21,11 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.model import CausalLM
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext, LoadCode
-    from frame.core.interfaces.model import LazyTensor, ModelConfig
+    from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
 _INTERFACE = "frame_paged"  # name under which `attend` is registered in transformers' attention functions
 
@@ -31,8 +33,9 @@ _INTERFACE = "frame_paged"  # name under which `attend` is registered in transfo
 class TransformersForCausalLM(CausalLM, nn.Module):
     """A model of transformers. One rank, multi-head attention, weights in the model's own dtype."""
 
-    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
-        super().__init__(model_config, context)
+    def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        model_config = context.model_config
         self.model_config = model_config
         self.context = context
         self.architecture = find_architecture(model_config, context.load_code)

@@ -1,7 +1,8 @@
 """All hooks. pluggy calls them at start-up or once per step, never inside a forward pass.
 
-`register_<plural>(registry)` adds records. `on_<event>(…)` observes; its result is ignored. A hook
-may take a subset of the arguments.
+`register_<plural>(registry)` adds records; there is one for each row of
+`frame.core.interfaces.kinds`. `on_<event>(…)` observes; its result is ignored. A hook may take a
+subset of the arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from frame.core.interfaces.kinds import KINDS, Kind
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frame.plugins.registry import KindRegistry
 
 PROJECT = "frame"  # also the entry-point group
@@ -18,65 +23,16 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
-@hookspec
-def register_models(registry: KindRegistry) -> None:
-    """Add model architectures (`model/2`, frame.core.interfaces.model.Model)."""
+def _make_register_hook(kind: Kind) -> Callable[[KindRegistry], None]:
+    def register(registry: KindRegistry) -> None: ...
+
+    register.__name__ = register.__qualname__ = kind.hook
+    register.__doc__ = f"Add {kind.summary} (`{kind.api}`, {kind.interface_path.replace(':', '.')})."
+    return hookspec(register)
 
 
-@hookspec
-def register_attention_backends(registry: KindRegistry) -> None:
-    """Add attention backends (`attention/2`, frame.core.interfaces.attention.AttentionBackend)."""
-
-
-@hookspec
-def register_quantization_methods(registry: KindRegistry) -> None:
-    """Add quantization methods (`quantization/2`,
-    frame.core.interfaces.quantization.QuantizationMethod)."""
-
-
-@hookspec
-def register_moe_runners(registry: KindRegistry) -> None:
-    """Add expert GEMMs (`moe_runner/2`, frame.core.interfaces.moe.MoERunner)."""
-
-
-@hookspec
-def register_moe_dispatchers(registry: KindRegistry) -> None:
-    """Add token exchanges (`moe_dispatcher/2`, frame.core.interfaces.moe.MoEDispatcher)."""
-
-
-@hookspec
-def register_scheduling_policies(registry: KindRegistry) -> None:
-    """Add scheduling policies (`scheduling_policy/2`,
-    frame.core.interfaces.scheduling.SchedulingPolicy)."""
-
-
-@hookspec
-def register_eviction_policies(registry: KindRegistry) -> None:
-    """Add eviction policies of the prefix cache (`eviction_policy/1`,
-    frame.core.interfaces.cache.EvictionPolicy)."""
-
-
-@hookspec
-def register_logits_processors(registry: KindRegistry) -> None:
-    """Add logits processors (`logits_processor/2`,
-    frame.core.interfaces.sampling.LogitsProcessor)."""
-
-
-@hookspec
-def register_grammars(registry: KindRegistry) -> None:
-    """Add grammar backends (`grammar/2`, frame.core.interfaces.sampling.GrammarBackend)."""
-
-
-@hookspec
-def register_reasoning_parsers(registry: KindRegistry) -> None:
-    """Add reasoning parsers (`reasoning_parser/2`,
-    frame.core.interfaces.parsing.ReasoningParser)."""
-
-
-@hookspec
-def register_tool_call_parsers(registry: KindRegistry) -> None:
-    """Add tool-call parsers (`tool_call_parser/2`,
-    frame.core.interfaces.parsing.ToolCallParser)."""
+REGISTER_HOOKS = {kind.hook: _make_register_hook(kind) for kind in KINDS.values()}
+globals().update(REGISTER_HOOKS)  # pluggy reads the specifications from this module's names
 
 
 @hookspec

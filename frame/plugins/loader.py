@@ -18,10 +18,10 @@ import pluggy
 
 from frame.core.config.resolve_plugins import OWN_DISTRIBUTION
 from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
-from frame.plugins.kinds import KINDS
 from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
-from frame.plugins.renames import describe_import
+from frame.plugins.renames import FORMER_KINDS, describe_import
 
 __all__ = ["OWN_DISTRIBUTION", "Observers", "load_registry", "observers"]
 
@@ -104,6 +104,9 @@ def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
         optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
         if not caller.has_spec() and not optional:
             known = [*_KIND_OF_HOOK, *EVENTS]
+            for former, kind in FORMER_KINDS.items():
+                if caller.name == f"register_{former}s":
+                    raise AttributeError(f"unknown hook {caller.name!r}; it is {KINDS[kind].hook} now")
             raise AttributeError(f"unknown hook {caller.name!r}{did_you_mean(caller.name, known) or f'; hooks: {known}'}")
 
 

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ from pydantic import BaseModel
 
 from frame.core.config.resolve_plugins import plugin_options
 from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
-from frame.plugins.kinds import KINDS, Kind
 from frame.plugins.renames import describe_import, describe_missing, describe_renames
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class KindRegistry:
     def add(
         self,
         name: str,
-        target: str,
+        target: str | type,
         *,
         capabilities: Capabilities | None = None,
         options: type[BaseModel] | None = None,
@@ -81,8 +81,8 @@ class KindRegistry:
         rank: int = 0,
         api: str | None = None,
     ) -> None:
-        """Register `name`, implemented by `target` ("package.module:Class"), which is imported only
-        when it is selected.
+        """Register `name`, implemented by `target`: "package.module:Class", which is imported only
+        when it is selected, or the class itself.
 
         `api`: the interface version that the plugin was written for; a package should state it.
         Default: the version of this core. `modules`: Python modules that no package index has, each
@@ -95,6 +95,8 @@ class KindRegistry:
             raise PluginError(f"{here}: a plugin's name must not be empty or hold spaces or '/'.")
         if any(record.name == name for record in self.added):
             raise PluginError(f"{here} is added twice by {self.owner.distribution or 'the same plugin'}; keep one.")
+        if isinstance(target, type):
+            target = f"{target.__module__}:{target.__qualname__}"
         module, _, attribute = target.partition(":")
         if not module or not attribute:
             raise PluginError(f"{here}: the target is {target!r}; write it as 'package.module:Class'.")
@@ -204,9 +206,9 @@ class Registry:
             sentence = f"{who} was selected but does not load from {record.target}: {cause_chain(error)}"
             renames = describe_import(error)
             raise PluginError(f"{sentence}. {renames}" if renames else sentence) from error
-        base = _import(_kind(record.kind).interface)
+        base = _import(_kind(record.kind).interface_path)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
-            raise PluginError(f"{who}: {record.target} is no subclass of {_kind(record.kind).interface.replace(':', '.')}; derive it.")
+            raise PluginError(f"{who}: {record.target} is no subclass of {_kind(record.kind).interface_path.replace(':', '.')}; derive it.")
         if inspect.isabstract(loaded):
             missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
             renames = describe_missing(record.api, getattr(loaded, "__abstractmethods__", ()))
@@ -229,11 +231,10 @@ class Registry:
             )
         return self.load(record), self.options(record, choice.options)
 
-    def constructor(self, choice: PluginChoice) -> Callable[..., Any]:
-        """Return a constructor of a resolved choice. If the record has options, it passes them as
-        the last argument."""
+    def create(self, choice: PluginChoice, context: Any) -> Any:
+        """Construct a resolved choice. `context`: of the kind, see `Kind.context`."""
         target, options = self.choose(choice)
-        return target if options is None else lambda *arguments: target(*arguments, options)
+        return target(context, options)
 
     def _unknown(self, kind: str, name: str) -> str:
         if distribution := self._suggested[kind].get(name):

@@ -9,27 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
+
+from frame.core.interfaces.kinds import KINDS
 
 INTERFACES = "frame.core.interfaces"
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """`old` is `new` since `api`. `module` is the page of `frame.core.interfaces` that has the
-    name."""
+    """`old` is `new` since `api`. Parentheses hold a constructor's arguments. `module`: the page of
+    `frame.core.interfaces` that has the name."""
 
-    api: str  # the first version with the new name, such as "attention/2"
+    api: str  # the first version with the new name, such as "attention_backend/2"
     module: str
     old: str
     new: str
 
 
+# Kinds by the name that their interface versions had before.
+FORMER_KINDS = MappingProxyType({"attention": "attention_backend", "quantization": "quantization_method", "grammar": "grammar_backend"})
+
 RENAMES = tuple(
     Rename(*row)
     for row in (
-        ("attention/2", "attention", "AttentionNeeds", "AttentionRequirements"),
-        ("attention/2", "batch", "AttentionOut", "AttentionOutput"),
-        ("attention/2", "batch", "AttentionOut.of", "AttentionOutput.get_buffer"),
+        ("attention_backend/2", "attention", "AttentionNeeds", "AttentionRequirements"),
+        ("attention_backend/2", "batch", "AttentionOut", "AttentionOutput"),
+        ("attention_backend/2", "batch", "AttentionOut.of", "AttentionOutput.get_buffer"),
         ("model/2", "model", "ModelFacts", "ModelConfig"),
         ("model/2", "model", "ModelNeeds", "ModelRequirements"),
         ("model/2", "model", "SentenceFacts", "SentenceTransformersConfig"),
@@ -37,10 +43,10 @@ RENAMES = tuple(
         ("model/2", "model", "Model.ignored", "Model.ignored_weights"),
         ("model/2", "model", "Model.narrows", "Model.supports_token_selection"),
         ("model/2", "batch", "WantedTokens", "SelectedTokens"),
-        ("quantization/2", "quantization", "QuantizationNeeds", "QuantizationRequirements"),
-        ("quantization/2", "quantization", "QuantizationMethod.left_out", "QuantizationMethod.ignored_weights"),
-        ("quantization/2", "quantization", "LinearMethod.create", "LinearMethod.create_weights"),
-        ("quantization/2", "quantization", "LinearMethod.finish", "LinearMethod.process_weights"),
+        ("quantization_method/2", "quantization", "QuantizationNeeds", "QuantizationRequirements"),
+        ("quantization_method/2", "quantization", "QuantizationMethod.left_out", "QuantizationMethod.ignored_weights"),
+        ("quantization_method/2", "quantization", "LinearMethod.create", "LinearMethod.create_weights"),
+        ("quantization_method/2", "quantization", "LinearMethod.finish", "LinearMethod.process_weights"),
         ("moe_runner/2", "moe", "MoENeeds", "MoERequirements"),
         ("moe_runner/2", "moe", "Dispatched", "DispatchOutput"),
         ("moe_dispatcher/2", "moe", "MoENeeds", "MoERequirements"),
@@ -51,6 +57,15 @@ RENAMES = tuple(
         ("logits_processor/2", "sampling", "LogitsProcessor.admit", "LogitsProcessor.add_slot"),
         ("logits_processor/2", "sampling", "LogitsProcessor.observe", "LogitsProcessor.observe_tokens"),
         ("logits_processor/2", "sampling", "LogitsProcessor.release", "LogitsProcessor.remove_slot"),
+        ("model/3", "model", "Model(model_config, context)", "Model(context, options)"),
+        ("quantization_method/3", "quantization", "QuantizationMethod(checkpoint_config, options)", "QuantizationMethod(context, options)"),
+        ("scheduling_policy/3", "scheduling", "SchedulingPolicy(options)", "SchedulingPolicy(context, options)"),
+        ("eviction_policy/2", "cache", "EvictionPolicy(options)", "EvictionPolicy(context, options)"),
+        ("logits_processor/3", "sampling", "LogitsProcessor(vocab_size, max_slots, device, options)", "LogitsProcessor(context, options)"),
+        ("grammar_backend/3", "sampling", "GrammarBackend(tokenizer, vocab_size, options)", "GrammarBackend(context, options)"),
+        ("grammar_backend/3", "sampling", "register_grammars", "register_grammar_backends"),
+        ("reasoning_parser/3", "parsing", "ReasoningParser(options)", "ReasoningParser(context, options)"),
+        ("tool_call_parser/3", "parsing", "ToolCallParser(options)", "ToolCallParser(context, options)"),
     )
 )
 
@@ -60,7 +75,7 @@ def describe_renames(written_for: str, offered: str) -> str:
     where no name changed."""
     kind, _, new = offered.partition("/")
     other, _, old = written_for.partition("/")
-    if kind != other or not (old.isdecimal() and new.isdecimal()):
+    if kind != FORMER_KINDS.get(other, other) or not (old.isdecimal() and new.isdecimal()):
         return ""
     versions = {f"{kind}/{number}" for number in range(int(old) + 1, int(new) + 1)}
     return _clause(each for each in RENAMES if each.api in versions)
@@ -75,7 +90,7 @@ def describe_import(error: BaseException) -> str:
             page = (current.name or "").removeprefix(f"{INTERFACES}.")
             found = [each for each in RENAMES if each.module == page and f"{each.old!r}" in str(current)]
             if found:
-                versions = " and ".join(dict.fromkeys(each.api for each in found))
+                versions = " and ".join(dict.fromkeys(KINDS[each.api.partition("/")[0]].api for each in found))
                 return f"The plugin was written for an earlier interface; this frame supports {versions}: {_clause(found)}."
         current = current.__cause__ or current.__context__
     return ""
@@ -85,7 +100,8 @@ def describe_missing(api: str, names: Iterable[str]) -> str:
     """The earlier names of abstract methods that a class of interface version `api` lacks, a
     clause; "" where none was renamed."""
     wanted = set(names)
-    return _clause(each for each in RENAMES if each.api == api and each.new.rpartition(".")[2] in wanted)
+    kind = api.partition("/")[0]
+    return _clause(each for each in RENAMES if each.api.startswith(f"{kind}/") and each.new.rpartition(".")[2] in wanted)
 
 
 def _clause(renames: Iterable[Rename]) -> str:

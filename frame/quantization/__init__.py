@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.core.interfaces.quantization import API, QuantizationCapabilities
+from frame.core.interfaces.quantization import QuantizationCapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         "none",
         "frame.quantization.none:Plain",
         capabilities=QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,)),
-        api=API,
         rank=10,
         summary="Unquantized weights in the model's own type.",
     )
@@ -53,7 +52,6 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         "frame.quantization.int8_weight_only:Int8WeightOnly",
         capabilities=QuantizationCapabilities(devices=("cpu",), checkpoints=(None,)),
         options=Int8Options,
-        api=API,
         summary="Int8 weights with one scale per output, quantized while loading; for small batches on the CPU.",
     )
     registry.add(
@@ -61,7 +59,6 @@ def register_quantization_methods(registry: KindRegistry) -> None:
         "frame.quantization.fp8:Fp8",
         capabilities=QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=("fp8", "compressed-tensors", "modelopt", None)),
         options=Fp8Options,
-        api=API,
         rank=20,
         summary="fp8 (e4m3) weights, scaled per block, output or tensor, stored so or quantized while loading; fp8 activations.",
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.moe import Fp8Scale
+    from frame.core.interfaces.quantization import QuantizationContext
 
 
 class Fp8(QuantizationMethod):
     """fp8 for linear layers and experts: those that the checkpoint stores in fp8, or, in an
     unquantized checkpoint, all that the option `ignore` does not match."""
 
-    def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None:
-        self._format = read_format(checkpoint_config) if checkpoint_config else None
+    def __init__(self, context: QuantizationContext, options: BaseModel | None = None) -> None:
+        self._format = read_format(context.checkpoint_config) if context.checkpoint_config else None
         if self._format is not None and self._format.input_scale:
             # dynamic per-token scales are finer than the checkpoint's one static scale
             self.ignored_weights = (rf".*\.{re.escape(self._format.input_scale)}$",)

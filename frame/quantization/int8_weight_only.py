@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from frame.quantization.none import PlainExperts, PlainLinear
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
+
+    from frame.core.interfaces.quantization import QuantizationContext
 
 # PyTorch's int8 kernel reads half the bytes but uses no matrix instructions, so it is faster only
 # for few rows. Xeon with AMX, 2048 x 2048, µs at 1, 4, 8, 16 rows: 630, 1540, 2580, 5240;
@@ -61,7 +63,7 @@ class Int8Linear:
 class Int8WeightOnly(QuantizationMethod):
     """Int8 for linear layers whose checkpoint name matches no pattern of the option `ignore`."""
 
-    def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None:
+    def __init__(self, context: QuantizationContext, options: BaseModel | None = None) -> None:
         ignore = options.ignore if isinstance(options, Int8Options) else Int8Options().ignore
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignore)) if ignore else None
 

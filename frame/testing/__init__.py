@@ -1,6 +1,6 @@
 """Conformance suites and fakes that plugin authors import; knows the interfaces, no plugin by name.
 
-    pytest --frame-conformance=attention:NAME --frame-conformance-json=verdict.json
+    pytest --frame-conformance=attention_backend:NAME --frame-conformance-json=verdict.json
 
 Names are loaded when they are used, so that importing this package loads no torch.
 """

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins.registry import Registry
 
@@ -53,57 +54,37 @@ class SuiteFunction(Protocol):
     def __call__(self, subject: Subject) -> Iterable[Check]: ...
 
 
-@dataclass(frozen=True)
-class Suite:
-    """`kind` in the registry, and "module:function" that yields the checks."""
-
-    kind: str
-    function: str
-
-
-_HERE = "frame.testing"
-
-SUITES: Mapping[str, Suite] = MappingProxyType(
-    {
-        "attention": Suite("attention_backend", f"{_HERE}.conformance_attention:suite"),
-        "quantization": Suite("quantization_method", f"{_HERE}.conformance_quantization:suite"),
-        "moe_runner": Suite("moe_runner", f"{_HERE}.conformance_moe:suite"),
-        "scheduling_policy": Suite("scheduling_policy", f"{_HERE}.conformance_policies:scheduling_policy"),
-        "eviction_policy": Suite("eviction_policy", f"{_HERE}.conformance_eviction:eviction_policy"),
-        "logits_processor": Suite("logits_processor", f"{_HERE}.conformance:logits_processor"),
-        "tool_call_parser": Suite("tool_call_parser", f"{_HERE}.conformance_parsers:tool_call_parser"),
-        "reasoning_parser": Suite("reasoning_parser", f"{_HERE}.conformance_parsers:reasoning_parser"),
-    }
-)
+SUITES: Mapping[str, str] = MappingProxyType({kind.name: kind.suite_path for kind in KINDS.values() if kind.suite_path})
 
 
 def find(registry: Registry, selector: str, setting: Setting) -> Subject:
-    """The plugin that `FAMILY:NAME` names, loaded. Raises PluginError with what to write
+    """The plugin that `KIND:NAME` names, loaded. Raises PluginError that says what to write
     instead."""
-    family, _, name = selector.partition(":")
-    if family not in SUITES or not name:
-        hint = did_you_mean(family, SUITES) or "."
-        raise PluginError(f"{selector!r} names no conformance suite{hint} Write FAMILY:NAME with a family of {', '.join(SUITES)}.")
-    record = registry.get(SUITES[family].kind, name)
+    kind, _, name = selector.partition(":")
+    if kind not in SUITES or not name:
+        hint = did_you_mean(kind, SUITES) or "."
+        raise PluginError(f"{selector!r} names no conformance suite{hint} Write KIND:NAME with a kind of {', '.join(SUITES)}.")
+    record = registry.get(kind, name)
     return Subject(record, registry.load(record), registry.options(record, setting.options), setting)
 
 
-def checks(family: str, subject: Subject) -> list[Check]:
-    """All checks of a family for one plugin. Raises PluginError when the plugin cannot be checked
+def checks(kind: str, subject: Subject) -> list[Check]:
+    """All checks of a kind for one plugin. Raises PluginError when the plugin cannot be checked
     in this setting."""
-    module, _, name = SUITES[family].function.partition(":")
+    module, _, name = SUITES[kind].partition(":")
     function: SuiteFunction = getattr(importlib.import_module(module), name)
     found = list(function(subject))
     if not found:
-        raise PluginError(f"No conformance check of {family!r} fits {subject.record.name!r} on {subject.setting.device}.")
+        raise PluginError(f"No conformance check of {kind!r} fits {subject.record.name!r} on {subject.setting.device}.")
     return found
 
 
 def logits_processor(subject: Subject) -> Iterable[Check]:
-    """`logits_processor/2`, with the parameter sets among `EXAMPLES` (or the class's own
+    """The checks of logits processors, with the parameter sets among `EXAMPLES` (or the class's own
     `conformance_params`) that it wants."""
     import torch
 
+    from frame.core.interfaces.sampling import ProcessorContext
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.testing import conformance_processors as suite
 
@@ -121,7 +102,7 @@ def logits_processor(subject: Subject) -> Iterable[Check]:
     given = getattr(subject.target, "conformance_params", None) or [SamplingParams(**example) for example in examples]
 
     def make(vocab_size: int, max_slots: int) -> Any:
-        return subject.target(vocab_size, max_slots, torch.device("cpu"), subject.options)
+        return subject.target(ProcessorContext(vocab_size, max_slots, torch.device("cpu")), subject.options)
 
     def wants_something() -> None:
         processor = make(suite.VOCAB, suite.SLOTS)

@@ -25,6 +25,7 @@ from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, Subject
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 MAX_SECONDS = 1e-4  # of one key; a cache computes thousands in one eviction
@@ -48,7 +49,7 @@ class ExampleNode:
 
 def eviction_policy(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `eviction_policy`."""
-    return check_eviction_policy(subject.target if subject.options is None else partial(subject.target, subject.options))
+    return check_eviction_policy(partial(subject.target, EVICTION, subject.options))
 
 
 def check_eviction_policy(policy: Make) -> Iterator[Check]:
@@ -177,7 +178,7 @@ class _InOrder(SchedulingPolicy):
     """First come, first served."""
 
     def __init__(self, *_: object) -> None:
-        super().__init__()
+        super().__init__(SCHEDULING)
 
     def order(self, waiting: Iterable[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting

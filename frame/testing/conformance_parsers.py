@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frame.core.interfaces.parsing import CallRule, Format, Function, ReasoningParser, ToolCallParser
+from frame.testing.contexts import PARSER
 
 if TYPE_CHECKING:
     from frame.testing.conformance import Subject
@@ -119,8 +120,7 @@ def reasoning_parser(subject: Subject) -> Iterable[Any]:
 def _suite(subject: Subject, checks: Callable[[Callable[[], Any]], Iterator[Check]]) -> Iterable[Any]:
     from frame.testing.conformance import Check as Named
 
-    arguments = () if subject.options is None else (subject.options,)
-    return [Named(*check) for check in checks(lambda: subject.target(*arguments))]
+    return [Named(*check) for check in checks(lambda: subject.target(PARSER, subject.options))]
 
 
 def draw(form: Format, count: int) -> list[str]:

@@ -30,6 +30,7 @@ from frame.core.scheduling import policy_guard as guarded_policy
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
@@ -46,7 +47,7 @@ Make = Callable[[], SchedulingPolicy]
 
 def scheduling_policy(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `scheduling_policy`."""
-    return check_scheduling_policy(subject.target if subject.options is None else partial(subject.target, subject.options))
+    return check_scheduling_policy(partial(subject.target, SCHEDULING, subject.options))
 
 
 def check_scheduling_policy(policy: Make) -> Iterator[Check]:

@@ -13,7 +13,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from frame.core.interfaces.quantization import LinearMethod, QuantizationCapabilities, QuantizationMethod, QuantizationRequirements
+from frame.core.interfaces.quantization import (
+    LinearMethod,
+    QuantizationCapabilities,
+    QuantizationContext,
+    QuantizationMethod,
+    QuantizationRequirements,
+)
 from frame.testing.conformance import Check, Subject
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # relative to the largest value
@@ -47,7 +53,7 @@ def _dtypes(subject: Subject) -> list[str]:
 
 def _method(subject: Subject) -> QuantizationMethod:
     given = getattr(subject.target, "conformance_config", None)  # a checkpoint's `quantization_config`, where a method needs one
-    method: QuantizationMethod = subject.target(given, subject.options)
+    method: QuantizationMethod = subject.target(QuantizationContext(given), subject.options)
     return method
 
 

@@ -1,4 +1,4 @@
-"""The pytest side of the conformance suites: `pytest --frame-conformance=FAMILY:NAME`.
+"""The pytest side of the conformance suites: `pytest --frame-conformance=KIND:NAME`.
 
 Loaded by pytest in every project that has frame installed, so it imports nothing heavy at the top
 and does nothing without its option.
@@ -28,8 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--frame-conformance",
         action="append",
         default=[],
-        metavar="FAMILY:NAME",
-        help="Run the conformance suite of a plugin that is installed, e.g. attention:torch_native; may be given again.",
+        metavar="KIND:NAME",
+        help="Run the conformance suite of a plugin that is installed, e.g. attention_backend:torch_native; may be given again.",
     )
     group.addoption("--frame-conformance-json", metavar="FILE", help="Write the verdict as JSON.")
     group.addoption("--frame-conformance-device", default="cpu", metavar="DEVICE", help="Where to check: cpu (default) or cuda.")

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from frame.core.interfaces.batch import ScheduledBatch
-from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
+from frame.core.interfaces.cache import EvictableNode, EvictionContext, EvictionPolicy
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -23,13 +24,21 @@ from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.testing.contexts import EVICTION
 from frame.testing.fake_runner import FakeRunner, continuation
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
 
 PATIENCE = 4  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
 
 
 class OldestFirst(EvictionPolicy):
     """Least recently used: the eviction order of a rig that was given none."""
+
+    def __init__(self, context: EvictionContext = EVICTION, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (node.last_access,)

@@ -15,11 +15,11 @@ import click
 import pytest
 
 import frame
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.quantization import QuantizationRequirements
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import load_config
-from frame.plugins.kinds import KINDS
 from frame.plugins.loader import load_registry
 from scripts import generate_docs
 from tests.architecture.source import ROOT, classes, functions, package

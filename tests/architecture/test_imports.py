@@ -31,7 +31,7 @@ CONFIGURATION = (
 )
 SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
-    "frame.plugins.grammars",
+    "frame.plugins.grammar_backends",
     "frame.plugins.logits_processors",
     "frame.plugins.moe_dispatchers",
     "frame.plugins.moe_runners",
@@ -45,10 +45,10 @@ KERNELS = "frame.kernels"
 MARKER = "frame.plugins.hookspecs"
 # What grammar backends in packages of their own may use of the in-tree family.
 SHARED = (
-    "frame.plugins.grammars.closed_schema",
-    "frame.plugins.grammars.ebnf",
-    "frame.plugins.grammars.options",
-    "frame.plugins.grammars.sources",
+    "frame.plugins.grammar_backends.closed_schema",
+    "frame.plugins.grammar_backends.ebnf",
+    "frame.plugins.grammar_backends.options",
+    "frame.plugins.grammar_backends.sources",
 )
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
@@ -213,12 +213,12 @@ def test_no_cycles_but_those_that_remain() -> None:
         ("frame.models.layers.linear", "from frame.models.llama import Llama"),
         ("frame.quantization.example", "from frame.models.llama import Llama"),
         ("frame.entrypoints.processes.launch", "from frame.models.layers.linear import Linear"),
-        ("frame.plugins.loader", "from frame.plugins.grammars import something"),
+        ("frame.plugins.loader", "from frame.plugins.grammar_backends import something"),
         ("frame.plugins.loader", "from frame.entrypoints.processes.launch import launch"),
         ("frame", "from frame.models import llama"),
         ("frame.plugins.loader", "import frame_automata"),
         ("frame.core.engine", "def f():\n    from frame_automata.backend import AutomataBackend"),
-        ("frame_automata.backend", "from frame.plugins.grammars.combined import CombinedBackend"),
+        ("frame_automata.backend", "from frame.plugins.grammar_backends.combined import CombinedBackend"),
         ("frame_automata.backend", "from frame.core.scheduling.scheduler import Scheduler"),
     ],
 )
@@ -237,7 +237,7 @@ def test_direction_finds(name: str, text: str) -> None:
         ("frame.quantization.example", "from frame.models.layers.parameter import Parameter"),
         ("frame.quantization", "from frame.plugins.hookspecs import hookimpl"),
         ("frame_automata", "from frame import hookimpl"),
-        ("frame_automata.backend", "from frame.plugins.grammars.sources import check_source"),
+        ("frame_automata.backend", "from frame.plugins.grammar_backends.sources import check_source"),
         ("frame.entrypoints.processes.launch", "from frame.plugins.loader import load_registry"),
     ],
 )

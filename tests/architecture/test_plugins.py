@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins import hookspecs
-from frame.plugins.kinds import KINDS
 from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
 from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module, package
 
@@ -166,24 +165,17 @@ def test_manifests_are_listed_once() -> None:
 
 
 def test_checks_find() -> None:
-    one = PluginRecord("grammar", "one", "frame.plugins.grammars.one:One", "grammar/1")
-    two = PluginRecord("grammar", "two", "frame.plugins.grammars.one:Two", "grammar/1")
-    source = module("class One: ...", "frame.plugins.grammars.one")
+    one = PluginRecord("grammar_backend", "one", "frame.plugins.grammar_backends.one:One", "grammar_backend/1")
+    two = PluginRecord("grammar_backend", "two", "frame.plugins.grammar_backends.one:Two", "grammar_backend/1")
+    source = module("class One: ...", "frame.plugins.grammar_backends.one")
     assert crowded_targets([one, two])
-    assert missing_targets([one, two], [source]) == ["grammar two: frame.plugins.grammars.one:Two does not exist"]
+    assert missing_targets([one, two], [source]) == ["grammar_backend two: frame.plugins.grammar_backends.one:Two does not exist"]
     assert len(list(hook_problems([("register_x", "Adds."), ("on_x", "")]))) == 2
     names = {"my_backend": "frame/attention_backends/", "lru": "frame/plugins/eviction_policies/"}
     assert stray_names([module("if name == 'lru': ...")], names)
     assert stray_names([module("error = 'use my_backend instead'")], names)
     assert not stray_names([module("'lru'", path="frame/plugins/eviction_policies/lru.py")], names)
     assert not stray_names([module('"""my_backend."""\nx = "lrud"')], names)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_interface_of_kind_states_its_version(kind: str) -> None:
-    page = KINDS[kind].interface.partition(":")[0]
-    source = next(each for each in package() if each.name == page)
-    assert f'"{KINDS[kind].api}"' in source.text
 
 
 def bounds() -> dict[str, set[str]]:

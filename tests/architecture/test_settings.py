@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-from frame.core.config.resolve_plugins import KEYS, PROCESSORS_KEY
+from frame.core.config.resolve_plugins import KEYS
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.model import ModelRequirements
@@ -131,7 +131,7 @@ def test_every_remedy_begins_with_a_setting() -> None:
     keys = {f"{key}:" for key in settings()} | {"{key}", "key", "model."}  # the settings of `KEYS`, and of a task's own
     wrong = [(text, where) for text, where in remedies(package()) if text.split(" ")[0] not in keys]
     assert wrong == []
-    assert {*KEYS.values(), PROCESSORS_KEY} <= settings()
+    assert set(KEYS.values()) <= settings()
 
 
 def test_remedies_of_our_plugins_can_be_configured() -> None:

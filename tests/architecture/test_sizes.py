@@ -13,9 +13,10 @@ from tests.architecture.source import Module, classes, functions, module, packag
 
 FILE, FUNCTION, ATTRIBUTES, PARAMETERS, METHODS = 500, 80, 15, 6, 6
 FOLDER = 15  # modules beside `__init__`
-# One plugin, one suite, or the mutants of one kind a file, without a bound.
+# One plugin, or one interface, one suite or the mutants of one kind a file, without a bound.
 FAMILIES = (
-    "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/eviction_policies", "frame/plugins/grammars",
+    "frame/core/interfaces",
+    "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/eviction_policies", "frame/plugins/grammar_backends",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/reasoning_parsers",
     "frame/plugins/scheduling_policies", "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants",
 )  # fmt: skip

@@ -12,8 +12,8 @@ from frame.attention_backends.flex_attention import _kernel_options
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
-SUBJECT = conformance.find(load_registry(installed=False), "attention:flex_attention", conformance.Setting())
-CHECKS = conformance.checks("attention", SUBJECT)
+SUBJECT = conformance.find(load_registry(installed=False), "attention_backend:flex_attention", conformance.Setting())
+CHECKS = conformance.checks("attention_backend", SUBJECT)
 
 
 SOME = ("record", "-mixed", "window-of-one", "soft-cap", "sinks-", "short-extends", "encoder-shared")

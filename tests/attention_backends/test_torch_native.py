@@ -18,8 +18,8 @@ from frame.testing import conformance
 from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.conformance_attention import check_case, make_inputs
 
-SUBJECT = conformance.find(load_registry(installed=False), "attention:torch_native", conformance.Setting())
-CHECKS = conformance.checks("attention", SUBJECT)
+SUBJECT = conformance.find(load_registry(installed=False), "attention_backend:torch_native", conformance.Setting())
+CHECKS = conformance.checks("attention_backend", SUBJECT)
 LATENT = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24}
 
 

@@ -24,7 +24,7 @@ CPU = AttentionRequirements("cpu", None, "mha", 64, 64, None, "float32", "float3
 @pytest.mark.slow
 def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
     verdict_file = tmp_path / "verdict.json"
-    run_interpreted("--frame-conformance=attention:triton", f"--frame-conformance-json={verdict_file}")
+    run_interpreted("--frame-conformance=attention_backend:triton", f"--frame-conformance-json={verdict_file}")
     (verdict,) = json.loads(verdict_file.read_text())
     assert verdict["passed"]
     assert verdict["counts"]["passed"] >= 30

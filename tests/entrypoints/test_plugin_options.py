@@ -13,13 +13,13 @@ import pytest
 from pydantic import BaseModel
 
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.http.server import load_parsers
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import load_backend
-from frame.plugins.kinds import KINDS
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 from frame.testing.checkpoints import make_checkpoint
@@ -34,7 +34,7 @@ BASES = {
     "scheduling_policy": "fcfs",
     "eviction_policy": "lru",
     "logits_processor": "logit-bias",
-    "grammar": "llguidance",
+    "grammar_backend": "llguidance",
     "reasoning_parser": "think-tags",
     "tool_call_parser": "hermes",
 }

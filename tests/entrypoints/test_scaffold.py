@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.tools.scaffold import write_plugin
-from frame.plugins.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,14 +59,14 @@ def test_an_existing_folder_stays(tmp_path: Path) -> None:
     first = write_plugin("eviction_policy", "mine", tmp_path)
     before = (first.folder / "pyproject.toml").read_text()
     with pytest.raises(ConfigurationError, match="exists"):
-        write_plugin("grammar", "mine", tmp_path)
+        write_plugin("grammar_backend", "mine", tmp_path)
     assert (first.folder / "pyproject.toml").read_text() == before
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "1st", "a b", "a/b", "../x", "class"])
 def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot name a plugin"):
-        write_plugin("grammar", name, tmp_path)
+        write_plugin("grammar_backend", name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

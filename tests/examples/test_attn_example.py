@@ -60,7 +60,8 @@ def test_its_schema_is_in_the_editors(environment: Environment) -> None:
 def test_it_passes_conformance(environment: Environment, tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"
     done = environment.run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--frame-conformance=attention:blockwise", f"--frame-conformance-json={verdict}",
+        "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        "--frame-conformance=attention_backend:blockwise", f"--frame-conformance-json={verdict}",
         "-c", EXAMPLE / "pyproject.toml", "--rootdir", tmp_path, tmp_path,
     )  # fmt: skip
     assert " passed" in done.stdout

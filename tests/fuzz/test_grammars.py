@@ -24,7 +24,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.grammar_process import GRACE, GrammarProcess, load_backend
 from frame.plugins.loader import load_registry
 from tests.fuzz.mutations import TEXTS, mutated, spoiled
-from tests.plugins.grammars import random_grammars
+from tests.plugins.grammar_backends import random_grammars
 
 FIRST, ROUNDS = int(os.environ.get("FRAME_FUZZ_FIRST", "2")), int(os.environ.get("FRAME_FUZZ_ROUNDS", "10"))  # 2,000 each
 SECONDS = 1.0  # that one grammar may take
@@ -85,7 +85,7 @@ class Attack:
         given = {"sampling": {"grammar": name, "grammar_timeout": SECONDS, "grammar_memory": 256 << 20}}
         self.resolved = prepare(FrameConfig.model_validate(given), Hardware(cpu_cores=1, memory_bytes=8 << 30)).resolved
         registry = load_registry(installed=False)
-        settings = GrammarSettings(registry.get("grammar", name).capabilities.kinds, cache_bytes=0)
+        settings = GrammarSettings(registry.get("grammar_backend", name).capabilities.kinds, cache_bytes=0)
         self.compiler = GrammarCompiler(lambda: load_backend(self.resolved, registry), settings, lambda: GrammarProcess(self.resolved))
         self.words = -(-self.resolved.model.vocab_size // 32)
         self.ask("first", "regex", "a+")  # the process has to start

@@ -44,6 +44,7 @@ from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.tokenizing import tokenize
 from frame.entrypoints.processes import worker
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import SCHEDULING
 from frame.testing.fake_runner import FakeRunner
 from frame.testing.scheduler_rig import OldestFirst
 from tests.fuzz.mutations import mutated, spoiled
@@ -109,7 +110,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     inbox, outbox = f"ipc://{folder}/engine", f"ipc://{folder}/client"
     config = SchedulerConfig(page_size=4, num_pages=65, max_running=4, token_budget=32, max_context=100, vocab_size=VOCAB, max_queued=50)
     registry = load_registry(installed=False)
-    policy = registry.load(registry.get("scheduling_policy", "fcfs"))()
+    policy = registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING)
     scheduler = Scheduler(config, RadixCache(4, OldestFirst()), PagedAllocator(65), policy)
     runner = FakeRunner(65, 4, 4, config.max_pages, VOCAB)
     engine = Engine(scheduler, runner, ZmqTransport(inbox, outbox), EngineOptions(check_integrity="fatal"))

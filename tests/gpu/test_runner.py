@@ -14,6 +14,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
@@ -101,7 +102,7 @@ def test_no_launch_waits_for_the_device():
     context = BuildContext(device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_registry(installed=False)
-    built = [registry.load(record)(97, ROWS, device, None) for record in registry.records("logits_processor")]
+    built = [registry.load(record)(ProcessorContext(97, ROWS, device)) for record in registry.records("logits_processor")]
     pool = KVPool(kv_geometry(model_config, 1, 16, "float32"), 600, device)
     model = FakeModel(model_config, context)
     runner = TorchModelRunner(model, model_config, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))

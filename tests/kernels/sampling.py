@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import DataObject, booleans, data, floats, integers, just, one_of, sampled_from
 
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
@@ -258,7 +259,7 @@ def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingPar
     """Several decode steps over the same logits, with the built-in logits processors."""
     rows, vocab = logits.shape
     registry = load_registry(installed=False)
-    made = [registry.load(record)(vocab, rows, DEVICE, None) for record in registry.records("logits_processor")]
+    made = [registry.load(record)(ProcessorContext(vocab, rows, DEVICE)) for record in registry.records("logits_processor")]
     for processor in made:
         processor.eos_token_ids = (3,)
     processors, table = Processors(made, rows), SamplingTable(rows, by_row=use_triton)

@@ -20,7 +20,7 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
-from frame.core.interfaces.model import CausalLM, ModelConfig
+from frame.core.interfaces.model import CausalLM, ModelConfig, ModelContext
 from frame.core.loading.loader import WeightSource, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
@@ -211,6 +211,7 @@ def open_session(
     if names.pop("trust_remote_code", False):
         names["load_code"] = partial(load_class, folder)
     context = build_context(model_config, tp, dtype, **names)
-    built, _ = load_model(registry.load(record), model_config, context, WeightSource(folder, names.get("load_format", "auto")))
+    made = partial(registry.load(record), ModelContext.from_build(context, model_config))
+    built, _ = load_model(made, context, WeightSource(folder, names.get("load_format", "auto")))
     sizes = {"page_size": names.get("page_size", 4), "max_tokens": names.get("max_tokens", 256)}
     return Session(built, model_config, backend=context.attention, **sizes)

@@ -97,7 +97,7 @@ PACKAGES = (
     Package("frame-t-exit", "import sys\nsys.exit(3)"),
     Package("frame-t-clash", manifest("good")),
     Package("frame-t-builtin", manifest("lof")),
-    Package("frame-t-version", manifest("future", "api='scheduling_policy/3'")),
+    Package("frame-t-version", manifest("future", "api='scheduling_policy/9'")),
     Package("frame-t-hook", manifest("misspelt", hook="register_scheduling_polices")),
     Package("frame-t-bare", manifest("unmarked").replace("@hookimpl\n", "")),
     Package("frame-t-rank", manifest("ranked", "rank='high'")),
@@ -153,7 +153,7 @@ def test_all_of_them_are_listed_with_their_state(environment: Environment) -> No
     state = {(each["name"], each["distribution"]): each["problems"] for each in listed["plugins"]}
     assert state["fcfs", "frame-serve"] == []
     assert "registered by frame-t-clash 1.2 and by frame-t-good 1.2" in state["good", "frame-t-good"][0]
-    assert "written for interface scheduling_policy/3" in state["future", "frame-t-version"][0]
+    assert "written for interface scheduling_policy/9" in state["future", "frame-t-version"][0]
     assert {each["distribution"] for each in listed["broken"]} == {
         "frame-t-manifest", "frame-t-exit", "frame-t-hook", "frame-t-bare", "frame-t-rank",
     }  # fmt: skip
@@ -196,7 +196,7 @@ def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: 
 def test_a_wrong_interface_version_is_refused_when_selected(environment: Environment) -> None:
     done = environment.frame("plugins", "check", "future")
     assert done.returncode == 78
-    assert "it was written for interface scheduling_policy/3, this frame supports scheduling_policy/2" in done.stderr
+    assert "it was written for interface scheduling_policy/9, this frame supports scheduling_policy/3" in done.stderr
 
 
 def test_a_misspelt_hook_is_reported(environment: Environment) -> None:

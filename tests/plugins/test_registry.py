@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 
 from frame.core.config.resolved import PluginChoice
+from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.scheduling import SchedulingPolicy
-from frame.plugins.kinds import KINDS
 from frame.plugins.registry import PluginError, Registry, cause_chain
 
 KIND = "scheduling_policy"
@@ -55,31 +55,17 @@ def add(registry: Registry, *names: str, distribution: str = "one", target: str 
     registry.commit(part)
 
 
-def test_the_kinds_table_agrees_with_the_interface_pages() -> None:
-    pages = {
-        "model": "model.API",
-        "attention_backend": "attention.API",
-        "quantization_method": "quantization.API",
-        "moe_runner": "moe.RUNNER_API",
-        "moe_dispatcher": "moe.DISPATCHER_API",
-        "scheduling_policy": "scheduling.API",
-        "eviction_policy": "cache.API",
-        "logits_processor": "sampling.PROCESSOR_API",
-        "grammar": "sampling.GRAMMAR_API",
-        "reasoning_parser": "parsing.REASONING_API",
-        "tool_call_parser": "parsing.TOOL_CALL_API",
-    }
-    assert set(pages) == set(KINDS)
-    for kind, place in pages.items():
-        page, _, constant = place.partition(".")
-        assert getattr(importlib.import_module(f"frame.core.interfaces.{page}"), constant) == KINDS[kind].api
-        module, _, name = KINDS[kind].interface.partition(":")
-        assert isinstance(getattr(importlib.import_module(module), name), type)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_the_kinds_table_names_classes_and_suites_that_exist(kind: Kind) -> None:
+    for path in (kind.interface_path, kind.context_path, kind.suite_path):
+        if path is not None:
+            module, _, name = path.partition(":")
+            assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_a_record_knows_who_brought_it_and_is_not_imported() -> None:
     record = registry_with("x", target="no_such_module:Nothing", summary="s", rank=3).get(KIND, "x")
-    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/2")
+    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/3")
 
 
 def test_records_are_ranked_then_named() -> None:
@@ -132,12 +118,12 @@ def test_a_clash_is_fatal_when_asked_for_and_names_both_owners_and_the_remedy() 
 
 
 def test_another_interface_version_is_listed_and_refused_only_when_asked_for() -> None:
-    registry = registry_with("new", api="scheduling_policy/3")
+    registry = registry_with("new", api="scheduling_policy/9")
     (record,) = registry.records(KIND)
-    assert "written for interface scheduling_policy/3, this frame supports scheduling_policy/2" in record.problems[0].sentence
-    with pytest.raises(PluginError, match="scheduling_policy/3"):
+    assert "written for interface scheduling_policy/9, this frame supports scheduling_policy/3" in record.problems[0].sentence
+    with pytest.raises(PluginError, match="scheduling_policy/9"):
         registry.get(KIND, "new")
-    with pytest.raises(PluginError, match="scheduling_policy/3"):
+    with pytest.raises(PluginError, match="scheduling_policy/9"):
         registry.load(record)
 
 
@@ -174,7 +160,7 @@ def test_load_gives_the_class(module: types.ModuleType) -> None:
         ("frame_no_such_module:X", "ModuleNotFoundError: No module named 'frame_no_such_module'"),
         (f"{MODULE}:Missing", "has no attribute 'Missing'"),
         (f"{MODULE}:Unrelated", "is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy"),
-        (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/2"),
+        (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/3"),
     ],
 )
 def test_what_does_not_load_says_why(module: types.ModuleType, target: str, words: str) -> None:

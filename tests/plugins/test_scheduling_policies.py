@@ -10,12 +10,13 @@ from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
 from frame.plugins.loader import load_registry
 from frame.testing.conformance_policies import VIEW, example_requests
+from frame.testing.contexts import SCHEDULING
 
 REGISTRY = load_registry(installed=False)
 
 
 def policy(name: str) -> SchedulingPolicy:
-    return REGISTRY.load(REGISTRY.get("scheduling_policy", name))()
+    return REGISTRY.load(REGISTRY.get("scheduling_policy", name))(SCHEDULING)
 
 
 def indices(name: str, waiting: list[Request], view: SchedulerView = VIEW) -> list[int]:

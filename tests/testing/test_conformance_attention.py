@@ -77,7 +77,7 @@ def failures(target: type[TorchNativeBackend]) -> dict[str, str]:
     record = PluginRecord("attention_backend", "broken", "tests:Broken", "attention/2", target.capabilities)
     subject = conformance.Subject(record, target, None, conformance.Setting())
     found = {}
-    for check in conformance.checks("attention", subject):
+    for check in conformance.checks("attention_backend", subject):
         try:
             check.run()
         except AssertionError as error:
@@ -107,7 +107,7 @@ def test_a_broken_backend_is_caught(target: type[TorchNativeBackend], check: str
 def test_a_record_that_differs_from_its_class_is_caught() -> None:
     record = PluginRecord("attention_backend", "b", "m:C", "attention/2", AttentionCapabilities(devices=("cpu",)))
     subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
-    first = conformance.checks("attention", subject)[0]
+    first = conformance.checks("attention_backend", subject)[0]
     with pytest.raises(AssertionError, match="the record states"):
         first.run()
 
@@ -123,4 +123,4 @@ def test_a_backend_for_another_device_cannot_be_checked_here() -> None:
     record = PluginRecord("attention_backend", "b", "m:C", "attention/2", AttentionCapabilities(devices=("cuda",)))
     subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
     with pytest.raises(PluginError, match="No conformance check"):
-        conformance.checks("attention", subject)
+        conformance.checks("attention_backend", subject)

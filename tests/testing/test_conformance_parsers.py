@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import json
 
-from frame.core.interfaces.parsing import CallRule, Format, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
+from pydantic import BaseModel
+
+from frame.core.interfaces.parsing import (
+    CallRule,
+    Format,
+    ParserContext,
+    ReasoningDelta,
+    ReasoningParser,
+    ToolCallDelta,
+    ToolCallParser,
+    ToolDelta,
+)
 from frame.testing import conformance_parsers
 from tests.testing.failures import failures
 
@@ -12,7 +23,7 @@ from tests.testing.failures import failures
 class Fine(ToolCallParser):
     """A call is a line `name arguments` after a mark; the text is read when it is whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
         self.pieces: list[str] = []
 
     def grammar(self, rule: CallRule) -> Format | None:
@@ -52,7 +63,7 @@ class LooksAtPieces(Fine):
 class ReadsAgain(ReasoningParser):
     """Forgets the format of the answer, and looks through all that it holds for each piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
         self.held = ""
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:

@@ -4,6 +4,7 @@ calls do not show."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance_eviction import check_eviction_policy
 from frame.testing.conformance_policies import check_scheduling_policy
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.mutants.eviction_policy import LeastUsed
 from frame.testing.mutants.scheduling_policy import PreemptsTheOldest, ShortestFirst
 
@@ -38,13 +40,13 @@ class FailsLate(ShortestFirst):
 
 @pytest.mark.parametrize("policy", [PreemptsTheOldest, FailsLate])
 def test_a_run_finds_a_wrong_victim(policy: type[ShortestFirst]) -> None:
-    checks = {check.name: check for check in check_scheduling_policy(policy)}
+    checks = {check.name: check for check in check_scheduling_policy(partial(policy, SCHEDULING))}
     with pytest.raises(AssertionError, match="asked for a victim"):
         checks["runs_plain_with_pages_of_1"].run()
 
 
 def test_checks_that_do_not_apply_are_left_out() -> None:
-    names = [check.name for check in check_scheduling_policy(ShortestFirst)]
+    names = [check.name for check in check_scheduling_policy(partial(ShortestFirst, SCHEDULING))]
     assert "priorities_are_kept" not in names
     assert len(names) == len(set(names))
-    assert len(list(check_eviction_policy(LeastUsed))) >= 8
+    assert len(list(check_eviction_policy(partial(LeastUsed, EVICTION)))) >= 8

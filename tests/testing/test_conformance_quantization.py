@@ -74,8 +74,8 @@ class WrongForManyRows(Half):
     ],
 )
 def test_a_broken_quantization_method_is_caught(target: type, check: str) -> None:
-    assert any(name.startswith(check) for name in failures("quantization", target))
+    assert any(name.startswith(check) for name in failures("quantization_method", target))
 
 
 def test_plain_weights_pass() -> None:
-    assert failures("quantization", Half) == {}
+    assert failures("quantization_method", Half) == {}

@@ -71,9 +71,9 @@ def test_two_plugins_in_one_run(run: Any, pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--frame-conformance=attenton:torch_native"], "*did you mean 'attention'*"),
-        (["--frame-conformance=attention"], "*Write FAMILY:NAME*"),
-        (["--frame-conformance=attention:torch_nativ"], "*did you mean 'torch_native'*"),
+        (["--frame-conformance=attention_bakend:torch_native"], "*did you mean 'attention_backend'*"),
+        (["--frame-conformance=attention_backend"], "*Write KIND:NAME*"),
+        (["--frame-conformance=attention_backend:torch_nativ"], "*did you mean 'torch_native'*"),
         (["--frame-conformance=eviction_policy:lru", "--frame-conformance-options={"], "*Expecting*"),
     ],
 )

@@ -1,5 +1,5 @@
 """The backend compared with dense float64 arithmetic. `pytest
---frame-conformance=attention:blockwise` runs the whole suite."""
+--frame-conformance=attention_backend:blockwise` runs the whole suite."""
 
 from __future__ import annotations
 

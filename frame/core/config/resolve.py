@@ -32,6 +32,7 @@ from frame.core.config.selection import (
 )
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
@@ -67,7 +68,7 @@ def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, 
 def pinned(resolved: Resolved) -> FrameConfig:
     """The user's configuration with every open value set as resolved."""
     user = resolved.user
-    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if kind in KEYS and choices}
+    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if choices and not KINDS[kind].is_list}
     values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
     if len(pair := resolved.plugins["attention_backend"]) > 1:
         values[KEYS["attention_backend"]] = dict(zip(PHASES, (choice.name for choice in pair), strict=True))
@@ -332,7 +333,7 @@ class _Solver:
             choose_processors(self.chosen, self.records, config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
             with self._collect():
-                self._optional("grammar", requirements, config.sampling.grammar)
+                self._optional("grammar_backend", requirements, config.sampling.grammar)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
             if name is not None and name != NO_PARSER:
                 with self._collect():

@@ -18,24 +18,11 @@ from frame.core.config.resolved import PluginChoice
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import Rejected, Selection, UnknownPluginError, by_rank, objections, select
 from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 
-KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "model": "model.implementation",
-        "quantization_method": "model.quantization",
-        "attention_backend": "attention.backend",
-        "moe_runner": "moe.runner",
-        "moe_dispatcher": "moe.dispatcher",
-        "scheduling_policy": "scheduler.policy",
-        "eviction_policy": "cache.eviction",
-        "grammar": "sampling.grammar",
-        "reasoning_parser": "text.reasoning_parser",
-        "tool_call_parser": "text.tool_call_parser",
-    }
-)
-PROCESSORS_KEY = "sampling.processors"
+KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values()})
 
 OWN_DISTRIBUTION = "frame-serve"  # its logits processors are always active
 
@@ -76,16 +63,16 @@ def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginReco
     kind = "logits_processor"
     candidates = sorted(records.get(kind, ()), key=by_rank)
     chosen.selected.setdefault(kind, [])
-    chosen.reject(PROCESSORS_KEY, kind, {kind: [r for r in candidates if r.distribution == OWN_DISTRIBUTION]}, requirements)
+    chosen.reject(KEYS["logits_processor"], kind, {kind: [r for r in candidates if r.distribution == OWN_DISTRIBUTION]}, requirements)
     for record in candidates:
         if record.distribution == OWN_DISTRIBUTION and record.name not in named and not objections(record, requirements):
             chosen.selected[kind].append(Selection(record, "built in"))
     if not named:
-        chosen.reasons[PROCESSORS_KEY] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
+        chosen.reasons[KEYS["logits_processor"]] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
     for name in dict.fromkeys(named):
-        found = select(PROCESSORS_KEY, candidates, requirements, name) if candidates else None
+        found = select(KEYS["logits_processor"], candidates, requirements, name) if candidates else None
         if found is None:
-            raise UnknownPluginError(PROCESSORS_KEY, kind, name, ())
+            raise UnknownPluginError(KEYS["logits_processor"], kind, name, ())
         chosen.selected[kind].append(Selection(found.record, found.reason))
 
 

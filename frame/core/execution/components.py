@@ -23,6 +23,9 @@ from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.kv_cache.kv_pool import DTYPES, KVPool, kv_geometry
 from frame.core.loading.loader import WeightSource, load_model
@@ -50,15 +53,19 @@ _log = logging.getLogger(__name__)
 class Loaded(Generic[T]):
     """A plugin class and its validated options."""
 
-    target: type[T]
+    target: Callable[[Any, BaseModel | None], T]
     options: BaseModel | None = None
+
+    def build(self, context: Any) -> T:
+        """Construct the plugin. Every kind takes `(context, options)`."""
+        return self.target(context, self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The plugin classes of one rank. None: the model does not use this kind of plugin."""
 
-    model: Callable[[ModelConfig, BuildContext], Model]
+    model: Loaded[Model]
     attention: Loaded[AttentionBackend]
     decode_attention: Loaded[AttentionBackend] | None = None  # None: `attention` computes decodes too
     quantization: Loaded[QuantizationMethod] | None = None
@@ -92,27 +99,24 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torc
     )
     built: dict[str, Any] = {"attention": _build_attention(parts, base)}
     if parts.quantization is not None:
-        checkpoint_config = resolved.model.config.get("quantization_config")
-        built["quantization"] = parts.quantization.target(checkpoint_config, parts.quantization.options)
+        built["quantization"] = parts.quantization.build(QuantizationContext(resolved.model.config.get("quantization_config")))
     for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if part is not None:
-            built[name] = part.target(base, part.options)
+            built[name] = part.build(base)
     return replace(base, **built)
 
 
 def _build_attention(parts: Parts, base: BuildContext) -> AttentionBackend:
-    built = parts.attention.target(base, parts.attention.options)
+    built = parts.attention.build(base)
     if parts.decode_attention is None:
         return built
-    return HybridAttention(built, parts.decode_attention.target(base, parts.decode_attention.options))
+    return HybridAttention(built, parts.decode_attention.build(base))
 
 
 def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
     """The logits processors, in the order of `parts`."""
-    built = [part.target(model_config.vocab_size, num_slots, device, part.options) for part in parts.processors]
-    for processor in built:
-        processor.eos_token_ids = model_config.eos_token_ids
-    return built
+    context = ProcessorContext(model_config.vocab_size, num_slots, device, model_config.eos_token_ids)
+    return [part.build(context) for part in parts.processors]
 
 
 def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
@@ -133,7 +137,7 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     source = WeightSource(Path(resolved.model_path), user.model.load_format, user.model.seed)
-    model, report = load_model(parts.model, model_config, context, source)
+    model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, source)
     phases.update(report.seconds)
     clock = time.perf_counter()
     geometry = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)

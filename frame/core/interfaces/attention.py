@@ -1,4 +1,5 @@
-"""The interface of attention backends, and the capabilities that they declare (`attention/2`).
+"""The interface of attention backends, and the capabilities that they declare (kind
+`attention_backend`).
 
 A backend computes attention over the paged KV cache. It gets one `ForwardBatch` a step and one
 layer's queries at a time. It must not know a request, the scheduler or a model file.
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.rank_context import RankContext
 
 __all__ = [
-    "API",
     "AttentionBackend",
     "AttentionCapabilities",
     "AttentionKind",
@@ -34,7 +34,6 @@ __all__ = [
     "Phase",
 ]
 
-API = "attention/2"
 
 AttentionKind = Literal["mha", "mla"]
 Phase = Literal["extend", "decode", "mixed", "verify"]

@@ -1,5 +1,5 @@
-"""The interfaces of the prefix cache, eviction policies (`eviction_policy/1`) and the page
-allocator.
+"""The interfaces of the prefix cache, eviction policies (kind `eviction_policy`) and the
+page allocator.
 
 A page is an index into the KV pool; token sequences are int32 arrays. Must not know requests,
 devices or models.
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
-
-API = "eviction_policy/1"
+    from pydantic import BaseModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,22 @@ class EvictableNode(Protocol):
     priority: int  # the highest of its requests
 
 
+@dataclass(frozen=True, slots=True)
+class EvictionContext:
+    """The cache that an eviction policy is built for."""
+
+    page_size: int  # tokens
+    num_pages: int  # of the KV cache
+
+
 class EvictionPolicy(ABC):
     """The eviction order of unlocked leaves: smallest key first.
 
     Contract: `key` depends on the node alone and changes only when the node is matched, inserted or
-    locked, so that a heap may hold it. A policy whose record has `options` is constructed with them
-    as its one argument.
+    locked, so that a heap may hold it.
     """
+
+    def __init__(self, context: EvictionContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def key(self, node: EvictableNode) -> tuple[float, ...]: ...

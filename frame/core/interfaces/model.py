@@ -1,5 +1,5 @@
-"""The interface of model architectures (`model/2`), and the configuration of a checkpoint, which
-needs no torch to read.
+"""The interface of model architectures (kind `model`), and the configuration of a checkpoint,
+which needs no torch to read.
 
 A model file holds names and wiring. It must not know parallel arithmetic, a config section or a
 backend by name.
@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.rank_context import Task
 
 if TYPE_CHECKING:
     import torch
+    from pydantic import BaseModel
 
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.build import BuildContext
 
 __all__ = [
-    "API",
     "CausalLM",
     "LazyTensor",
     "Model",
     "ModelCapabilities",
     "ModelConfig",
+    "ModelContext",
     "ModelRequirements",
     "Pooling",
     "PoolingMode",
@@ -37,7 +38,6 @@ __all__ = [
     "is_classifier",
 ]
 
-API = "model/2"
 
 PoolingMode = Literal["cls", "last", "mean", "max"]
 
@@ -161,6 +161,18 @@ def checkpoint_tasks(architecture: str) -> tuple[Task, ...]:
     return ("embed",) if architecture.endswith("Model") and "LMHead" not in architecture else ("generate", "embed", "classify")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext(BuildContext):
+    """What a model is built from. Its layers take it as their `BuildContext`."""
+
+    model_config: ModelConfig
+
+    @classmethod
+    def from_build(cls, build: BuildContext, model_config: ModelConfig) -> ModelContext:
+        """The context of a model with this configuration on the rank of `build`."""
+        return cls(**{each.name: getattr(build, each.name) for each in fields(build)}, model_config=model_config)
+
+
 class LazyTensor(Protocol):
     """A tensor of a checkpoint. Slicing reads (mmaps) only the slice."""
 
@@ -170,8 +182,7 @@ class LazyTensor(Protocol):
 
 
 class Model(ABC):
-    """A model, built on the meta device from a model config and a build context, which also names
-    the task.
+    """A model, built on the meta device from its context.
 
     Contract:
     - `forward` reads nothing but the batch and its own parameters, and returns hidden states after
@@ -183,14 +194,13 @@ class Model(ABC):
     - `load_weights` consumes every (name, tensor) and returns the names of the parameters that it
       set, so that the loader can name the
       missing ones. An unknown name is an error, unless `ignored_weights` matches it.
-    Implementations also derive from `torch.nn.Module`. A plugin whose record has `options` gets
-    them as a third constructor argument.
+    Implementations also derive from `torch.nn.Module`.
     """
 
     ignored_weights: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are not loaded
     supports_token_selection: ClassVar[bool] = False  # the last layer computes the `SelectedTokens` alone
 
-    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__()
 
     @abstractmethod

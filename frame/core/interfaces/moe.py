@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.rank_context import RankContext
 
-RUNNER_API = "moe_runner/2"
-DISPATCHER_API = "moe_dispatcher/2"
 
 Fp8Scale = Literal["block", "output"]  # one scale for 128 x 128 weights, or one for each output
 

@@ -1,5 +1,5 @@
-"""The interfaces of reasoning parsers (`reasoning_parser/2`) and tool-call parsers
-(`tool_call_parser/2`): incremental text filters.
+"""The interfaces of reasoning parsers (kind `reasoning_parser`) and tool-call parsers (kind
+`tool_call_parser`): incremental text filters.
 
 Contract:
 - For every split of a text into chunks, the concatenated deltas are those of the whole text.
@@ -16,12 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from frame.core.interfaces.plugin import Reason
 
-REASONING_API = "reasoning_parser/2"
-TOOL_CALL_API = "tool_call_parser/2"
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
 
 Format = dict[str, Any]
 
@@ -44,6 +45,14 @@ class ParserCapabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class ParserContext:
+    """The model whose output a parser reads."""
+
+    architecture: str = ""  # as in the checkpoint's config.json
+    chat_template: str = ""  # Jinja source; "": the model has none
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     """The reasoning and the answer in a piece of text."""
 
@@ -55,6 +64,8 @@ class ReasoningParser(ABC):
     """Separates a model's reasoning from its answer. One object per response."""
 
     keeps_special_tokens: ClassVar[bool] = False  # its marks are special tokens, which must stay in the text
+
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None: ...
 
     def begin(self, prompt_end: str, may_think: bool = True) -> None:
         """Called before the first `feed` with the end of the prompt, special tokens included, which
@@ -113,6 +124,8 @@ class ToolCallParser(ABC):
     """Finds tool calls in an answer. One object per response."""
 
     keeps_special_tokens: ClassVar[bool] = False
+
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None: ...
 
     def begin(self, functions: Sequence[Function]) -> None:
         """Called before the first `feed` with the functions that may be called."""

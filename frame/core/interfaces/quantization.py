@@ -1,5 +1,5 @@
 """The interface of quantization methods: how a layer's weights are stored, loaded and multiplied
-(`quantization/2`).
+(kind `quantization_method`).
 
 A method sees one linear layer, or the experts of one layer, at a time. It must not know the model.
 """
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
-API = "quantization/2"
 
 LayerKind = Literal["linear", "experts", "head", "embedding"]
 
@@ -91,12 +90,19 @@ class GatedApply(Protocol):
     def __call__(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizationContext:
+    """The checkpoint that a quantization method is built for."""
+
+    checkpoint_config: dict[str, Any] | None = None  # `quantization_config` of config.json; None: a plain checkpoint
+
+
 class QuantizationMethod(ABC):
     """Chooses the method of each layer, which covers mixed schemes and ignore lists."""
 
     ignored_weights: tuple[str, ...] = ()  # regular expressions, matched from the start, of checkpoint names that are not loaded
 
-    def __init__(self, checkpoint_config: dict[str, Any] | None = None, options: BaseModel | None = None) -> None: ...
+    def __init__(self, context: QuantizationContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def linear(self, prefix: str, kind: LayerKind = "linear") -> LinearMethod:

@@ -1,5 +1,5 @@
-"""The interfaces of logits processors (`logits_processor/2`) and grammar backends (`grammar/2`),
-which change logits before sampling.
+"""The interfaces of logits processors (kind `logits_processor`) and grammar backends (kind
+`grammar_backend`), which change logits before sampling.
 
 Processors keep state by slot and work on whole batches. A request that uses none of them costs
 nothing.
@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
     from frame.core.interfaces.sampling_params import SamplingParams
 
-PROCESSOR_API = "logits_processor/2"
-GRAMMAR_API = "grammar/2"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorContext:
+    """The model and the slots that a logits processor is built for."""
+
+    vocab_size: int
+    max_slots: int
+    device: torch.device
+    eos_token_ids: tuple[int, ...] = ()  # of the model
 
 
 class LogitsProcessor(ABC):
@@ -35,9 +43,7 @@ class LogitsProcessor(ABC):
     state.
     """
 
-    eos_token_ids: tuple[int, ...] = ()  # of the model; set once before the first `add_slot`
-
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None: ...
+    def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def applies_to(self, params: SamplingParams) -> bool: ...
@@ -107,6 +113,14 @@ class GrammarCapabilities:
         return []  # each request chooses its kind
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarContext:
+    """The tokens that a grammar backend compiles for."""
+
+    tokenizer: Any  # frame.core.text.tokenizer.Tokenizer.backend; its `eos_token_ids` may end an output
+    vocab_size: int  # tokens in a mask; may exceed the tokenizer's
+
+
 class GrammarBackend(ABC):
     """Compiles grammars. Contract: an invalid grammar raises ValueError with one sentence, and
     affects no other request.
@@ -116,7 +130,7 @@ class GrammarBackend(ABC):
     after `compile` has shown that the limits suffice.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None: ...
+    def __init__(self, context: GrammarContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def compile(self, kind: str, source: str) -> CompiledGrammar:

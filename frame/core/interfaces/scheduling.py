@@ -1,5 +1,5 @@
 """The interface of scheduling policies: order of waiting requests, choice of preempted ones
-(`scheduling_policy/2`). Imports no torch."""
+(kind `scheduling_policy`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from frame.core.scheduling.request import Request
 
-API = "scheduling_policy/2"
 PATIENCE = 10.0  # seconds of waiting after which `late_first` puts a request first
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingContext:
+    """The limits of the scheduler that a policy is built for."""
+
+    max_running_requests: int
+    token_budget: int  # prompt tokens of a step
+    max_context: int  # tokens of a sequence, prompt and output
+    page_size: int  # tokens
+    num_pages: int  # of the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +49,12 @@ class SchedulingPolicy(ABC):
     request that it may not, the newest is preempted. Where `can_preempt` raises, no request is
     preempted. The log names the policy. `waiting` is a bounded window of the head of the queue (the
     oldest; with `by_priority` those of highest priority), so that 10,000 queued requests cost no
-    more than 100: a policy must not assume that it sees all. A policy whose record has `options` is
-    constructed with them as its one argument.
-    """
+    more than 100: a policy must not assume that it sees all.    """
 
     needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `order`
     by_priority: ClassVar[bool] = False  # the queue is sorted by `request.priority` (higher first), then by arrival
+
+    def __init__(self, context: SchedulingContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...

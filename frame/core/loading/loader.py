@@ -22,7 +22,7 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.model import LazyTensor, Model, ModelConfig
+from frame.core.interfaces.model import LazyTensor, Model
 from frame.core.loading.dummy_weights import random_weights
 from frame.core.loading.safetensors_reader import ReadAhead, read_weights
 
@@ -54,13 +54,13 @@ class WeightSource:
 
 
 def load_model(
-    make: Callable[[ModelConfig, BuildContext], Model], model_config: ModelConfig, context: BuildContext, source: WeightSource
+    make: Callable[[], Model], context: BuildContext, source: WeightSource
 ) -> tuple[Model, LoadReport]:
-    """Build and load a model on `context.device`, ready to run. Raises CheckpointError, one
-    sentence, if the checkpoint does not fit."""
+    """Build and load a model on `context.device`, ready to run. `make` constructs it. Raises
+    CheckpointError, one sentence, if the checkpoint does not fit."""
     report = LoadReport()
     with report.measure_phase("build"), torch.device("meta"):
-        model = make(model_config, context)
+        model = make()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
     layers = attention_layers(model)

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import click
 
-from frame.core.config.resolve_plugins import KEYS, PROCESSORS_KEY
+from frame.core.config.resolve_plugins import KEYS
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import PluginError
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.prepare import registry_of
 from frame.entrypoints.configuration.sources import LoadedConfig
-from frame.plugins.kinds import KINDS
 from frame.plugins.loader import observed_events
 from frame.plugins.registry import Registry
 
@@ -119,8 +119,7 @@ def _described(record: PluginRecord, events: Sequence[str]) -> list[str]:
     """`events`: those that the record's distribution observes."""
     data = as_data(record)
     lines = [f"{record.kind}/{record.name}"]
-    key = PROCESSORS_KEY if record.kind == "logits_processor" else KEYS[record.kind]
-    lines += [f"  selected by: {key}: {f'[{record.name}]' if key == PROCESSORS_KEY else record.name}"]
+    lines += [f"  selected by: {KEYS[record.kind]}: {f'[{record.name}]' if KINDS[record.kind].is_list else record.name}"]
     lines += [f"  observes: {', '.join(events)} (the whole package {record.distribution})"] if events else []
     lines += [f"  {key}: {data[key]}" for key in ("summary", "distribution", "version", "target", "api", "rank") if data[key] != ""]
     lines += [f"  requires: {', '.join(record.requires)}"] if record.requires else []
@@ -159,8 +158,7 @@ def _check(record: PluginRecord) -> None:
 def _conformance(record: PluginRecord) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
         raise PluginError("The conformance suites need pytest; install it: pip install 'frame-serve[test]'.")
-    family = record.api.partition("/")[0]
-    arguments = [sys.executable, "-m", "pytest", "-q", f"--frame-conformance={family}:{record.name}"]
+    arguments = [sys.executable, "-m", "pytest", "-q", f"--frame-conformance={record.kind}:{record.name}"]
     done = subprocess.run(arguments, check=False)
     if done.returncode:
         raise PluginError(f"{record.kind}/{record.name} does not pass the conformance suite of {record.api} (see above).")

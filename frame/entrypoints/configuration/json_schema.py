@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.plugins.registry import Registry
 
@@ -34,14 +35,12 @@ def _allow_auto(definitions: dict[str, Any]) -> None:
 def _name_plugins(definitions: dict[str, Any], registry: Registry) -> None:
     """Add the names of installed plugins as examples, for completion. Other names stay valid, since
     a file may be for another machine."""
-    from frame.core.config.resolve_plugins import KEYS
-
-    for kind, key in KEYS.items():
-        section, _, name = key.partition(".")
+    for kind in KINDS.values():
+        section, _, name = kind.key.partition(".")
         owner = _section(definitions, section)["properties"][name]
-        names = [record.name for record in registry.records(kind)]
+        names = [record.name for record in registry.records(kind.name)]
         if names:
-            owner["examples"] = names
+            (owner["items"] if kind.is_list else owner)["examples"] = names
 
 
 def _options(definitions: dict[str, Any], registry: Registry) -> dict[str, Any]:

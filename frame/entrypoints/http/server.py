@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.parsing import ParserContext
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared
@@ -158,7 +160,9 @@ def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[
     """What makes a parser for one response, by the attribute of `Services` that holds it; those
     that were chosen."""
     kinds = {"reasoning": "reasoning_parser", "tool_calls": "tool_call_parser"}
-    return {attribute: registry.constructor(resolved.choice(kind)) for attribute, kind in kinds.items() if resolved.plugins.get(kind)}
+    chosen = {attribute: registry.choose(resolved.choice(kind)) for attribute, kind in kinds.items() if resolved.plugins.get(kind)}
+    context = ParserContext(resolved.model.architecture, resolved.model.chat_template)
+    return {attribute: partial(target, context, options) for attribute, (target, options) in chosen.items()}
 
 
 def check_grpc(server: ServerSection) -> None:

@@ -51,19 +51,21 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
     """Import the chosen plugins and check that they are those of the resolved configuration. Raises
     PluginError."""
 
-    def only(kind: str) -> Loaded[Any] | None:
-        choices = resolved.plugins.get(kind)
-        return Loaded(*registry.choose(choices[0])) if choices else None
+    def all_of(kind: str) -> list[Loaded[Any]]:
+        return [Loaded(*registry.choose(choice)) for choice in resolved.plugins.get(kind, ())]
 
-    attention: list[Loaded[Any]] = [Loaded(*registry.choose(choice)) for choice in resolved.plugins["attention_backend"]]
+    def only(kind: str) -> Loaded[Any] | None:
+        return next(iter(all_of(kind)), None)
+
+    attention = all_of("attention_backend")
     return Parts(
-        model=registry.constructor(resolved.choice("model")),
+        model=all_of("model")[0],
         attention=attention[0],
         decode_attention=attention[1] if len(attention) > 1 else None,
         quantization=only("quantization_method"),
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
-        processors=tuple(Loaded(*registry.choose(choice)) for choice in resolved.plugins.get("logits_processor", ())),
+        processors=tuple(all_of("logits_processor")),
     )
 
 
@@ -120,14 +122,14 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
     """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
     configuration names is loaded now, so that its failure stops the start; one chosen automatically
     is loaded for the first grammar."""
-    choices, sampling = resolved.plugins.get("grammar"), resolved.user.sampling
+    choices, sampling = resolved.plugins.get("grammar_backend"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None
 
     make = cache(partial(load_backend, resolved, registry))
     if sampling.grammar is not None:
         make()
-    capabilities = registry.get("grammar", choices[0].name).capabilities
+    capabilities = registry.get("grammar_backend", choices[0].name).capabilities
     settings = GrammarSettings(
         kinds=capabilities.kinds if isinstance(capabilities, GrammarCapabilities) else GRAMMAR_KINDS,
         workers=max(1, sampling.grammar_workers),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from frame.core.interfaces.cache import EvictionContext
+from frame.core.interfaces.scheduling import SchedulingContext
 from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.kv_cache.radix_cache import RadixCache
@@ -31,8 +33,16 @@ def build_scheduler(
     user = resolved.user
     cache: PrefixCache = NoCache(resolved.page_size)
     if user.cache.prefix == "radix" and not resolved.computes_whole_prompts:
-        cache = RadixCache(resolved.page_size, registry.constructor(resolved.choice("eviction_policy"))())
-    policy = registry.constructor(resolved.choice("scheduling_policy"))()
+        eviction = registry.create(resolved.choice("eviction_policy"), EvictionContext(resolved.page_size, num_pages))
+        cache = RadixCache(resolved.page_size, eviction)
+    limits = SchedulingContext(
+        max_running_requests=resolved.max_running_requests,
+        token_budget=resolved.chunked_prefill_size,
+        max_context=resolved.max_context,
+        page_size=resolved.page_size,
+        num_pages=num_pages,
+    )
+    policy = registry.create(resolved.choice("scheduling_policy"), limits)
     config = SchedulerConfig(
         page_size=resolved.page_size,
         num_pages=num_pages,

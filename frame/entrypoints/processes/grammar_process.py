@@ -23,7 +23,7 @@ import msgspec
 
 from frame.core.config.resolved import Resolved
 from frame.core.grammars.grammar_compiler import CompileTimeoutError
-from frame.core.interfaces.sampling import GrammarBackend
+from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.entrypoints.processes.deployment import PARENTS_SIGNALS, die_with_parent
 
 if TYPE_CHECKING:
@@ -142,11 +142,13 @@ def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:
     """The chosen grammar backend, built for the model's tokenizer."""
     from frame.core.text.tokenizer import Tokenizer
 
-    target, options = registry.choose(resolved.plugins["grammar"][0])
+    choice = resolved.choice("grammar_backend")
     tokenizer = Tokenizer.load(Path(resolved.tokenizer_path or ""), trust_remote_code=resolved.user.model.trust_remote_code)
+    context = GrammarContext(tokenizer, resolved.model.vocab_size)
     if tokenizer.is_python:
-        return NoGrammars(tokenizer, resolved.model.vocab_size)
-    built: GrammarBackend = target(tokenizer, resolved.model.vocab_size, options)
+        registry.choose(choice)
+        return NoGrammars(context)
+    built: GrammarBackend = registry.create(choice, context)
     return built
 
 

@@ -69,7 +69,7 @@ def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         vocab_size=resolved.model.vocab_size,
         capacity=int(info["max_total_tokens"]),
         is_pooling=resolved.pooling is not None,
-        grammar=bool(resolved.plugins.get("grammar")) and resolved.tokenizer_path is not None,
+        grammar=bool(resolved.plugins.get("grammar_backend")) and resolved.tokenizer_path is not None,
         grammar_processes=resolved.user.sampling.grammar_workers > 0,
         request_timeout=resolved.user.scheduler.request_timeout,
         seed=resolved.user.model.seed,

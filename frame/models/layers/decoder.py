@@ -24,9 +24,10 @@ from frame.models.layers.parameter import load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import LazyTensor, ModelConfig
+    from frame.core.interfaces.model import LazyTensor, ModelContext
 
 
 BODY = ("embed_tokens.", "layers.", "norm.")  # name prefixes in a checkpoint of the body alone
@@ -74,8 +75,9 @@ class Decoder(CausalLM, nn.Module):
     supports_token_selection: ClassVar[bool] = True
     mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
 
-    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
-        super().__init__(model_config, context)
+    def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        model_config = context.model_config
         self.model_config = model_config
         self.context = context
         self.tied = bool(model_config.config.get("tie_word_embeddings", False))

@@ -24,9 +24,11 @@ from frame.models.layers.norm import LayerNorm
 from frame.models.layers.parameter import ShardedParameter, load_parameters
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.model import LazyTensor, ModelConfig
+    from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 # names of norm parameters in checkpoints that were converted from TensorFlow
@@ -103,8 +105,9 @@ class Encoder(Model, nn.Module):
     # heads that the model does not load
     ignored_weights: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")
 
-    def __init__(self, model_config: ModelConfig, context: BuildContext) -> None:
-        super().__init__(model_config, context)
+    def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        model_config = context.model_config
         config, hidden = model_config.config, model_config.hidden_size
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise CheckpointError(f"position_embedding_type is {config['position_embedding_type']!r}; the encoder supports absolute.")

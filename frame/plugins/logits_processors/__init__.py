@@ -26,4 +26,4 @@ def register_logits_processors(registry: KindRegistry) -> None:
         (20, "bad-words", "bad_words:BadWords", "Bans token sequences."),
         (10, "min-tokens", "min_tokens:MinTokens", "Bans the end of a request until its minimum length."),
     ):
-        registry.add(name, f"{_HERE}.{target}", api="logits_processor/2", summary=summary, rank=rank)
+        registry.add(name, f"{_HERE}.{target}", summary=summary, rank=rank)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
+    from frame.core.interfaces.sampling import ProcessorContext
     from frame.core.interfaces.sampling_params import SamplingParams
 
 _ANY = -1  # padding of a prefix: matches every token
@@ -29,14 +30,14 @@ class BadWords(LogitsProcessor):
     """State per request: the sequences' last tokens [words], their prefixes [length, words] and the
     row's last tokens [length], both in reverse order, int64."""
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None:
+        self._vocab_size = context.vocab_size
         columns = {
             "last": Column(torch.int64, _NONE, (0,)),
             "before": Column(torch.int64, _ANY, (0, 0)),
             "history": Column(torch.int64, _NEVER, (0,)),
         }
-        self._state = SlotState(max_slots, device, columns)
+        self._state = SlotState(context.max_slots, context.device, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return any(params.bad_words_ids)

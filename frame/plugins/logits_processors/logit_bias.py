@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
+    from frame.core.interfaces.sampling import ProcessorContext
     from frame.core.interfaces.sampling_params import SamplingParams
 
 
 class LogitBias(LogitsProcessor):
     """State: ids and biases, [requests, maximum number of biases]. Padding adds 0 to token 0."""
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
+    def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None:
         columns = {"ids": Column(torch.int64, shape=(0,)), "values": Column(torch.float32, shape=(0,))}
-        self._state = SlotState(max_slots, device, columns)
+        self._state = SlotState(context.max_slots, context.device, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.logit_bias)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
+    from frame.core.interfaces.sampling import ProcessorContext
     from frame.core.interfaces.sampling_params import SamplingParams
 
 
@@ -22,16 +23,17 @@ class MinTokens(LogitsProcessor):
     """State: the position from which the end is allowed, and the end ids [requests, maximum number
     of ids], padded with -1."""
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None:
+        self._vocab_size = context.vocab_size
+        self._eos_token_ids = context.eos_token_ids
         columns = {"until": Column(torch.int64), "ids": Column(torch.int64, -1, (0,))}
-        self._state = SlotState(max_slots, device, columns)
+        self._state = SlotState(context.max_slots, context.device, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0 and (not params.ignore_eos or bool(params.stop_token_ids))
 
     def add_slot(self, setup: SlotSetup) -> None:
-        ends = setup.params.ends(tuple(self.eos_token_ids))
+        ends = setup.params.ends(self._eos_token_ids)
         ids = torch.tensor(sorted(i for i in ends if 0 <= i < self._vocab_size), dtype=torch.int64)
         self._state.admit(setup.slot, {"until": setup.prompt_len + setup.params.min_tokens, "ids": ids})
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import SlotSetup
+    from frame.core.interfaces.sampling import ProcessorContext
     from frame.core.interfaces.sampling_params import SamplingParams
 
 _IN_PROMPT = 1 << 30  # set if the prompt contains the token; the bits below count the output
@@ -27,11 +28,11 @@ _IN_PROMPT = 1 << 30  # set if the prompt contains the token; the bits below cou
 class Penalties(LogitsProcessor):
     """State: token counts, int32 [requests, vocab]."""
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, options: BaseModel | None = None) -> None:
-        self._vocab_size = vocab_size
-        scalar = Column(torch.float32)
-        columns = {"counts": Column(torch.int32, shape=(vocab_size,)), "frequency": scalar, "presence": scalar, "repetition": scalar}
-        self._state = SlotState(max_slots, device, columns)
+    def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None:
+        self._vocab_size = context.vocab_size
+        scalar, counts = Column(torch.float32), Column(torch.int32, shape=(context.vocab_size,))
+        columns = {"counts": counts, "frequency": scalar, "presence": scalar, "repetition": scalar}
+        self._state = SlotState(context.max_slots, context.device, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0 or params.repetition_penalty != 1.0

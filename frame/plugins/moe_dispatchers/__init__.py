@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.moe import DISPATCHER_API, MoECapabilities
+from frame.core.interfaces.moe import MoECapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
         "all_reduce",
         "frame.plugins.moe_dispatchers.all_reduce:AllReduce",
         capabilities=MoECapabilities(devices=("cpu", "cuda"), graphs=True),
-        api=DISPATCHER_API,
         rank=10,
         summary="Every rank computes a slice of each expert; the slices are summed.",
     )

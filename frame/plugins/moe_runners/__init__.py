@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.moe import RUNNER_API, MoECapabilities, MoERequirements
+from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
@@ -36,7 +36,6 @@ def register_moe_runners(registry: KindRegistry) -> None:
         "torch_native",
         "frame.plugins.moe_runners.torch_native:TorchNative",
         capabilities=MoECapabilities(devices=("cpu", "cuda")),
-        api=RUNNER_API,
         rank=10,
         summary="PyTorch operations: grouped matrix multiplication, or all experts at once for small ones.",
     )
@@ -44,7 +43,6 @@ def register_moe_runners(registry: KindRegistry) -> None:
         "triton",
         "frame.plugins.moe_runners.triton:Triton",
         capabilities=KernelCapabilities(devices=("cuda",), min_compute_capability=(8, 0), graphs=True),
-        api=RUNNER_API,
         requires=("triton>=3.4",),
         rank=30,
         summary="Triton kernels: bound by memory bandwidth for few tokens, on tensor cores for many.",
@@ -53,7 +51,6 @@ def register_moe_runners(registry: KindRegistry) -> None:
         "torch_grouped",
         "frame.plugins.moe_runners.torch_grouped:TorchGrouped",
         capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True),
-        api=RUNNER_API,
         rank=20,
         summary="PyTorch's grouped matrix multiplication of tokens sorted by expert.",
     )
@@ -61,7 +58,6 @@ def register_moe_runners(registry: KindRegistry) -> None:
         "deep_gemm",
         "frame.plugins.moe_runners.deep_gemm:DeepGemm",
         capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True),
-        api=RUNNER_API,
         requires=("sgl-deep-gemm>=0.1.4,<0.2", "triton>=3.4"),
         rank=5,
         summary="DeepGEMM's grouped matrix multiplication, in bfloat16 or float8 blocks. `auto` does not choose it.",

@@ -15,7 +15,6 @@ from frame.plugins.reasoning_parsers.options import DeepSeekR1Options, MistralOp
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
 
-_API = "reasoning_parser/2"
 _THINK_TAGS = "frame.plugins.reasoning_parsers.think_tags:ThinkTags"
 _OTHERS = ("<|im_start|>", "<｜Assistant｜>")
 
@@ -29,7 +28,6 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
         options=ThinkTagsOptions,
         summary="Reasoning between <think> and </think> at the start of the output.",
         capabilities=ParserCapabilities(("</think>",), never=_OTHERS),
-        api=_API,
     )
     registry.add(
         "qwen3",
@@ -37,7 +35,6 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
         options=ThinkTagsOptions,
         summary="Qwen3, QwQ and others of ChatML: <think> and </think>.",
         capabilities=ParserCapabilities(("</think>", "<|im_start|>")),
-        api=_API,
     )
     registry.add(
         "deepseek_r1",
@@ -45,7 +42,6 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
         options=DeepSeekR1Options,
         summary="DeepSeek-R1 and V3.1: reasoning up to </think>; the opening tag may be missing.",
         capabilities=ParserCapabilities(("</think>", "<｜Assistant｜>")),
-        api=_API,
     )
     registry.add(
         "mistral",
@@ -53,12 +49,10 @@ def register_reasoning_parsers(registry: KindRegistry) -> None:
         options=MistralOptions,
         summary="Magistral: [THINK] and [/THINK], which are special tokens.",
         capabilities=ParserCapabilities(("[THINK]",)),
-        api=_API,
     )
     registry.add(
         "gpt-oss",
         "frame.plugins.reasoning_parsers.gpt_oss:GptOss",
         summary="gpt-oss (harmony): the analysis channel is reasoning.",
         capabilities=ParserCapabilities(("<|channel|>", "analysis")),
-        api=_API,
     )

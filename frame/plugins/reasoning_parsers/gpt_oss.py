@@ -8,8 +8,12 @@ reads. Other marks are dropped.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, held_back
+from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -24,7 +28,8 @@ class GptOss(ReasoningParser):
 
     keeps_special_tokens = True
 
-    def __init__(self) -> None:
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._held = ""
         self._may_think = True
         self._is_header = True

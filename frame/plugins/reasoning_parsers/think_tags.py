@@ -7,8 +7,13 @@ content, and later tags are text.
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, held_back
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
 from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _START, _THINKING, _GAP, _ANSWER = range(4)
 
@@ -16,8 +21,9 @@ _START, _THINKING, _GAP, _ANSWER = range(4)
 class ThinkTags(ReasoningParser):
     """Parses the tags. Holds back only text that may become a tag, and whitespace next to a tag."""
 
-    def __init__(self, options: ThinkTagsOptions | None = None) -> None:
-        self._options = options or ThinkTagsOptions()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._options = options if isinstance(options, ThinkTagsOptions) else ThinkTagsOptions()
         self._starts_open = self._options.starts_open
         self._opens_itself = self._options.opens_itself
         self._state = _START

@@ -8,9 +8,14 @@ belongs to it.
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from frame.plugins.tool_call_parsers.machine import JsonSpan, Machine
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 MAX_HEADER = 256  # characters; a longer header without a bracket is text
 
@@ -25,8 +30,8 @@ class HeadedCalls(Machine):
     close: ClassVar[str | None] = None
     around: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._span = JsonSpan()
         self.follows_call = False
 

@@ -7,10 +7,17 @@ tags included; whitespace around a call belongs to it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from frame.core.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import marked, tag
 from frame.plugins.tool_call_parsers.machine import Machine
 from frame.plugins.tool_call_parsers.object_run import ObjectRun
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -18,8 +25,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class Hermes(Machine):
     """Parses the tags. Holds back only text that may become a tag, and whitespace before a tag."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._run: ObjectRun | None = None
         self._follows_call = False
 

@@ -6,10 +6,17 @@ An answer that is another JSON object, or names no function that was offered, is
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from frame.core.interfaces.parsing import CallRule, Format, Function, ToolDelta
 from frame.plugins.tool_call_parsers.formats import arguments_of, either, sequence, several, tag, text
 from frame.plugins.tool_call_parsers.machine import Machine
 from frame.plugins.tool_call_parsers.object_run import ObjectRun
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 TAG = "<|python_tag|>"
 
@@ -19,8 +26,8 @@ class Llama3(Machine):
 
     keeps_special_tokens = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._run: ObjectRun | None = None
         self._follows_call = False
 

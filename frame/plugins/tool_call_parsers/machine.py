@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from frame.core.interfaces.parsing import Function, ToolCallDelta, ToolCallParser, ToolDelta, held_back
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 MAX_GAP = 64  # whitespace characters before a mark that belong to the mark
 
@@ -20,7 +26,8 @@ class Machine(ToolCallParser):
     """`read` is the current state. `emit_content`, `start_call` and `emit_arguments` collect the
     result."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self.held = ""
         self.read: Callable[[], bool] = self.start
         self.names: frozenset[str] = frozenset()

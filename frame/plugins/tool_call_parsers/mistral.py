@@ -4,11 +4,17 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from frame.core.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import marked, tag
 from frame.plugins.tool_call_parsers.headed import HeadedCalls
 from frame.plugins.tool_call_parsers.object_run import ObjectRun
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -20,8 +26,8 @@ class Mistral(HeadedCalls):
     opening = OPEN
     header = re.compile(r"\s*(?P<name>[^\s\[\]{]+)\s*(?:\[CALL_ID\][^\s\[\]{]*\s*)?(?:\[ARGS\])?\s*")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._run: ObjectRun | None = None
 
     def grammar(self, rule: CallRule) -> Format:

@@ -12,11 +12,16 @@ import json
 import keyword
 import re
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frame.core.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import either, optional, sequence, several, tag, text
 from frame.plugins.tool_call_parsers.machine import Machine
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 DEEPEST = 64
@@ -33,8 +38,8 @@ class Pythonic(Machine):
 
     keeps_special_tokens = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._lead = ""  # emitted if no call follows
         self._name = ""
         self._place = 0  # characters of the call that were read

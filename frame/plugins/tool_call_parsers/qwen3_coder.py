@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frame.core.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import arguments_of, optional, sequence, several, tag, text, within_text
 from frame.plugins.tool_call_parsers.machine import Machine
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.parsing import ParserContext
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -27,8 +32,8 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 class Qwen3Coder(Machine):
     """Parses the tags. The outer tag may be missing; a block without a function is content."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
         self._schemas: dict[str, dict[str, Any]] = {}
         self._name = ""
         self._key = ""

@@ -18,7 +18,7 @@ Key = tuple[float, ...]
 class LeastUsed(EvictionPolicy):
     """Least frequently used; on a tie the least recently used."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: Any) -> None:
         super().__init__(*_)
         self.calls = 0
         self.kept: dict[int, Key] = {}

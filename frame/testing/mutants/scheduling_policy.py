@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ShortestFirst(SchedulingPolicy):
     """Shortest prompt first, with ageing."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: Any) -> None:
         super().__init__(*_)
 
     def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
@@ -47,7 +47,7 @@ class RepeatsTheFirst(ShortestFirst):
 class RemembersTheOrder(ShortestFirst):
     """Returns the order of an earlier window if the new one is as long."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: Any) -> None:
         super().__init__(*_)
         self.orders: dict[int, list[Request]] = {}
 
@@ -171,7 +171,7 @@ class CountsPairs(ShortestFirst):
 class KeepsRequests(ShortestFirst):
     """Keeps each request that it has seen, by its id, and never removes one."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: Any) -> None:
         super().__init__(*_)
         self.seen: dict[str, float] = {}
 

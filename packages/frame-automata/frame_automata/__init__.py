@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from frame import hookimpl
 from frame.core.interfaces.sampling import GrammarCapabilities
-from frame.plugins.grammars.options import XGrammarOptions
+from frame.plugins.grammar_backends.options import XGrammarOptions
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
 
 
 @hookimpl
-def register_grammars(registry: KindRegistry) -> None:
+def register_grammar_backends(registry: KindRegistry) -> None:
     """Add the backend. Its rank is below that of `combined`, so `auto` does not choose it."""
     registry.add(
         "automata",
@@ -23,5 +23,5 @@ def register_grammars(registry: KindRegistry) -> None:
         requires=("llguidance>=1.8", "xgrammar>=0.2"),
         summary="Regular grammars as automata with cached masks; every other grammar by the backend `combined`.",
         rank=-10,
-        api="grammar/2",
+        api="grammar_backend/3",
     )

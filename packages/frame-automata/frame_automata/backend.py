@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llguidance import LLTokenizer
 
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.closed_schema import close_schema
-from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
-from frame.plugins.grammars.options import XGrammarOptions
-from frame.plugins.grammars.sources import check_source, one_sentence
+from frame.plugins.grammar_backends import ebnf
+from frame.plugins.grammar_backends.closed_schema import close_schema
+from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
+from frame.plugins.grammar_backends.options import XGrammarOptions
+from frame.plugins.grammar_backends.sources import check_source, one_sentence
 from frame.plugins.loader import load_registry
 from frame_automata.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame_automata.regular import Language, Node
@@ -27,7 +27,7 @@ from frame_automata.schema_language import read_schema
 from frame_automata.states import TooMuchWorkError
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.sampling import CompiledGrammar
+    from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
 
 FALLBACK = "combined"
 REGULAR_KINDS = ("regex", "choice", "ebnf", "json_schema")
@@ -40,11 +40,11 @@ class AutomataBackend(GrammarBackend):
     Raises ValueError when the tokenizer cannot be read or is larger than the model's vocabulary.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, options: XGrammarOptions | None = None) -> None:
+    def __init__(self, context: GrammarContext, options: XGrammarOptions | None = None) -> None:
         self._options = options or XGrammarOptions()
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer, self._vocab_size = context.tokenizer, context.vocab_size
         registry = load_registry(installed=False)
-        self._fallback: GrammarBackend = registry.load(registry.get("grammar", FALLBACK))(tokenizer, vocab_size, self._options)
+        self._fallback: GrammarBackend = registry.load(registry.get("grammar_backend", FALLBACK))(context, self._options)
         self._masks: Masks | None = None
         self._lock = threading.Lock()  # guards the construction of `_masks`
 

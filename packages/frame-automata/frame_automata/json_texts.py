@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.plugins.grammars.ebnf import LAST, SURROGATES, Ranges, complement
+from frame.plugins.grammar_backends.ebnf import LAST, SURROGATES, Ranges, complement
 from frame_automata.regular import Language, Node
 from frame_automata.regular_syntax import characters, literal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.plugins.grammars.ebnf import Part, Rules, UnsupportedSyntaxError
+from frame.plugins.grammar_backends.ebnf import Part, Rules, UnsupportedSyntaxError
 from frame_automata.regular import Language, Node
 from frame_automata.regular_syntax import characters, literal
 

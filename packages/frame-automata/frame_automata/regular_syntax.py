@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from frame.plugins.grammars.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
+from frame.plugins.grammar_backends.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
 from frame_automata.regular import Language, Node
 
 MAX_COUNT = 1_000_000

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
+from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 from frame_automata import json_texts
 from frame_automata.regular import Language, Node
 from frame_automata.regular_syntax import literal, literals, read

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
-from frame.plugins.grammars.llguidance import LLCompiled
+from frame.plugins.grammar_backends.llguidance import LLCompiled
 from frame.plugins.loader import load_registry
 from frame_automata.automaton import AutomatonCompiled
 from frame_automata.backend import AutomataBackend
-from tests.plugins.grammars import test_backends as contract
-from tests.plugins.grammars import test_whitespace as whitespace
+from tests.plugins.grammar_backends import test_backends as contract
+from tests.plugins.grammar_backends import test_whitespace as whitespace
 
 TOKENIZER = Tokenizer.load(find_model(EMBEDDED))
 REGISTRY = load_registry()
@@ -24,16 +25,16 @@ REGISTRY = load_registry()
 
 @pytest.fixture(scope="module")
 def backend() -> Any:
-    record = REGISTRY.get("grammar", "automata")
-    return REGISTRY.load(record)(TOKENIZER, 2048, REGISTRY.options(record, {}))
+    record = REGISTRY.get("grammar_backend", "automata")
+    return REGISTRY.load(record)(GrammarContext(TOKENIZER, 2048), REGISTRY.options(record, {}))
 
 
 def test_it_registers_by_its_entry_point(backend: Any) -> None:
-    record = REGISTRY.get("grammar", "automata")
+    record = REGISTRY.get("grammar_backend", "automata")
     assert record.distribution == "frame-automata"
     assert type(backend) is AutomataBackend
-    assert REGISTRY.records("grammar")[0].name == "combined"  # so `auto` does not choose automata
-    assert "automata" not in [found.name for found in load_registry(installed=False).records("grammar")]
+    assert REGISTRY.records("grammar_backend")[0].name == "combined"  # so `auto` does not choose automata
+    assert "automata" not in [found.name for found in load_registry(installed=False).records("grammar_backend")]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +73,12 @@ def test_a_bad_grammar_is_one_sentence(backend: Any, kind: str, source: str, wor
 
 @pytest.mark.parametrize("schema", [whitespace.SCHEMA, whitespace.HARD, whitespace.OPEN, None])
 def test_json_is_compact(backend: Any, schema: dict[str, Any] | None) -> None:
-    whitespace.test_json_is_compact((backend, REGISTRY.get("grammar", "automata").capabilities.kinds), schema)
+    whitespace.test_json_is_compact((backend, REGISTRY.get("grammar_backend", "automata").capabilities.kinds), schema)
 
 
 @pytest.mark.parametrize("schema", [whitespace.SCHEMA, whitespace.OPEN, None])
 def test_a_request_may_have_whitespace(backend: Any, schema: dict[str, Any] | None) -> None:
-    whitespace.test_a_request_may_have_whitespace((backend, REGISTRY.get("grammar", "automata").capabilities.kinds), schema)
+    whitespace.test_a_request_may_have_whitespace((backend, REGISTRY.get("grammar_backend", "automata").capabilities.kinds), schema)
 
 
 def test_compiled_grammars_cross_processes(backend: Any) -> None:

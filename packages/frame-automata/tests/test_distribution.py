@@ -18,7 +18,7 @@ def build(folder: Path, target: Path) -> zipfile.ZipFile:
 
 def test_frame_does_not_contain_the_package(tmp_path: Path) -> None:
     names = build(ROOT, tmp_path).namelist()
-    assert "frame/plugins/grammars/combined.py" in names
+    assert "frame/plugins/grammar_backends/combined.py" in names
     assert all(name.startswith("frame/") or ".dist-info/" in name for name in names)
     assert [name for name in names if "automat" in name] == []
 

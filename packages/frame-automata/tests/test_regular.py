@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.sampling import Grammar
-from frame.plugins.grammars.ebnf import UnsupportedSyntaxError, complement
+from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError, complement
 from frame_automata.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame_automata.regular import Language, Node
 from frame_automata.regular_syntax import literal, literals, read
 from frame_automata.states import TooMuchWorkError, only_byte
 from tests.core.scheduling.scripted_grammar import Script
-from tests.plugins.grammars import random_grammars
+from tests.plugins.grammar_backends import random_grammars
 
 CHARS = "ab01 .-é€😀\n\v"
 PIECES = [

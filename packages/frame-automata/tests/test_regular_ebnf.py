@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import pytest
 
+from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
-from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
+from frame.plugins.grammar_backends import ebnf
+from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 from frame_automata.backend import AutomataBackend
 from frame_automata.regular import Language
 from frame_automata.regular_ebnf import read_rules
-from tests.plugins.grammars.test_ebnf import EXPRESSIONS, compare_with_xgrammar
+from tests.plugins.grammar_backends.test_ebnf import EXPRESSIONS, compare_with_xgrammar
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.soak)])
 def test_automata_and_xgrammar_allow_the_same_texts(count: int) -> None:
-    backend = AutomataBackend(Tokenizer.load(find_model(EMBEDDED)), 2048)
+    backend = AutomataBackend(GrammarContext(Tokenizer.load(find_model(EMBEDDED)), 2048))
     assert compare_with_xgrammar(backend, count) == {"AutomatonCompiled", "LLCompiled"}
 
 

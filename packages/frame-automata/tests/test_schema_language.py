@@ -10,12 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frame.plugins.grammars.closed_schema import close_schema
-from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
+from frame.plugins.grammar_backends.closed_schema import close_schema
+from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 from frame_automata import json_texts
 from frame_automata.regular import Language, Node
 from frame_automata.schema_language import read_schema
-from tests.plugins.grammars import random_grammars
+from tests.plugins.grammar_backends import random_grammars
 
 
 def matches(language: Language, node: Node, text: str) -> bool:

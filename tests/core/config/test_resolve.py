@@ -94,7 +94,7 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
         "scheduling_policy": [record("scheduling_policy", "fcfs")],
         "eviction_policy": [record("eviction_policy", "lru")],
         "logits_processor": [record("logits_processor", "penalties"), record("logits_processor", "theirs", distribution="other")],
-        "grammar": [],
+        "grammar_backend": [],
         "reasoning_parser": [],
         "tool_call_parser": [],
     }
@@ -311,12 +311,12 @@ def test_no_prefix_cache_needs_no_eviction_policy() -> None:
 
 
 def test_an_installed_grammar_backend_is_used_and_a_missing_one_is_no_error() -> None:
-    assert resolve(config(), LAPTOP, LLAMA, records()).reasons["sampling.grammar"] == "none: no usable grammar is installed"
-    grammar = record("grammar", "g")
-    assert names(resolve(config(), LAPTOP, LLAMA, records(grammar=[grammar])))["grammar"] == ["g"]
+    assert resolve(config(), LAPTOP, LLAMA, records()).reasons["sampling.grammar"] == "none: no usable grammar_backend is installed"
+    grammar = record("grammar_backend", "g")
+    assert names(resolve(config(), LAPTOP, LLAMA, records(grammar_backend=[grammar])))["grammar_backend"] == ["g"]
     unmet = dataclasses.replace(grammar, problems=(Reason("it needs x>=1, which is not installed"),))
     with pytest.raises(ResolveError, match="it needs x>=1"):
-        resolve(config(sampling={"grammar": "g"}), LAPTOP, LLAMA, records(grammar=[unmet]))
+        resolve(config(sampling={"grammar": "g"}), LAPTOP, LLAMA, records(grammar_backend=[unmet]))
 
 
 def test_a_record_whose_check_raises_is_rejected_alone() -> None:

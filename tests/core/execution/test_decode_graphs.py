@@ -17,6 +17,7 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.decode_graphs import InputBuffers, graph_sizes, uncollected
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
@@ -60,7 +61,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_registry(installed=False)
-    built = [registry.load(record)(VOCAB, ROWS, CPU, None) for record in registry.records("logits_processor")]
+    built = [registry.load(record)(ProcessorContext(VOCAB, ROWS, CPU)) for record in registry.records("logits_processor")]
     pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), PAGES, CPU)
     runner = TorchModelRunner(
         FakeModel(model_config, context), model_config, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12)

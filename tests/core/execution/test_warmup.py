@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from frame.core.config.schema import FrameConfig
 from frame.core.execution.warmup import idle_decodes, idle_prompts
 from frame.core.interfaces.build import Limits
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
@@ -46,7 +47,7 @@ def test_every_logits_processor_is_called_and_left_empty(limits: Limits) -> None
     registry = load_registry(installed=False)
     processors = {}
     for record in registry.records("logits_processor"):
-        processors[record.name] = registry.load(record)(384, limits.max_running_requests, torch.device("cpu"), None)
+        processors[record.name] = registry.load(record)(ProcessorContext(384, limits.max_running_requests, torch.device("cpu")))
         processors[record.name].eos_token_ids = (1,)
     called = Processors(list(processors.values()), limits.max_running_requests)
     planned: set[int] = set()

@@ -13,6 +13,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script
 
@@ -31,7 +32,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 def rig(**changes: object) -> SchedulerRig:
     registry = load_registry(installed=False)
-    return SchedulerRig(config(**changes), registry.load(registry.get("scheduling_policy", "fcfs"))())
+    return SchedulerRig(config(**changes), registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING))
 
 
 def ask(rig: SchedulerRig, widths: list[int], length: int = 5, **params: object) -> str:

@@ -10,6 +10,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.inflight_file import INFLIGHT, hash_request, open_inflight, read_inflight
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 
@@ -31,7 +32,7 @@ def test_another_reader_sees_the_writes(tmp_path: Path) -> None:
 def test_a_scheduler_writes_its_requests(tmp_path: Path) -> None:
     registry = load_registry(installed=False)
     config = SchedulerConfig(page_size=4, num_pages=40, max_running=2, token_budget=16, max_context=64, vocab_size=50)
-    rig = SchedulerRig(config, registry.load(registry.get("scheduling_policy", "fcfs"))())
+    rig = SchedulerRig(config, registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING))
     rig.scheduler.publish_inflight(tmp_path / INFLIGHT)
     rids = [rig.add([5, 6, 7], SamplingParams(max_tokens=3, temperature=0.0)) for _ in range(3)]
     rig.step()

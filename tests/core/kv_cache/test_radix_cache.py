@@ -18,6 +18,7 @@ from frame.core.kv_cache import radix_cache
 from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.radix_cache import RadixCache
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import EVICTION
 
 REGISTRY = load_registry(installed=False)
 POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
@@ -37,7 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(sorted(POLICIES)))
     def start(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
-        self.cache = RadixCache(page_size, POLICIES[policy]())
+        self.cache = RadixCache(page_size, POLICIES[policy](EVICTION))
         self.model: dict[Prefix, int] = {}
         self.locks: Counter[Prefix] = Counter()
         self.locked: list[tuple[list[Prefix], Any]] = []
@@ -151,7 +152,7 @@ def test_an_outline_of_a_large_tree_examines_a_part_of_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(radix_cache, "_latest", counted)
     monkeypatch.setattr(radix_cache, "_LOOKED_AT", 64)
-    cache = RadixCache(1, POLICIES["lru"]())
+    cache = RadixCache(1, POLICIES["lru"](EVICTION))
     for page in range(0, 800, 2):
         token = page // 2 % 200
         cache.insert(ids([token, token]), ids([page, page + 1]), "" if page < 400 else "tenant")
@@ -176,7 +177,7 @@ BREACHES: dict[str, tuple[Callable[[radix_cache.Node], None], str]] = {
 @pytest.mark.parametrize("breach", BREACHES)
 def test_an_audit_checks_every_node_in_bounded_parts(breach: str) -> None:
     harm, sentence = BREACHES[breach]
-    cache = RadixCache(1, POLICIES["lru"]())
+    cache = RadixCache(1, POLICIES["lru"](EVICTION))
     for page in range(0, 3_000, 3):
         cache.insert(ids([page // 30, page, page]), ids([page + 1, page + 2, page + 3]))
     parts = list(cache.audit())
@@ -216,12 +217,12 @@ def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:
     ],
 )
 def test_eviction_order(name: str, order: list[int]) -> None:
-    cache = filled(POLICIES[name](), {0: 0, 1: 3, 2: 0, 3: 1})
+    cache = filled(POLICIES[name](EVICTION), {0: 0, 1: 3, 2: 0, 3: 1})
     assert [int(cache.evict(1)[0]) - 1 for _ in range(4)] == order
 
 
 def test_a_long_prefix_is_evicted_from_its_end() -> None:
-    cache = RadixCache(2, POLICIES["lru"]())
+    cache = RadixCache(2, POLICIES["lru"](EVICTION))
     cache.insert(ids(list(range(20))), np.arange(1, 11, dtype=np.int32))
     assert cache.evict(3).tolist() == [8, 9, 10]
     assert cache.match(ids(list(range(20)))).num_tokens == 14
@@ -229,7 +230,7 @@ def test_a_long_prefix_is_evicted_from_its_end() -> None:
 
 
 def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
-    cache = RadixCache(1, POLICIES["lru"]())
+    cache = RadixCache(1, POLICIES["lru"](EVICTION))
     cache.insert(ids([1, 2, 3]), ids([1, 2, 3]))
     whole, part = cache.match(ids([1, 2, 3])), cache.match(ids([1, 2]))
     cache.evict(1)
@@ -242,7 +243,7 @@ def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
 
 
 def test_a_match_survives_a_split() -> None:
-    cache = RadixCache(1, POLICIES["lru"]())
+    cache = RadixCache(1, POLICIES["lru"](EVICTION))
     cache.insert(ids([1, 2, 3, 4]), ids([1, 2, 3, 4]))
     part = cache.match(ids([1]))
     whole = cache.match(ids([1, 2, 3, 4]))
@@ -256,7 +257,7 @@ def test_a_match_survives_a_split() -> None:
 
 
 def test_the_heap_is_bounded() -> None:
-    cache = RadixCache(1, POLICIES["lru"]())
+    cache = RadixCache(1, POLICIES["lru"](EVICTION))
     for token in range(10):
         cache.insert(ids([token]), ids([token + 1]))
     for _ in range(2_000):
@@ -267,7 +268,7 @@ def test_the_heap_is_bounded() -> None:
 
 
 def test_a_split_node_owns_its_memory() -> None:
-    cache = RadixCache(1, POLICIES["lru"]())
+    cache = RadixCache(1, POLICIES["lru"](EVICTION))
     cache.insert(np.arange(10_000, dtype=np.int32), np.arange(1, 10_001, dtype=np.int32))
     cache.insert(ids([0, 1, 50_000]), ids([20_001, 20_002, 20_003]))
     cache.evict(9_998)
@@ -281,7 +282,7 @@ def test_the_policy_key_is_a_node() -> None:
             return (0,)
 
     seen: list[tuple[int, int, int, int]] = []
-    cache = RadixCache(1, Recorder())
+    cache = RadixCache(1, Recorder(EVICTION))
     cache.insert(ids([1]), ids([1]), priority=4)
     cache.insert(ids([1, 2]), ids([9, 2]), priority=2)
     assert seen == [(1, 1, 0, 4), (2, 2, 0, 2)]
@@ -289,7 +290,7 @@ def test_the_policy_key_is_a_node() -> None:
 
 def test_bad_insert() -> None:
     with pytest.raises(ValueError, match="4 tokens fill 2 pages, but 1 were given"):
-        RadixCache(2, POLICIES["lru"]()).insert(ids([1, 2, 3, 4]), ids([1]))
+        RadixCache(2, POLICIES["lru"](EVICTION)).insert(ids([1, 2, 3, 4]), ids([1]))
 
 
 def test_no_cache_matches_and_stores_nothing() -> None:
@@ -304,7 +305,7 @@ def test_no_cache_matches_and_stores_nothing() -> None:
 
 
 def test_an_owner_evicts_its_own_pages_first() -> None:
-    cache, pages = RadixCache(2, POLICIES["lru"]()), iter(range(1, 10_000))
+    cache, pages = RadixCache(2, POLICIES["lru"](EVICTION)), iter(range(1, 10_000))
 
     def insert(namespace: str, start: int, count: int) -> None:
         cache.insert(ids([start + i % 50 for i in range(2 * count)]), ids([next(pages) for _ in range(count)]), namespace)

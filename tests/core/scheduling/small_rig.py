@@ -10,6 +10,7 @@ from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 REGISTRY = load_registry(installed=False)
@@ -18,7 +19,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def policy(name: str = "fcfs") -> SchedulingPolicy:
-    return REGISTRY.load(REGISTRY.get("scheduling_policy", name))()
+    return REGISTRY.load(REGISTRY.get("scheduling_policy", name))(SCHEDULING)
 
 
 def config(**changes: Any) -> SchedulerConfig:

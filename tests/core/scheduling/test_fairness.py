@@ -11,6 +11,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import PATIENCE, SchedulerView
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 REGISTRY = load_registry(installed=False)
@@ -21,7 +22,7 @@ def rig(policy: str = "fcfs", **changes: Any) -> SchedulerRig:
     values: dict[str, Any] = {
         "page_size": 16, "num_pages": 1025, "max_running": 16, "token_budget": 64, "max_context": 8192, "vocab_size": VOCAB,
     }  # fmt: skip
-    return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))())
+    return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))(SCHEDULING))
 
 
 def params(count: int) -> SamplingParams:

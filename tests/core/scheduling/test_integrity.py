@@ -10,6 +10,7 @@ import pytest
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 CONFIG = SchedulerConfig(page_size=4, num_pages=40, max_running=4, token_budget=16, max_context=80, vocab_size=50, overlap=True)
@@ -45,7 +46,7 @@ FAULTS: dict[str, tuple[Callable[[Scheduler], None], str, str]] = {
 def test_fault_is_found_and_repaired(fault: str) -> None:
     cause, found, done = FAULTS[fault]
     registry = load_registry(installed=False)
-    rig = SchedulerRig(CONFIG, registry.load(registry.get("scheduling_policy", "fcfs"))())
+    rig = SchedulerRig(CONFIG, registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING))
     rig.add(DONE, SamplingParams(max_tokens=2, temperature=0.0))
     while not rig.scheduler.is_idle:
         rig.step()
@@ -66,7 +67,7 @@ def test_fault_is_found_and_repaired(fault: str) -> None:
 
 def test_a_page_with_two_holders_cannot_be_repaired() -> None:
     registry = load_registry(installed=False)
-    rig = SchedulerRig(CONFIG, registry.load(registry.get("scheduling_policy", "fcfs"))())
+    rig = SchedulerRig(CONFIG, registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING))
     for i in range(2):
         rig.add(range(i, i + 14), SamplingParams(max_tokens=30, temperature=0.0))
     for _ in range(4):

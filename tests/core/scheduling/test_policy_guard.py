@@ -13,6 +13,7 @@ from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.policy_guard import LOG_INTERVAL, GuardedPolicy
 from frame.core.scheduling.request import Request
 from frame.testing.conformance_policies import VIEW, example_requests
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.small_rig import config, params, prompt
 
@@ -145,7 +146,7 @@ def test_an_invalid_victim_is_rejected(choose: Callable[[Any], Any], caplog: pyt
             found: Request | None = choose(running)
             return found
 
-    assert GuardedPolicy(Chooses()).select_victim(example_requests(5), VIEW) is None
+    assert GuardedPolicy(Chooses(SCHEDULING)).select_victim(example_requests(5), VIEW) is None
     (record,) = caplog.records
     assert "asked for a victim" in record.getMessage()
 
@@ -159,13 +160,13 @@ def test_a_valid_victim_is_used() -> None:
             return waiting is not running
 
     running = example_requests(5)
-    policy = GuardedPolicy(Second())
+    policy = GuardedPolicy(Second(SCHEDULING))
     assert policy.select_victim(running, VIEW) is running[1]
     assert policy.may_preempt and policy.can_preempt(FOREIGN, running[0], 0.0) and not policy.can_preempt(FOREIGN, FOREIGN, 0.0)
 
 
 def test_requests_are_served_when_pages_run_out_and_the_policy_fails(caplog: pytest.LogCaptureFixture) -> None:
-    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyVictim())
+    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyVictim(SCHEDULING))
     for i in range(6):
         made.add(prompt(8, i), params(max_tokens=28))
     made.run()

@@ -18,12 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script
 
 REGISTRY = load_registry(installed=False)
-SCHEDULING = {record.name: REGISTRY.load(record) for record in REGISTRY.records("scheduling_policy")}
-EVICTION = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
+SCHEDULING_POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("scheduling_policy")}
+EVICTION_POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
 VOCAB = 40
 EOS = 5
 
@@ -40,8 +41,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 3, 16, 64]),
         pool=st.sampled_from([32, 48, 96]),
         overlap=st.booleans(),
-        policy=st.sampled_from(sorted(SCHEDULING)),
-        eviction=st.sampled_from(sorted(EVICTION)),
+        policy=st.sampled_from(sorted(SCHEDULING_POLICIES)),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         prefix_cache=st.booleans(),
         invalid=st.booleans(),
         growth_reserve=st.sampled_from([0, 32]),
@@ -83,7 +84,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_shared_tokens=min_shared_tokens,
         )
         self.rig = SchedulerRig(
-            config, SCHEDULING[policy](), EVICTION[eviction](), prefix_cache=prefix_cache, is_invalid=is_invalid if invalid else None
+            config,
+            SCHEDULING_POLICIES[policy](SCHEDULING),
+            EVICTION_POLICIES[eviction](EVICTION),
+            prefix_cache=prefix_cache,
+            is_invalid=is_invalid if invalid else None,
         )
 
     @rule(
@@ -170,7 +175,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", sorted(SCHEDULING))
+@pytest.mark.parametrize("policy", sorted(SCHEDULING_POLICIES))
 def test_crowd(policy: str, overlap: bool) -> None:
     """Many requests over a small pool: constant eviction and preemption."""
     rng = random.Random(policy)
@@ -186,7 +191,7 @@ def test_crowd(policy: str, overlap: bool) -> None:
         growth_reserve=4,
         min_shared_tokens=4,
     )
-    rig = SchedulerRig(config, SCHEDULING[policy]())
+    rig = SchedulerRig(config, SCHEDULING_POLICIES[policy](SCHEDULING))
     for i in range(80):
         prompt = list(range(rng.choice((0, 4, 12)))) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
         params = SamplingParams(max_tokens=rng.randint(1, 40), temperature=rng.choice((0.0, 1.0)), seed=i, ignore_eos=rng.random() < 0.8)
@@ -199,7 +204,7 @@ def test_crowd(policy: str, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", sorted(SCHEDULING))
+@pytest.mark.parametrize("policy", sorted(SCHEDULING_POLICIES))
 def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
     """Requests with a common prefix are preempted and their prefix is evicted, with room for all:
     the rig checks that none waits."""
@@ -207,7 +212,7 @@ def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
     config = SchedulerConfig(
         page_size=2, num_pages=1000, max_running=16, token_budget=12, max_context=64, vocab_size=VOCAB, overlap=overlap, min_shared_tokens=4
     )
-    rig = SchedulerRig(config, SCHEDULING[policy]())
+    rig = SchedulerRig(config, SCHEDULING_POLICIES[policy](SCHEDULING))
     planner = rig.scheduler._planner
     for i in range(60):
         params = SamplingParams(max_tokens=rng.randint(8, 40), temperature=0.0, ignore_eos=True)

@@ -13,6 +13,7 @@ from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.plugins.loader import load_registry
 from frame.testing.conformance_policies import example_requests
+from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 REGISTRY = load_registry(installed=False)
@@ -23,7 +24,7 @@ def rig(policy: str = "fcfs", **changes: Any) -> SchedulerRig:
     values: dict[str, Any] = {
         "page_size": 16, "num_pages": 1025, "max_running": 8, "token_budget": 64, "max_context": 4096, "vocab_size": 101,
     }  # fmt: skip
-    return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))())
+    return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))(SCHEDULING))
 
 
 def add(found: SchedulerRig, tenant: str, length: int, start: int, tokens: int, salt: str = "") -> str:

@@ -21,7 +21,7 @@ def test_each_setting_with_its_source_and_reason() -> None:
     assert (backend.value, backend.source) == ("torch_native", "default")
     assert backend.reason
     assert "triton" in backend.rejected
-    assert found["plugins.options.grammar/combined.max_depth"].value == "64"
+    assert found["plugins.options.grammar_backend/combined.max_depth"].value == "64"
 
 
 def test_what_the_user_said_alone() -> None:

@@ -41,16 +41,16 @@ def test_schema_is_valid_complete_and_takes_auto() -> None:
 
 def test_a_plugins_options_stand_under_its_name_with_their_definitions() -> None:
     registry = Registry()
-    part = registry.kind("grammar", "one", "1")
+    part = registry.kind("grammar_backend", "one", "1")
     part.add("x", "m:C", options=Options)
     part.add("plain", "m:D")
     registry.commit(part)
     schema = config_schema(registry)
     options = schema["$defs"]["PluginsSection"]["properties"]["options"]["properties"]
-    assert options["grammar/x"]["properties"]["splits"]["minimum"] == 1
-    assert options["grammar/x"]["additionalProperties"] is False
+    assert options["grammar_backend/x"]["properties"]["splits"]["minimum"] == 1
+    assert options["grammar_backend/x"]["additionalProperties"] is False
     assert schema["$defs"]["Inner"]["properties"]["depth"]["default"] == 1
-    assert options["grammar/plain"]["maxProperties"] == 0
+    assert options["grammar_backend/plain"]["maxProperties"] == 0
 
 
 def test_the_command_prints_it() -> None:

@@ -150,9 +150,9 @@ def test_text_becomes_what_the_setting_is() -> None:
 
 
 def test_plugin_options_of_all_sources_are_merged_key_by_key(tmp_path: Path) -> None:
-    text = "plugins:\n  options:\n    attention_backend/x: {a: 1, b: off, c: [1, 2]}\n    grammar/y: {}\n"
+    text = "plugins:\n  options:\n    attention_backend/x: {a: 1, b: off, c: [1, 2]}\n    grammar_backend/y: {}\n"
     loaded = load(text, tmp_path, sets=["plugins.options.attention_backend/x.a=true", "cache.page_size=8"])
-    options = {"attention_backend/x": {"a": True, "b": "off", "c": [1, 2]}, "grammar/y": {}}
+    options = {"attention_backend/x": {"a": True, "b": "off", "c": [1, 2]}, "grammar_backend/y": {}}
     assert loaded.config.plugins.options == options
     assert loaded.config.cache.page_size == 8
     assert loaded.source("plugins.options.attention_backend/x.a") == "flag --set plugins.options.attention_backend/x.a"
@@ -208,14 +208,14 @@ def test_engine_keywords(tmp_path: Path) -> None:
         scheduler={"overlap": True},
         disable_radix_cache=True,
         logits_processors=["a"],
-        plugins={"options": {"grammar/x": {"k": 1}}},
+        plugins={"options": {"grammar_backend/x": {"k": 1}}},
         **{"moe.runner": "loop"},
     )
     config = loaded.config
     assert (config.model.path, config.model.max_context, config.cache.page_size, config.cache.eviction) == ("/m", 64, 16, "mru")
     assert (config.parallel.tp, config.scheduler.overlap, config.cache.prefix, config.moe.runner) == (4, True, "none", "loop")
     assert config.sampling.processors == ("a",)
-    assert config.plugins.options == {"grammar/x": {"k": 1}}
+    assert config.plugins.options == {"grammar_backend/x": {"k": 1}}
     assert loaded.source("cache.page_size") == "keyword cache_page_size"
 
 

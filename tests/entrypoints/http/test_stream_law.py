@@ -33,6 +33,7 @@ from frame.entrypoints.http.openai import completions
 from frame.entrypoints.http.openai.completions import ChatResponse, CompletionResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import PARSER
 from tests.core.text.test_detokenizer import byte_fallback
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, THOUGHTS, WORDS, WRITERS, damaged, some_calls
 
@@ -59,8 +60,7 @@ def parser(kind: str, name: str | None) -> Any:
     if name is None:
         return None
     record = REGISTRY.get(kind, name)
-    made, options = REGISTRY.load(record), REGISTRY.options(record, {})
-    return made if options is None else functools.partial(made, options)
+    return functools.partial(REGISTRY.load(record), PARSER, REGISTRY.options(record, {}))
 
 
 class Case:

@@ -8,6 +8,7 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.loader import load_registry
 from frame.testing.conformance_processors import check_processor
@@ -34,9 +35,7 @@ REGISTRY = load_registry(installed=False)
 
 
 def make(name, vocab=VOCAB, slots=16):
-    processor = REGISTRY.load(REGISTRY.get("logits_processor", name))(vocab, slots, CPU, None)
-    processor.eos_token_ids = (1,)
-    return processor
+    return REGISTRY.load(REGISTRY.get("logits_processor", name))(ProcessorContext(vocab, slots, CPU, eos_token_ids=(1,)))
 
 
 @pytest.mark.parametrize("name", WANTED)

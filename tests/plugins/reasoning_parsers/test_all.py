@@ -9,6 +9,7 @@ import random
 import pytest
 
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import PARSER
 from tests.plugins.tool_call_parsers.texts import THOUGHTS, WRITERS, cut, damaged, some_calls
 
 REGISTRY = load_registry(installed=False)
@@ -18,8 +19,7 @@ FINAL = {"gpt-oss": "<|channel|>final<|message|>"}
 
 def make(name, prompt_end=""):
     record = REGISTRY.get("reasoning_parser", name)
-    parser_class, options = REGISTRY.load(record), REGISTRY.options(record, {})
-    parser = parser_class() if options is None else parser_class(options)
+    parser = REGISTRY.load(record)(PARSER, REGISTRY.options(record, {}))
     parser.begin(prompt_end)
     return parser
 

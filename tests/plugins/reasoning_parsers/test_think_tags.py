@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import PARSER
 
 REGISTRY = load_registry(installed=False)
 RECORD = REGISTRY.get("reasoning_parser", "think-tags")
 
 
 def make(**options):
-    return REGISTRY.load(RECORD)(REGISTRY.options(RECORD, options))
+    return REGISTRY.load(RECORD)(PARSER, REGISTRY.options(RECORD, options))
 
 
 def parse(chunks, **options):

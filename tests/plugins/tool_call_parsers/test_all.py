@@ -10,6 +10,7 @@ import pytest
 
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import PARSER
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, WRITERS, collect, cut, damaged, dumped, old_mistral, python_calls, some_calls
 
 REGISTRY = load_registry(installed=False)
@@ -17,7 +18,7 @@ NAMES = sorted(record.name for record in REGISTRY.all_records()["tool_call_parse
 
 
 def make(name):
-    parser = REGISTRY.load(REGISTRY.get("tool_call_parser", name))()
+    parser = REGISTRY.load(REGISTRY.get("tool_call_parser", name))(PARSER)
     parser.begin(FUNCTIONS)
     return parser
 
@@ -104,7 +105,7 @@ def test_a_truncated_output_keeps_its_text(name):
 def test_invalid_schemas():
     """What clients send as a schema is not looked at before; a parser must not fail on it."""
     for schema in ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None):
-        parser = REGISTRY.load(REGISTRY.get("tool_call_parser", "qwen3_coder"))()
+        parser = REGISTRY.load(REGISTRY.get("tool_call_parser", "qwen3_coder"))(PARSER)
         parser.begin((Function("f", {"properties": {"a": schema}}),))
         assert parser.feed("<function=f><parameter=a>7</parameter></function>").calls
 

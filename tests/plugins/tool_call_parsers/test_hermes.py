@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import PARSER
 from tests.plugins.tool_call_parsers.texts import collect
 
 REGISTRY = load_registry(installed=False)
 
 
 def make():
-    return REGISTRY.load(REGISTRY.get("tool_call_parser", "hermes"))()
+    return REGISTRY.load(REGISTRY.get("tool_call_parser", "hermes"))(PARSER)
 
 
 def parse(chunks):

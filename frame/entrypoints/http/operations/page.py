@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from frame.core.config.resolve_plugins import KEYS
+from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.explain import explain_all
 from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.prepare import Prepared
@@ -25,7 +26,6 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
-from frame.plugins.kinds import KINDS
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)

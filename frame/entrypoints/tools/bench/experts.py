@@ -18,6 +18,7 @@ from torch import nn
 
 from frame.core.errors import ConfigError
 from frame.core.interfaces.moe import DispatchOutput, MoERequirements
+from frame.core.interfaces.quantization import QuantizationContext
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
 from frame.testing.attention_cases import build_context
@@ -71,7 +72,7 @@ class ExpertBench:
     def layer(self) -> nn.Module:
         """A layer of experts with random weights that are not quantized."""
         shape, layer = self.shape, nn.Module()
-        method = self.registry.load(self.registry.get("quantization_method", PLAIN))(None).experts("")
+        method = self.registry.load(self.registry.get("quantization_method", PLAIN))(QuantizationContext()).experts("")
         with self.clock.device:
             method.create_weights(layer, shape.experts, shape.hidden, shape.inner, self.dtype)
             for parameter in layer.parameters():

@@ -1,7 +1,7 @@
 """Writes the package of `frame plugins new KIND NAME`: one working plugin, its manifest and its
 tests.
 
-Each kind has an implementation and a test in `templates/`, as `string.Template` files. Must not
+Each kind has an implementation in `templates/`, a `string.Template` file. Must not
 know the registry.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 
 from frame.core.errors import ConfigurationError
-from frame.plugins.kinds import KINDS, Kind
+from frame.core.interfaces.kinds import KINDS, Kind
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
@@ -31,8 +31,6 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
         'QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,))',
     ),
 }
-# Kinds whose interface takes `options` when it is constructed.
-_WITH_OPTIONS = {"attention_backend", "grammar", "logits_processor", "moe_dispatcher", "moe_runner", "quantization_method"}
 _OPTIONS = '''
 
 class Options(BaseModel):
@@ -43,20 +41,6 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 '''
-# The configuration that selects a plugin of each kind.
-_SELECT = {
-    "attention_backend": "attention:\n  backend: $name",
-    "eviction_policy": "cache:\n  eviction: $name",
-    "grammar": "sampling:\n  grammar: $name",
-    "logits_processor": "sampling:\n  processors: [$name]",
-    "model": "model:\n  implementation: $name",
-    "moe_dispatcher": "moe:\n  dispatcher: $name",
-    "moe_runner": "moe:\n  runner: $name",
-    "quantization_method": "model:\n  quantization: $name",
-    "reasoning_parser": "text:\n  reasoning_parser: $name",
-    "scheduling_policy": "scheduler:\n  policy: $name",
-    "tool_call_parser": "text:\n  tool_call_parser: $name",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +69,7 @@ def write_plugin(kind: str, name: str, parent: Path) -> Written:
         Path("README.md"): "README.md",
         Path(package) / "__init__.py": "manifest.py",
         Path(package) / "plugin.py": f"{kind}.py",
-        Path("tests") / "test_plugin.py": f"test_{kind}.py",
+        Path("tests") / "test_plugin.py": "test_plugin.py" if KINDS[kind].suite else "test_load.py",
     }
     for path, template in contents.items():
         target = folder / path
@@ -108,7 +92,7 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
         "distribution": distribution,
         "package": distribution.replace("-", "_"),
         "class_name": "".join(part.capitalize() for part in slug.split("-")),
-        "interface_module": kind.interface.partition(":")[0],
+        "interface_module": kind.interface_path.partition(":")[0],
     }
     imports, constants, arguments = ["from frame import hookimpl"], "", ""
     if kind.name in _CAPABILITIES:
@@ -116,12 +100,12 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
         imports.append(f"from {module} import {expression.partition('(')[0]}")
         constants += f"\nCAPABILITIES = {_fill(expression, words)}\n"
         arguments += "\n        capabilities=CAPABILITIES,"
-    if kind.name in _WITH_OPTIONS:
-        imports.insert(0, "from pydantic import BaseModel, ConfigDict\n")
-        constants += _fill(_OPTIONS, words)
-        arguments += "\n        options=Options,"
+    imports.insert(0, "from pydantic import BaseModel, ConfigDict\n")
+    constants += _fill(_OPTIONS, words)
+    arguments += "\n        options=Options,"
     words |= {"imports": "\n".join(imports), "constants": constants, "arguments": arguments}
-    words["select"] = _fill(_SELECT[kind.name], words)
+    section, _, key = kind.key.partition(".")
+    words["select"] = f"{section}:\n  {key}: {f'[{name}]' if kind.is_list else name}"
     return words
 
 

@@ -14,6 +14,7 @@ from frame.entrypoints.http.chat.reasoning_tokens import BLOCK, count_reasoning_
 from frame.plugins.reasoning_parsers.gpt_oss import GptOss
 from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
+from frame.testing.contexts import PARSER
 
 
 def count_of(pieces: list[str], make_parser: Callable[[], ReasoningParser]) -> int:
@@ -21,7 +22,7 @@ def count_of(pieces: list[str], make_parser: Callable[[], ReasoningParser]) -> i
 
 
 def open_at_once() -> ReasoningParser:
-    return ThinkTags(ThinkTagsOptions(starts_open=True))
+    return ThinkTags(PARSER, ThinkTagsOptions(starts_open=True))
 
 
 WORDS = ["why", " not"]

@@ -8,11 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from frame.core.interfaces.sampling import Grammar, GrammarBackend
+from frame.core.interfaces.sampling import Grammar, GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
-from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.ebnf import UnsupportedSyntaxError
+from frame.plugins.grammar_backends import ebnf
+from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 
 EXPRESSIONS = 'root ::= expr\nexpr ::= term (("+" | "-") term)*  # sums\nterm ::= [0-9]+ | "(" expr ")" | [a-z]+'
 CLASSES = ("[a-c]", "[0-1]", "[^a-c0-1()+\\n]", "[x]", "[a-b0]")
@@ -55,10 +55,10 @@ def walk(grammar: Grammar, rng: random.Random, stops: tuple[int, ...]) -> tuple[
 def compare_with_xgrammar(backend: GrammarBackend, count: int) -> set[str]:
     """Random grammars allow the same texts in `backend` and in xgrammar. Returns the class names of
     what `backend` compiled."""
-    from frame.plugins.grammars.xgrammar import XGrammarBackend
+    from frame.plugins.grammar_backends.xgrammar import XGrammarBackend
 
     tokenizer = Tokenizer.load(find_model(EMBEDDED))
-    backends = [backend, XGrammarBackend(tokenizer, 2048)]
+    backends = [backend, XGrammarBackend(GrammarContext(tokenizer, 2048))]
     rng, tried, kinds = random.Random(0), 0, set()
     for _ in range(count):
         source = random_grammar(rng)
@@ -86,9 +86,9 @@ def compare_with_xgrammar(backend: GrammarBackend, count: int) -> set[str]:
 @pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.soak)])
 def test_llguidance_and_xgrammar_allow_the_same_texts(count: int) -> None:
     pytest.importorskip("xgrammar")
-    from frame.plugins.grammars.llguidance import LLGuidanceBackend
+    from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 
-    assert compare_with_xgrammar(LLGuidanceBackend(Tokenizer.load(find_model(EMBEDDED)), 2048), count) == {"LLCompiled"}
+    assert compare_with_xgrammar(LLGuidanceBackend(GrammarContext(Tokenizer.load(find_model(EMBEDDED)), 2048)), count) == {"LLCompiled"}
 
 
 def test_runs_are_lexemes_where_that_is_equivalent() -> None:

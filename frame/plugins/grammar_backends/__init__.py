@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.sampling import GrammarCapabilities
-from frame.plugins.grammars.options import GrammarOptions, XGrammarOptions
+from frame.plugins.grammar_backends.options import GrammarOptions, XGrammarOptions
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -17,35 +17,32 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def register_grammars(registry: KindRegistry) -> None:
+def register_grammar_backends(registry: KindRegistry) -> None:
     """Add the in-tree grammar backends."""
     registry.add(
         "combined",
-        "frame.plugins.grammars.combined:CombinedBackend",
+        "frame.plugins.grammar_backends.combined:CombinedBackend",
         capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
         requires=("llguidance>=1.8", "xgrammar>=0.2"),
         summary="All kinds: llguidance; xgrammar for structural tags and for what llguidance rejects.",
         rank=20,
-        api="grammar/2",
     )
     registry.add(
         "xgrammar",
-        "frame.plugins.grammars.xgrammar:XGrammarBackend",
+        "frame.plugins.grammar_backends.xgrammar:XGrammarBackend",
         capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
         requires=("xgrammar>=0.2",),
         summary="All kinds, by xgrammar: compiles a grammar first, in milliseconds to seconds.",
         rank=10,
-        api="grammar/2",
     )
     registry.add(
         "llguidance",
-        "frame.plugins.grammars.llguidance:LLGuidanceBackend",
+        "frame.plugins.grammar_backends.llguidance:LLGuidanceBackend",
         capabilities=GrammarCapabilities(("json_schema", "json_object", "regex", "ebnf", "choice")),
         options=GrammarOptions,
         requires=("llguidance>=1.8",),
         summary="JSON schema, JSON, regular expressions, EBNF and choices, by llguidance: compiles in a millisecond.",
-        api="grammar/2",
     )
     registry.suggest_distribution("automata", "frame-automata")

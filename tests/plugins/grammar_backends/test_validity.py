@@ -12,7 +12,7 @@ import pytest
 
 from frame import Engine, SamplingParams
 from frame.entrypoints.offline.collector import Output
-from tests.plugins.grammars import random_grammars
+from tests.plugins.grammar_backends import random_grammars
 
 FEW = pytest.param(12, 12, id="few")
 ALL = pytest.param(500, 200, id="all", marks=pytest.mark.soak)
@@ -40,7 +40,7 @@ def test_every_output_is_valid(backend: str, schemas: int, expressions: int) -> 
         SamplingParams(max_tokens=1500, seed=i, **({"regex": source} if isinstance(source, str) else {"json_schema": json.dumps(source)}))
         for i, source in enumerate(sources)
     ]
-    options = {f"grammar/{backend}": {"max_whitespace": 2}}  # so that every answer ends
+    options = {f"grammar_backend/{backend}": {"max_whitespace": 2}}  # so that every answer ends
     with Engine(grammar_backend=backend, sampling_grammar_workers=0, plugins_options=options, max_running_requests=32) as engine:
         outputs = engine.generate([f"Number {i}: " for i in range(len(asked))], asked)
         jumped = engine.control("server_info")["jumped_tokens"]

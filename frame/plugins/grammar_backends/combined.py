@@ -7,25 +7,25 @@ Knows one tokenizer and one vocabulary. xgrammar takes seconds to load and is lo
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.plugins.grammars.llguidance import LLGuidanceBackend
-from frame.plugins.grammars.options import XGrammarOptions
+from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
+from frame.plugins.grammar_backends.options import XGrammarOptions
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from frame.core.interfaces.sampling import CompiledGrammar
+    from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
 
 
 class CombinedBackend(GrammarBackend):
     """Compiles for one tokenizer. Raises ValueError if one of the libraries cannot read it."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
+    def __init__(self, context: GrammarContext, options: BaseModel | None = None) -> None:
         options = options if isinstance(options, XGrammarOptions) else XGrammarOptions()
-        self._arguments = tokenizer, vocab_size, options
-        self._llguidance = LLGuidanceBackend(*self._arguments)
+        self._arguments = context, options
+        self._llguidance = LLGuidanceBackend(context, options)
         self._xgrammar: GrammarBackend | None = None
         self._lock = threading.Lock()  # guards `_xgrammar`
 
@@ -50,7 +50,7 @@ class CombinedBackend(GrammarBackend):
     def _load_xgrammar(self) -> GrammarBackend:
         with self._lock:
             if self._xgrammar is None:
-                from frame.plugins.grammars.xgrammar import XGrammarBackend
+                from frame.plugins.grammar_backends.xgrammar import XGrammarBackend
 
                 self._xgrammar = XGrammarBackend(*self._arguments)
             return self._xgrammar

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from frame.plugins.grammars.references import check_references
+from frame.plugins.grammar_backends.references import check_references
 
 JSON_KINDS = ("json_schema", "structural_tag")
 

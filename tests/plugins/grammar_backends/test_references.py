@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frame.plugins.grammars.sources import check_source
+from frame.plugins.grammar_backends.sources import check_source
 
 TEXT = {"type": "string"}
 

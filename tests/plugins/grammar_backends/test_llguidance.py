@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
-from frame.plugins.grammars import llguidance
-from frame.plugins.grammars.llguidance import LLCompiled, LLGuidanceBackend
+from frame.plugins.grammar_backends import llguidance
+from frame.plugins.grammar_backends.llguidance import LLCompiled, LLGuidanceBackend
 
 TOKENIZER = Tokenizer.load(find_model(EMBEDDED))
 
 
 @pytest.fixture(scope="module")
 def backend() -> LLGuidanceBackend:
-    return LLGuidanceBackend(TOKENIZER, 2048)
+    return LLGuidanceBackend(GrammarContext(TOKENIZER, 2048))
 
 
 def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:

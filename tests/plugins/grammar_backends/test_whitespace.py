@@ -9,10 +9,12 @@ import pytest
 
 from frame import SamplingParams
 from frame.core.interfaces.parsing import CallRule, Function
+from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
 from frame.plugins.loader import load_registry
+from frame.testing.contexts import PARSER
 
 SCHEMA = {
     "type": "object",
@@ -28,8 +30,8 @@ REGISTRY = load_registry(installed=False)
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar", "combined"])
 def backend(request: pytest.FixtureRequest) -> Any:
-    record = REGISTRY.get("grammar", request.param)
-    made = REGISTRY.load(record)(TOKENIZER, TOKENIZER.backend.get_vocab_size(), REGISTRY.options(record, {}))
+    record = REGISTRY.get("grammar_backend", request.param)
+    made = REGISTRY.load(record)(GrammarContext(TOKENIZER, TOKENIZER.backend.get_vocab_size()), REGISTRY.options(record, {}))
     return made, record.capabilities.kinds
 
 
@@ -65,7 +67,7 @@ def test_json_within_a_larger_format_is_compact(backend: Any, schema: dict[str, 
 
 @pytest.mark.parametrize("name", sorted(record.name for record in REGISTRY.all_records()["tool_call_parser"]))
 def test_arguments_of_calls_are_compact(backend: Any, name: str) -> None:
-    parser = REGISTRY.load(REGISTRY.get("tool_call_parser", name))()
+    parser = REGISTRY.load(REGISTRY.get("tool_call_parser", name))(PARSER)
     form = parser.grammar(CallRule((Function("f", {**OPEN, "properties": {"a": SCHEMA}, "required": ["a"]}),), is_required=True))
     if "qwen_xml" in json.dumps(form):
         return  # whitespace around a value is part of that form; within one there is one character at most

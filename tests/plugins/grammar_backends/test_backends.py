@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.loader import load_registry
@@ -30,8 +31,8 @@ def load(name, tokenizer):
     for library in ("xgrammar", "llguidance") if name == "combined" else (name,):
         pytest.importorskip(library)
     registry = load_registry(installed=False)
-    record = registry.get("grammar", name)
-    return registry.load(record)(tokenizer, 2048, registry.options(record, {}))
+    record = registry.get("grammar_backend", name)
+    return registry.load(record)(GrammarContext(tokenizer, 2048), registry.options(record, {}))
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance", "combined"])

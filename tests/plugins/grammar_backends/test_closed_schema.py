@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frame.plugins.grammars.closed_schema import close_schema
+from frame.plugins.grammar_backends.closed_schema import close_schema
 
 ONE = {"properties": {"a": {}}}
 

@@ -17,13 +17,15 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.plugins.grammars import ebnf
-from frame.plugins.grammars.closed_schema import close_schema
-from frame.plugins.grammars.options import GrammarOptions
-from frame.plugins.grammars.sources import check_source, one_sentence
+from frame.plugins.grammar_backends import ebnf
+from frame.plugins.grammar_backends.closed_schema import close_schema
+from frame.plugins.grammar_backends.options import GrammarOptions
+from frame.plugins.grammar_backends.sources import check_source, one_sentence
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from frame.core.interfaces.sampling import GrammarContext
 
 MAX_MATCHERS = min(8, os.cpu_count() or 1)  # of one grammar; as many threads compute its masks in parallel
 # For EBNF: accepting a token holds the interpreter's lock, and the work for an ambiguous grammar
@@ -115,8 +117,9 @@ class LLGuidanceBackend(GrammarBackend):
     Raises ValueError when the tokenizer cannot be read or is larger than the model's vocabulary.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
+    def __init__(self, context: GrammarContext, options: BaseModel | None = None) -> None:
         self._options = options if isinstance(options, GrammarOptions) else GrammarOptions()
+        tokenizer, vocab_size = context.tokenizer, context.vocab_size
         self._words = -(-vocab_size // 32)
         backend = getattr(tokenizer, "backend", tokenizer)
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ()) if token < vocab_size]

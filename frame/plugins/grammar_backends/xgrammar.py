@@ -16,13 +16,13 @@ import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.plugins.grammars.options import XGrammarOptions
-from frame.plugins.grammars.sources import check_source, one_sentence
+from frame.plugins.grammar_backends.options import XGrammarOptions
+from frame.plugins.grammar_backends.sources import check_source, one_sentence
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from frame.core.interfaces.sampling import CompiledGrammar
+    from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
 
 _PREAMBLE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .* is false: )?", re.DOTALL)  # source location and failed check
 
@@ -89,8 +89,9 @@ class XGrammarBackend(GrammarBackend):
     tokenizer cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, options: BaseModel | None = None) -> None:
+    def __init__(self, context: GrammarContext, options: BaseModel | None = None) -> None:
         self._options = options if isinstance(options, XGrammarOptions) else XGrammarOptions()
+        tokenizer, vocab_size = context.tokenizer, context.vocab_size
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ())]
         self._info = xgrammar.TokenizerInfo.from_huggingface(
             _as_transformers(tokenizer), vocab_size=vocab_size, stop_token_ids=stops or None

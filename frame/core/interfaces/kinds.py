@@ -1,0 +1,168 @@
+"""The plugin kinds, one row each: interface version, class to derive from, setting that selects a
+plugin, conformance suite.
+
+Used by the registry, the hooks, the configuration, the scaffolds and the conformance kit, which all
+call a kind by its one name. Plain strings, so that the table imports no interface module; a test
+compares them with the modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_INTERFACES = "frame.core.interfaces"
+_SUITES = "frame.testing"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One plugin kind. `interface`, `context` and `suite` are "module:attribute" below
+    `frame.core.interfaces` and `frame.testing`."""
+
+    name: str
+    plural: str
+    version: int  # of the interface that this core supports
+    summary: str  # what its plugins are, a noun phrase
+    interface: str  # the class to derive from
+    context: str  # the first constructor argument; the second is the validated options, or None
+    key: str  # the setting that selects a plugin
+    suite: str | None = None  # the conformance suite; None: there is none
+    is_list: bool = False  # `key` names any number of plugins
+
+    @property
+    def api(self) -> str:
+        return f"{self.name}/{self.version}"
+
+    @property
+    def hook(self) -> str:
+        return f"register_{self.plural}"
+
+    @property
+    def interface_path(self) -> str:
+        """The class to derive from, as "package.module:Class"."""
+        return f"{_INTERFACES}.{self.interface}"
+
+    @property
+    def context_path(self) -> str:
+        """The class of the first constructor argument, as "package.module:Class"."""
+        return f"{_INTERFACES}.{self.context}"
+
+    @property
+    def suite_path(self) -> str | None:
+        """The function that yields the checks, as "package.module:function"."""
+        return None if self.suite is None else f"{_SUITES}.{self.suite}"
+
+
+_ALL = (
+    Kind(
+        name="model",
+        plural="models",
+        version=3,
+        summary="model architectures",
+        interface="model:Model",
+        context="model:ModelContext",
+        key="model.implementation",
+    ),
+    Kind(
+        name="attention_backend",
+        plural="attention_backends",
+        version=3,
+        summary="attention backends",
+        interface="attention:AttentionBackend",
+        context="rank_context:RankContext",
+        key="attention.backend",
+        suite="conformance_attention:suite",
+    ),
+    Kind(
+        name="quantization_method",
+        plural="quantization_methods",
+        version=3,
+        summary="quantization methods",
+        interface="quantization:QuantizationMethod",
+        context="quantization:QuantizationContext",
+        key="model.quantization",
+        suite="conformance_quantization:suite",
+    ),
+    Kind(
+        name="moe_runner",
+        plural="moe_runners",
+        version=2,
+        summary="expert GEMMs",
+        interface="moe:MoERunner",
+        context="rank_context:RankContext",
+        key="moe.runner",
+        suite="conformance_moe:suite",
+    ),
+    Kind(
+        name="moe_dispatcher",
+        plural="moe_dispatchers",
+        version=2,
+        summary="exchanges of tokens between the ranks of an expert layer",
+        interface="moe:MoEDispatcher",
+        context="rank_context:RankContext",
+        key="moe.dispatcher",
+    ),
+    Kind(
+        name="scheduling_policy",
+        plural="scheduling_policies",
+        version=3,
+        summary="scheduling policies",
+        interface="scheduling:SchedulingPolicy",
+        context="scheduling:SchedulingContext",
+        key="scheduler.policy",
+        suite="conformance_policies:scheduling_policy",
+    ),
+    Kind(
+        name="eviction_policy",
+        plural="eviction_policies",
+        version=2,
+        summary="eviction policies of the prefix cache",
+        interface="cache:EvictionPolicy",
+        context="cache:EvictionContext",
+        key="cache.eviction",
+        suite="conformance_eviction:eviction_policy",
+    ),
+    Kind(
+        name="logits_processor",
+        plural="logits_processors",
+        version=3,
+        summary="logits processors",
+        interface="sampling:LogitsProcessor",
+        context="sampling:ProcessorContext",
+        key="sampling.processors",
+        suite="conformance:logits_processor",
+        is_list=True,
+    ),
+    Kind(
+        name="grammar_backend",
+        plural="grammar_backends",
+        version=3,
+        summary="grammar backends",
+        interface="sampling:GrammarBackend",
+        context="sampling:GrammarContext",
+        key="sampling.grammar",
+    ),
+    Kind(
+        name="reasoning_parser",
+        plural="reasoning_parsers",
+        version=3,
+        summary="reasoning parsers",
+        interface="parsing:ReasoningParser",
+        context="parsing:ParserContext",
+        key="text.reasoning_parser",
+        suite="conformance_parsers:reasoning_parser",
+    ),
+    Kind(
+        name="tool_call_parser",
+        plural="tool_call_parsers",
+        version=3,
+        summary="tool-call parsers",
+        interface="parsing:ToolCallParser",
+        context="parsing:ParserContext",
+        key="text.tool_call_parser",
+        suite="conformance_parsers:tool_call_parser",
+    ),
+)
+
+KINDS = MappingProxyType({kind.name: kind for kind in _ALL})
