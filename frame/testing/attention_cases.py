@@ -233,6 +233,8 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
+    scores: float = 1.3  # standard deviation of the scores before the softmax
+    magnitude: float = 1.0  # of the queries; the scale is so much smaller
     groups: tuple[tuple[int, int], ...] = ()  # (rows, pages): rows that have their first pages in common, from the first row on
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None  # of the cache, if another one
@@ -324,6 +326,13 @@ def _heads_cases() -> Iterator[tuple[str, Case]]:
     yield "mha-window-of-one", Case(MIXED, window=1, head_dim=64, v_head_dim=64)
     yield "mha-soft-cap", Case(MIXED, soft_cap=1.5, head_dim=64, v_head_dim=64)
     yield "mha-sinks", Case(MIXED, sinks=True, head_dim=64, v_head_dim=64)
+    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends")):
+        yield f"mha-large-scores-{name}", Case(rows, head_dim=64, v_head_dim=64, scores=40.0)
+        yield f"mha-large-products-{name}", Case(rows, head_dim=64, v_head_dim=64, magnitude=4096.0)
+    yield "mha-large-scores-sinks", Case(MIXED, sinks=True, head_dim=64, v_head_dim=64, scores=40.0)
+    yield "mha-long-rows", Case(Rows.of([3000], [(2500, 33)]), heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
+    many = Rows.of([1 + n % 23 for n in range(68)], [(n, 1 + n % 2) for n in range(5)])
+    yield "mha-many-rows", Case(many, heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
     yield "mha-sinks-decodes-window", Case(DECODES, sinks=True, window=40, head_dim=64, v_head_dim=64)
 
 
@@ -333,6 +342,7 @@ def _latent_cases() -> Iterator[tuple[str, Case]]:
     yield "mla-pages-of-1", Case(MIXED, page_size=1, **LATENT)
     yield "mla-pages-of-64", Case(MIXED, page_size=64, **LATENT)
     yield "mla-short-extends-of-long-rows", Case(Rows.of([40], [(250, 2), (200, 3)]), **LATENT)
+    yield "mla-large-scores", Case(MIXED, scores=40.0, **LATENT)
     yield "mla-window", Case(MIXED, window=12, **LATENT)
     yield "mla-soft-cap", Case(MIXED, soft_cap=1.5, **LATENT)
 
@@ -396,7 +406,7 @@ def _large_cases() -> Iterator[tuple[str, Case]]:
     yield "mha-long-width-192-values-128", Case(long, heads=4, kv_heads=4, head_dim=192, v_head_dim=128)
     yield "mha-long-window", Case(long, heads=8, kv_heads=2, head_dim=128, v_head_dim=128, window=700)
     many = Rows.of(list(range(1, 200)), [(n, n % 7 + 1) for n in range(40)])
-    yield "mha-many-rows", Case(many, heads=4, kv_heads=1, head_dim=64, v_head_dim=64)
+    yield "mha-many-long-rows", Case(many, heads=4, kv_heads=1, head_dim=64, v_head_dim=64)
     deepseek: dict[str, Any] = {"heads": 16, "rank": 512, "rope": 64, "head_dim": 192, "v_head_dim": 128}
     for page_size in (1, 64):
         yield f"mla-512-64-pages-of-{page_size}", Case(long, page_size=page_size, **deepseek)

@@ -8,178 +8,39 @@ rows turn to NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
-import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch
 from frame.testing.attention_cases import (
     Case,
     Changes,
-    Pages,
     PlainKVCache,
-    RandomProjections,
     Rows,
     build_context,
     cases,
     forward_batch,
-    lay_out,
     planned,
     replays,
     requirements,
-    shared_with,
     widened,
     with_pages_for,
 )
 from frame.testing.conformance import Check, Subject
-
-deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
-TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1
-
-
-@dataclass
-class Inputs:
-    """A case's tensors, in float64 on the host; rows in step order. `layer` is set for latent
-    attention only."""
-
-    spec: AttentionSpec
-    pages: Pages
-    queries: list[torch.Tensor]  # [query_len, heads, head_dim]
-    cached: list[tuple[torch.Tensor, ...]]  # each [length, …]: (k, v) or (latent,)
-    weight: torch.Tensor | None = None
-    shapes: tuple[tuple[int, ...], ...] = field(default=())
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Inside, memory that PyTorch hands out uninitialised is full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        deterministic.fill_uninitialized_memory = filled
-
-
-@contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Inside, a PyTorch call that makes the host wait for a GPU raises."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def make_inputs(case: Case) -> Inputs:
-    """Random tensors of the case, rounded to its dtype so that reference and backend start from the
-    same numbers."""
-    rng = np.random.default_rng(case.seed)
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).double()
-
-    if case.rank:
-        shapes: tuple[tuple[int, ...], ...] = ((case.rank + case.rope,),)
-    else:
-        shapes = ((case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim))
-    spec = AttentionSpec(
-        layer=0,
-        num_heads=case.heads,
-        num_kv_heads=1 if case.rank else case.kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        scale=1.3 / case.head_dim**0.5,
-        sliding_window=case.window,
-        soft_cap=case.soft_cap,
-        sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
-        causal=case.causal,
-        k_scale=case.kv_scales[0],
-        v_scale=case.kv_scales[1],
-    )
-    stored = case.kv_dtype or case.dtype
-    scaled = list(zip(shapes, case.kv_scales, strict=False))  # a latent has one scale
-    cached = [tuple(normal(int(n), *shape, dtype=stored) * scale for shape, scale in scaled) for n in case.rows.lengths]
-    for row, parts in enumerate(cached):
-        leader, pages = shared_with(case.groups, row)
-        for part, shared in zip(parts, cached[leader], strict=True):
-            part[: pages * case.page_size] = shared[: pages * case.page_size]
-    return Inputs(
-        spec=spec,
-        pages=lay_out(case.rows, case.page_size, rng, case.shuffled, groups=case.groups),
-        queries=[normal(length, case.heads, case.head_dim) for length in case.rows.queries],
-        cached=cached,
-        weight=normal(case.heads, case.head_dim - case.rope + case.v_head_dim, case.rank, scale=case.rank**-0.5) if case.rank else None,
-        shapes=shapes,
-    )
-
-
-def reference(case: Case, inputs: Inputs) -> torch.Tensor:
-    """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
-    spec, outs = inputs.spec, []
-    for q, cached, prefix in zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True):
-        q = q.to(case.device)
-        k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))
-        length, queries = k.shape[0], q.shape[0]
-        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        at = torch.arange(prefix, prefix + queries, device=case.device)[:, None]
-        keys = torch.arange(length, device=case.device)[None]
-        hidden = keys > (at if case.causal else length)
-        if spec.sliding_window is not None:
-            hidden |= keys <= at - spec.sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if spec.sinks is not None:
-            sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)
-            weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
-        else:
-            weights = torch.softmax(scores, dim=-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v).cpu())
-    return torch.cat(outs)
-
-
-def _keys_and_values(case: Case, inputs: Inputs, cached: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    if inputs.weight is None:
-        k, v = cached
-        group = case.heads // case.kv_heads
-        return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    (latent,) = cached
-    both = torch.einsum("nr,hdr->nhd", latent[:, : case.rank], inputs.weight.to(case.device))
-    nope = case.head_dim - case.rope
-    rope = latent[:, None, case.rank :].expand(-1, case.heads, -1)
-    return torch.cat((both[..., :nope], rope), dim=-1), both[..., nope:]
-
-
-@dataclass
-class Placed:
-    """A case on its device: what `run` is called with."""
-
-    q: torch.Tensor
-    own: list[torch.Tensor]  # this step's keys and values, or its latents
-    batch: ForwardBatch
-    layer: RandomProjections | None
-
-    def run(self, backend: AttentionBackend, spec: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
-        if self.layer is None:
-            return backend.run(spec, self.q, self.own[0], self.own[1], batch)
-        nope = self.layer.qk_nope_head_dim
-        return backend.run_mla(self.layer, self.q[..., :nope], self.q[..., nope:], self.own[0], batch)
+from frame.testing.suites.attention_reference import (
+    TOLERANCE,
+    Inputs,
+    Placed,
+    fields_of,
+    make_inputs,
+    no_waiting,
+    poisoned_memory,
+    reference,
+)
+from frame.testing.suites.attention_steps import step_checks
+from frame.testing.suites.unchanged import unchanged
 
 
 def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> Placed:
@@ -206,18 +67,16 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
             part.view(-1, *part.shape[2:])[batch.kv_slots] = torch.nan
-    layer = None
-    if inputs.weight is not None:
-        weight = inputs.weight.to(device=device, dtype=case.dtype)
-        layer = RandomProjections(inputs.spec, case.rank, case.head_dim - case.rope, case.rope, weight)
-    return Placed(q, own, batch, layer)
+    return Placed.of(case, inputs, q, own, batch)
 
 
 def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> torch.Tensor:
     """The backend's result, float64 on the host. With `only`, all other rows' queries and cache are
     NaN."""
-    placed = place(backend, case, inputs, only)
-    with poisoned_memory(), no_waiting(case.device):
+    placed = place(backend, case, inputs, only).spread()
+    parts = () if backend.capabilities.stores_kv else placed.batch.kv.layer(0)
+    cache = {f"part {index} of the cache": part for index, part in enumerate(parts)}
+    with poisoned_memory(), no_waiting(case.device), unchanged({**placed.given(), **cache}, "the backend"):
         batch = planned(backend, placed.batch)
         out = placed.run(backend, inputs.spec, batch)
     expected = (placed.q.shape[0], case.heads, case.v_head_dim)
@@ -266,8 +125,8 @@ def replace_layer(placed: Placed, spec: AttentionSpec) -> Placed:
 def _tensors(placed: Placed) -> list[torch.Tensor]:
     """Everything of a placed case that a captured graph reads."""
     batch, weight = placed.batch, [placed.layer.weight] if placed.layer else []
-    fields = [getattr(batch, field.name) for field in dataclass_fields(batch)]
-    return [placed.q, *placed.own, *weight, *(value for value in fields if isinstance(value, torch.Tensor)), *batch.kv.layer(0)]
+    tensors = [value for value in fields_of(batch).values() if isinstance(value, torch.Tensor)]
+    return [placed.q, *placed.own, *weight, *tensors, *batch.kv.layer(0)]
 
 
 def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
@@ -294,7 +153,7 @@ def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
 
 def _compare(got: torch.Tensor, expected: torch.Tensor, case: Case, what: str) -> None:
     assert torch.isfinite(got).all(), f"{what}: the result is not finite; a slot or a buffer was read that no row owns ({case})"
-    tolerance = TOLERANCE[case.dtype]
+    tolerance = TOLERANCE[case.dtype] * max(1.0, case.scores / 4)  # a score's rounding error grows with the score
     error = float((got - expected).abs().max()) if got.numel() else 0.0
     assert error <= tolerance, f"{what}: largest error {error:.2e}, allowed {tolerance:.0e} ({case})"
 
@@ -314,6 +173,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield Check("record_states_the_capabilities_of_the_class", partial(_same_capabilities, subject))
     for name, case in found:
         yield Check(name, partial(check_case, make, case))
+    yield from step_checks(make, subject)
     if device.startswith("cuda"):
         for name, case, changes in replays():
             placed = replace(with_pages_for(case, capabilities), device=device)

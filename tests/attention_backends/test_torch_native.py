@@ -16,7 +16,8 @@ from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
-from frame.testing.conformance_attention import check_case, make_inputs
+from frame.testing.conformance_attention import check_case
+from frame.testing.suites.attention_reference import make_inputs
 
 SUBJECT = conformance.find(load_registry(installed=False), "attention_backend:torch_native", conformance.Setting())
 CHECKS = conformance.checks("attention_backend", SUBJECT)

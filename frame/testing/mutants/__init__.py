@@ -105,13 +105,14 @@ def load_mutants(kind: str) -> MutantList:
     return found
 
 
-def run_suite(subject: conformance.Subject, first_failure: bool = False) -> list[Outcome]:
-    """All checks of the plugin's kind, or those up to the first that fails."""
+def run_suite(subject: conformance.Subject, first_failure: bool = False, only: str = "") -> list[Outcome]:
+    """All checks of the plugin's kind, those up to the first that fails, or the one of a name."""
     found: list[Outcome] = []
     try:
         for check in conformance.checks(subject.record.kind, subject):
-            found.append(_run(check))
-            if first_failure and found[-1].result == "failed":
+            if only in ("", check.name):
+                found.append(_run(check))
+            if first_failure and found and found[-1].result == "failed":
                 break
     except Exception as error:  # noqa: BLE001 - the plugin may raise where the suite asks it for its cases
         found.append(Outcome("suite", "failed", f"{type(error).__name__}: {error}"))

@@ -1,0 +1,1 @@
+"""Further conformance suites, one module each."""

@@ -1,0 +1,195 @@
+"""Random inputs of an attention case, and what attention over them is, in dense float64 arithmetic.
+
+Used by the attention suites and tests. Must not know a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.deterministic
+
+from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
+from frame.core.interfaces.batch import ForwardBatch
+from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, shared_with
+
+deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1
+
+
+@dataclass
+class Inputs:
+    """A case's tensors, in float64 on the host; rows in step order. `layer` is set for latent
+    attention only."""
+
+    spec: AttentionSpec
+    pages: Pages
+    queries: list[torch.Tensor]  # [query_len, heads, head_dim]
+    cached: list[tuple[torch.Tensor, ...]]  # each [length, …]: (k, v) or (latent,)
+    weight: torch.Tensor | None = None
+    shapes: tuple[tuple[int, ...], ...] = field(default=())
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, memory that PyTorch hands out uninitialised is full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Inside, a PyTorch call that makes the host wait for a GPU raises."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Random tensors of the case, rounded to its dtype so that reference and backend start from the
+    same numbers."""
+    rng = np.random.default_rng(case.seed)
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).double()
+
+    if case.rank:
+        shapes: tuple[tuple[int, ...], ...] = ((case.rank + case.rope,),)
+    else:
+        shapes = ((case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim))
+    spec = AttentionSpec(
+        layer=0,
+        num_heads=case.heads,
+        num_kv_heads=1 if case.rank else case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        scale=case.scores / case.magnitude / case.head_dim**0.5,
+        sliding_window=case.window,
+        soft_cap=case.soft_cap,
+        sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
+        causal=case.causal,
+        k_scale=case.kv_scales[0],
+        v_scale=case.kv_scales[1],
+    )
+    stored = case.kv_dtype or case.dtype
+    scaled = list(zip(shapes, case.kv_scales, strict=False))  # a latent has one scale
+    cached = [tuple(normal(int(n), *shape, dtype=stored) * scale for shape, scale in scaled) for n in case.rows.lengths]
+    for row, parts in enumerate(cached):
+        leader, pages = shared_with(case.groups, row)
+        for part, shared in zip(parts, cached[leader], strict=True):
+            part[: pages * case.page_size] = shared[: pages * case.page_size]
+    return Inputs(
+        spec=spec,
+        pages=lay_out(case.rows, case.page_size, rng, case.shuffled, groups=case.groups),
+        queries=[normal(length, case.heads, case.head_dim, scale=case.magnitude) for length in case.rows.queries],
+        cached=cached,
+        weight=normal(case.heads, case.head_dim - case.rope + case.v_head_dim, case.rank, scale=case.rank**-0.5) if case.rank else None,
+        shapes=shapes,
+    )
+
+
+def reference(case: Case, inputs: Inputs) -> torch.Tensor:
+    """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
+    spec, outs = inputs.spec, []
+    for q, cached, prefix in zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True):
+        q = q.to(case.device)
+        k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))
+        length, queries = k.shape[0], q.shape[0]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        at = torch.arange(prefix, prefix + queries, device=case.device)[:, None]
+        keys = torch.arange(length, device=case.device)[None]
+        hidden = keys > (at if case.causal else length)
+        if spec.sliding_window is not None:
+            hidden |= keys <= at - spec.sliding_window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if spec.sinks is not None:
+            sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)
+            weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v).cpu())
+    return torch.cat(outs)
+
+
+def _keys_and_values(case: Case, inputs: Inputs, cached: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    if inputs.weight is None:
+        k, v = cached
+        group = case.heads // case.kv_heads
+        return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    (latent,) = cached
+    both = torch.einsum("nr,hdr->nhd", latent[:, : case.rank], inputs.weight.to(case.device))
+    nope = case.head_dim - case.rope
+    rope = latent[:, None, case.rank :].expand(-1, case.heads, -1)
+    return torch.cat((both[..., :nope], rope), dim=-1), both[..., nope:]
+
+
+@dataclass
+class Placed:
+    """A case on its device: what `run` is called with."""
+
+    q: torch.Tensor
+    own: list[torch.Tensor]  # this step's keys and values, or its latents
+    batch: ForwardBatch
+    layer: RandomProjections | None
+
+    @classmethod
+    def of(cls, case: Case, inputs: Inputs, q: torch.Tensor, own: list[torch.Tensor], batch: ForwardBatch) -> Placed:
+        """With the projections of a case of latent attention."""
+        layer = None
+        if inputs.weight is not None:
+            weight = inputs.weight.to(device=case.device, dtype=case.dtype)
+            layer = RandomProjections(inputs.spec, case.rank, case.head_dim - case.rope, case.rope, weight)
+        return cls(q, own, batch, layer)
+
+    def spread(self) -> Placed:
+        """The same with keys and values as layers pass them: heads of a wider tensor, whose other
+        heads are NaN here. On a CPU queries too, which a fused kernel makes dense on a GPU."""
+        q = _in_wider(self.q) if self.q.device.type == "cpu" else self.q
+        return replace(self, q=q, own=[_in_wider(part) for part in self.own] if self.layer is None else self.own)
+
+    def given(self) -> dict[str, torch.Tensor | np.ndarray]:
+        """All that `run` may only read, apart from the cache."""
+        batch, host = self.batch, self.batch.host
+        weight = {"the projections": self.layer.weight} if self.layer is not None else {}
+        device = {name: value for name, value in fields_of(batch).items() if isinstance(value, torch.Tensor)}
+        arrays = {f"host.{name}": value for name, value in fields_of(host).items()}
+        own = {"the latents" if self.layer else ("k", "v")[index]: part for index, part in enumerate(self.own)}
+        return {"q": self.q, **own, **weight, **device, **arrays}
+
+    def run(self, backend: AttentionBackend, spec: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        if self.layer is None:
+            return backend.run(spec, self.q, self.own[0], self.own[1], batch)
+        nope = self.layer.qk_nope_head_dim
+        return backend.run_mla(self.layer, self.q[..., :nope], self.q[..., nope:], self.own[0], batch)
+
+
+def _in_wider(tensor: torch.Tensor) -> torch.Tensor:
+    wider = tensor.new_full((tensor.shape[0], tensor.shape[1] + 2, tensor.shape[2]), torch.nan)
+    wider[:, 1:-1] = tensor
+    return wider[:, 1:-1]
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclass_fields(value)}
