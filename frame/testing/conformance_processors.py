@@ -1,120 +1,418 @@
-"""What every logits processor must do, as checks that raise AssertionError with a sentence.
+"""The conformance suite of logits processors.
 
-A check makes processors with `make(vocab_size, max_slots)` and is given parameters that the
-processor wants.
+Each check is a function that raises AssertionError with one sentence. A check makes processors with
+`make(vocab_size, max_slots)` and gets parameters that the processor applies to. Used by the
+conformance option of the pytest plugin. Must not know a processor by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from frame.core.interfaces.batch import SlotSetup
-from frame.core.interfaces.sampling import LogitsProcessor
+from frame.core.interfaces.sampling import LogitsProcessor, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.testing.conformance import Check, Subject
 
 Make = Callable[[int, int], LogitsProcessor]
 
-VOCAB = 96
-SLOTS = 16
-_PROMPT, _OUTPUT = 9, 7
+VOCAB, SLOTS = 97, 16
+LARGE_VOCAB, MANY_SLOTS = 50_000, 256
+MAX_IDLE_BYTES = 8 << 20  # of a processor that no request uses, at the large sizes
+PROMPT, OUTPUT = 9, 7  # tokens of an example request
+# Parameter sets of the in-tree processors; a class names others in `conformance_params`.
+EXAMPLES = tuple(
+    SamplingParams(**example)
+    for example in (
+        {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 12, "stop_token_ids": (3, 5)},
+        {"bad_words_ids": ((4,), (1, 2), (2, 3, 1))},
+        {"bad_words_ids": ((7, 8),)},
+        {"logit_bias": {3: 2.0, 9: -50.0}},
+        {"logit_bias": {1: -1.5}},
+        {"min_tokens": 20, "stop_token_ids": (7,)},
+        {"repetition_penalty": 0.8, "presence_penalty": -0.3},
+    )
+)
+# Functions and methods that wait for the device.
+WAITS = frozenset((
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "is_nonzero", "equal", "allclose", "item", "tolist", "numpy",
+    "cpu", "synchronize", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__", "__iter__",
+))  # fmt: skip
+
+
+def logits_processor(subject: Subject) -> Iterable[Check]:
+    """The suite of the kind `logits_processor`, with those parameter sets of `EXAMPLES` (or of the
+    class's `conformance_params`) that the processor applies to."""
+    given = getattr(subject.target, "conformance_params", None) or EXAMPLES
+
+    def make(vocab_size: int, max_slots: int) -> LogitsProcessor:
+        processor: LogitsProcessor = subject.target(ProcessorContext(vocab_size, max_slots, torch.device("cpu")), subject.options)
+        return processor
+
+    def applies_to_something() -> None:
+        assert any(make(VOCAB, SLOTS).applies_to(params) for params in given), (
+            "applies_to() is false for every example; give the class a tuple `conformance_params` of SamplingParams that it applies to"
+        )
+
+    yield Check("applies_to_something", applies_to_something)
+    wanted = [params for params in given if make(VOCAB, SLOTS).applies_to(params)]
+    if wanted:
+        yield from checks_of(make, wanted)
+
+
+def checks_of(make: Make, wanted: Sequence[SamplingParams]) -> Iterator[Check]:
+    """All checks. `wanted`: at least one parameter set that the processor applies to; two different
+    ones find more."""
+    for check in (
+        applies_to_is_pure,
+        apply_changes_named_rows,
+        apply_repeats,
+        rows_stand_alone,
+        instances_stand_alone,
+        tensors_are_left_alone,
+        recovery_keeps_the_state,
+        slots_are_reused,
+        all_slots_and_tokens_exist,
+        banned_tokens_stay_banned,
+        large_logits_stay_finite,
+        precision_is_kept,
+        work_is_done_in_batches,
+        memory_comes_with_requests,
+    ):
+        yield Check(check.__name__, partial(check, make, wanted))
 
 
 def check_processor(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """All checks. `wanted`: at least one parameter set that the processor wants; two different ones
-    say more."""
-    for check in (check_wants, check_rows_stand_alone, check_readmission, check_slots_are_reused):
-        check(make, wanted)
+    """Run all checks."""
+    for check in checks_of(make, wanted):
+        check.run()
 
 
-def check_wants(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """`wants` is pure, and a request without special parameters pays nothing."""
+# rows and slots -----------------------------------------------------------------------------------
+
+
+def applies_to_is_pure(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """A request without special parameters pays nothing."""
     processor = make(VOCAB, SLOTS)
-    assert not processor.applies_to(SamplingParams()), "applies_to() is true for default parameters: every request would pay"
-    for params in wanted:
-        assert processor.applies_to(params) and processor.applies_to(params), f"applies_to() is false for {params}"
+    for _ in range(3):
+        assert not processor.applies_to(SamplingParams()), "applies_to() is true for default parameters: every request would pay"
+        for params in wanted:
+            assert processor.applies_to(params), f"applies_to() is not always true for {params}"
 
 
-def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """Rows that did not ask are untouched; a row's logits do not depend on the rows beside it,
-    their order or their slots."""
+def apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """`apply` works in place, on the rows that it is given alone, and returns nothing else."""
     setups = _setups(wanted, SLOTS // 2)
     logits = _logits(2 * len(setups))
-    processor = make(VOCAB, SLOTS)
-    for setup in setups:
-        processor.add_slot(setup)
+    processor = _filled(make, setups)
+    rows = list(range(1, 2 * len(setups), 2))
+    changed = logits.clone()
+    before = (changed.data_ptr(), changed.dtype, changed.shape, changed.stride())
+    _call(processor, changed, rows, setups)
+    assert before == (changed.data_ptr(), changed.dtype, changed.shape, changed.stride()), "apply() gave the logits other memory or a dtype"
+    others = [row for row in range(len(logits)) if row not in rows]
+    assert torch.equal(changed[others], logits[others]), "apply() changed rows that it was not given"
+    assert not torch.equal(changed[rows], logits[rows]), "apply() has no effect on any row: does it work in place?"
+
+
+def apply_repeats(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """The state changes with tokens, not with calls of `apply`: steps are also run to warm up."""
+    setups = _setups(wanted, SLOTS // 2)
+    logits, processor = _logits(len(setups)), _filled(make, setups)
+    rows = range(len(setups))
+    first = _apply(processor, logits, rows, setups)
+    assert torch.equal(first, _apply(processor, logits, rows, setups)), "a second apply() of one step gives other logits"
+
+
+def rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """A row's logits do not depend on the rows beside it, their number, their order or their
+    slots."""
+    setups = _setups(wanted, SLOTS // 2)
+    logits, processor = _logits(2 * len(setups)), _filled(make, setups)
     rows = list(range(1, 2 * len(setups), 2))
     together = _apply(processor, logits, rows, setups)
-    untouched = [row for row in range(len(logits)) if row not in rows]
-    assert torch.equal(together[untouched], logits[untouched]), "apply() changed rows that were not named"
-    backwards = _apply(processor, logits, rows[::-1], setups[::-1])
-    assert torch.equal(together, backwards), "the order of rows changed the logits"
+    assert torch.equal(together, _apply(processor, logits, rows[::-1], setups[::-1])), "the order of rows changed the logits"
     for row, setup in zip(rows, setups, strict=True):
-        single = make(VOCAB, SLOTS)
-        moved = SlotSetup((setup.slot + 5) % SLOTS, setup.params, setup.seed, setup.prompt_len, setup.token_ids)
-        single.add_slot(moved)
-        alone = _apply(single, logits[row : row + 1], [0], [moved])
-        assert torch.allclose(alone[0], together[row]), f"row {row} differs when it is alone"
+        few = _apply(processor, logits, [row], [setup])
+        assert torch.allclose(few[row], together[row]), f"row {row} differs in a step without the other rows"
+        moved = _moved(setup, (setup.slot + 5) % SLOTS)
+        alone = _apply(_filled(make, [moved]), logits[row : row + 1], [0], [moved])
+        assert torch.allclose(alone[0], together[row]), f"row {row} differs when its request is the only one, in another slot"
 
 
-def check_readmission(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """A request that comes back with its output so far has the state of one that never left."""
-    for setup in _setups(wanted, len(wanted)):
-        stayed, back = make(VOCAB, SLOTS), make(VOCAB, SLOTS)
-        slots = torch.tensor([setup.slot])
-        stayed.add_slot(SlotSetup(setup.slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids[: setup.prompt_len]))
-        for token in setup.token_ids[setup.prompt_len :].tolist():
-            stayed.observe_tokens(slots, torch.tensor([token]))
-        back.add_slot(setup)
-        logits = _logits(1)
-        here, there = (_apply(processor, logits, [0], [setup]) for processor in (stayed, back))
-        assert torch.allclose(here, there), f"a re-admitted request has other logits than one that stayed ({setup.params})"
+def instances_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """Two processors of one class, of two engines, share no state."""
+    setups = _setups(wanted, SLOTS + 1)
+    ours, others = setups[: SLOTS // 2], [_moved(setup, i) for i, setup in enumerate(setups[SLOTS // 2 + 1 :])]
+    logits, rows = _logits(len(ours)), range(len(ours))
+    processor = _filled(make, ours)
+    before = _apply(processor, logits, rows, ours)
+    other = _filled(make, others)
+    _observe(other, others, 3)
+    assert torch.equal(before, _apply(processor, logits, rows, ours)), "a second processor of the class changes the state of the first"
 
 
-def check_slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """A slot's next request knows nothing of the last one, however often slots change hands."""
-    used = make(VOCAB, SLOTS)
-    setups = _setups(wanted, 4 * SLOTS)
+def tensors_are_left_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """`apply` and `observe_tokens` change no index tensor and keep none: the engine uses their
+    memory again in the next step."""
+    setups = _setups(wanted, SLOTS // 2)
+    clean, reused = _filled(make, setups), _filled(make, setups)
+    logits, rows = _logits(len(setups)), torch.arange(len(setups))
+    for step in range(3):
+        given = [torch.tensor([setup.slot for setup in setups]), torch.arange(len(setups)) + step]
+        clean.observe_tokens(*(tensor.clone() for tensor in given))
+        kept = [tensor.clone() for tensor in given]
+        reused.observe_tokens(*kept)
+        assert all(map(torch.equal, kept, given)), "observe_tokens() changed the slots or token ids that it was given"
+        slots, positions = given[0].clone(), torch.tensor([len(setup.token_ids) + step + 1 for setup in setups])
+        inputs = [rows.clone(), slots.clone(), positions.clone()]
+        ours, theirs = logits.clone(), logits.clone()
+        clean.apply(ours, rows.clone(), slots.clone(), positions.clone())
+        reused.apply(theirs, *inputs)
+        assert all(map(torch.equal, inputs, (rows, slots, positions))), "apply() changed the rows, slots or positions that it was given"
+        assert torch.equal(ours, theirs), "the processor keeps a tensor of an earlier step, which the engine has overwritten"
+        for tensor in (*kept, *inputs):
+            tensor.fill_(0)
+
+
+def recovery_keeps_the_state(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """A request that comes back with its output so far, in another slot, has the state of one that
+    stayed. All requests of a step observe their tokens in one call, in any order of slots."""
+    setups = [_moved(setup, (3 * i + 2) % SLOTS) for i, setup in enumerate(_setups(wanted, max(4, len(wanted)), same_tokens=False))]
+    setups = setups[:SLOTS]
+    stayed = _filled(make, [_cut(setup, PROMPT) for setup in setups])
+    for step in range(OUTPUT):
+        chosen = setups[::-1] if step % 2 else setups
+        tokens = torch.tensor([int(setup.token_ids[PROMPT + step]) for setup in chosen])
+        stayed.observe_tokens(torch.tensor([setup.slot for setup in chosen]), tokens)
+    logits, rows = _logits(len(setups)), range(len(setups))
+    here = _apply(stayed, logits, rows, setups)
+    moved = [_moved(setup, (setup.slot + 7) % SLOTS) for setup in setups]
+    there = _apply(_filled(make, moved), logits, rows, moved)
+    for row, setup in enumerate(setups):
+        assert torch.allclose(here[row], there[row]), f"a recovered request has other logits than one that stayed ({setup.params})"
+
+
+def slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """The next request of a slot has nothing of the last one, however often slots change hands, and
+    the others keep what they have."""
+    used, setups = make(VOCAB, SLOTS), _setups(wanted, 4 * SLOTS)
+    stays = _moved(setups[1], SLOTS - 1)
+    used.add_slot(stays)
+    logits = _logits(1)
+    before = _apply(used, logits, [0], [stays])
     for turn in range(0, len(setups), SLOTS // 2):
         group = setups[turn : turn + SLOTS // 2]
         for setup in group:
             used.add_slot(setup)
-        used.observe_tokens(torch.tensor([setup.slot for setup in group]), torch.arange(len(group)))
-        for setup in group:
+        _observe(used, group, turn)
+        for setup in group[:: 1 if turn % 3 else -1]:
             used.remove_slot(setup.slot)
-    fresh = make(VOCAB, SLOTS)
-    last = setups[0]
-    logits = _logits(1)
-    results = []
-    for processor in (used, fresh):
-        processor.add_slot(last)
-        results.append(_apply(processor, logits, [0], [last]))
-    assert torch.equal(*results), "a slot's earlier request left something behind"
+    assert torch.equal(before, _apply(used, logits, [0], [stays])), "a request changed when others came and went"
+    for setup in (*setups[: len(wanted)], _moved(setups[0], SLOTS - 1)):
+        if setup.slot == stays.slot:
+            used.remove_slot(setup.slot)
+        used.add_slot(setup)
+        fresh = _filled(make, [setup])
+        results = [_apply(processor, logits, [0], [setup]) for processor in (used, fresh)]
+        assert torch.equal(*results), "the earlier request of a slot left something behind"
 
 
-def _setups(wanted: Sequence[SamplingParams], count: int) -> list[SlotSetup]:
-    numbers = np.random.default_rng(0)
+def all_slots_and_tokens_exist(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """The last slot and the last token id are as good as others, in any vocabulary."""
+    for vocab in (VOCAB, 640):
+        setups = [_moved(setup, SLOTS - 1 - i) for i, setup in enumerate(_setups(wanted, 4, vocab))]
+        processor = make(vocab, SLOTS)
+        for setup in setups:
+            setup.token_ids[-2:] = vocab - 1
+            processor.add_slot(setup)
+        _observe(processor, setups, vocab - len(setups))
+        found = _apply(processor, _logits(4, vocab), range(4), setups)
+        assert found.shape == (4, vocab), "apply() changed the shape of the logits"
+
+
+# values -------------------------------------------------------------------------------------------
+
+
+def banned_tokens_stay_banned(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """Logits of minus infinity, from a grammar or another processor, stay so, and make no NaN."""
+    setups = _setups(wanted, SLOTS // 2)
+    logits, processor = _logits(len(setups)), _filled(make, setups)
+    banned = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    logits[banned] = -torch.inf
+    found = _apply(processor, logits, range(len(setups)), setups)
+    assert not found.isnan().any(), "apply() makes NaN of logits of minus infinity"
+    assert found[banned].isneginf().all(), "apply() allows a token again that was banned with minus infinity"
+    assert not found.isposinf().any(), "apply() makes a logit plus infinity"
+
+
+def large_logits_stay_finite(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """Large logits make no NaN and no infinity, as an exponential without its maximum would."""
+    setups = _setups(wanted, SLOTS // 2)
+    processor = _filled(make, setups)
+    for scale in (1e3, 1e30):
+        found = _apply(processor, _logits(len(setups)) * scale, range(len(setups)), setups)
+        assert not found.isnan().any() and not found.isposinf().any(), f"apply() makes NaN or infinity of logits around {scale:g}"
+        assert not found.isneginf().all(dim=1).any(), f"apply() bans every token of a row with logits around {scale:g}"
+
+
+def precision_is_kept(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """Logits that differ in float32 alone stay different: the row is not rounded to 16 bits."""
+    setups = _setups(wanted, SLOTS // 2)
+    logits = (1 + torch.arange(VOCAB) * 2.0**-20).repeat(len(setups), 1)
+    found = _apply(_filled(make, setups), logits, range(len(setups)), setups)
+    for row in found:
+        finite = row[row.isfinite()]
+        assert len(finite.unique()) > 0.8 * len(finite), "apply() rounds logits: many that differed are now equal"
+
+
+# work ---------------------------------------------------------------------------------------------
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls of torch, and notes those that wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.waits = 0, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.count += name != "__get__"  # attributes
+        if name in WAITS:
+            self.waits.add(name)
+        elif name in ("__getitem__", "__setitem__"):
+            self.waits |= set(_waiting_indices(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:
+    """The indices of `x[index]` or `x[index] = value` whose values the host needs."""
+    for index in args[1] if isinstance(args[1], tuple) else (args[1],):
+        if isinstance(index, torch.Tensor):
+            if index.dtype == torch.bool and not (len(args) > 2 and not getattr(args[2], "ndim", 0)):
+                yield "an index of booleans"
+            elif not index.ndim:
+                yield "an index of one number in a tensor"
+
+
+def work_is_done_in_batches(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """`apply` and `observe_tokens` make as many calls for 12 requests as for 3, and none that waits
+    for the device."""
+    counts = []
+    for size in (3, 12):
+        setups = _setups(wanted[:1], size, same_slots=False)
+        processor, logits = _filled(make, setups), _logits(size)
+        slots, tokens = torch.tensor([setup.slot for setup in setups]), torch.arange(size) + 3
+        positions = torch.tensor([len(setup.token_ids) for setup in setups])
+        with _Calls() as calls:
+            processor.apply(logits, torch.arange(size), slots, positions)
+            processor.observe_tokens(slots, tokens)
+        counts.append(calls.count)
+        assert not calls.waits, f"apply() or observe_tokens() waits for the device: {', '.join(sorted(calls.waits))}"
+    assert counts[1] <= counts[0] + 2, f"{counts[0]} calls of torch for 3 requests and {counts[1]} for 12: there is a loop over requests"
+
+
+def memory_comes_with_requests(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """State is allocated on first use, and does not grow with the requests that are gone."""
+    idle = _count_bytes(make(LARGE_VOCAB, MANY_SLOTS))
+    assert idle <= MAX_IDLE_BYTES, f"a processor that no request uses holds {idle >> 20} MiB: allocate with the first request"
+    processor, sizes = make(VOCAB, SLOTS), []
+    for turn in range(60):
+        setups = _setups(wanted, 8, seed=turn)
+        for setup in setups:
+            processor.add_slot(setup)
+        _observe(processor, setups, turn)
+        for setup in setups:
+            processor.remove_slot(setup.slot)
+        if turn % 20 == 19:
+            sizes.append(_count_bytes(processor))
+    grows = sizes[0] < sizes[1] < sizes[2]
+    assert not grows, f"the processor holds {sizes} bytes after 160, 320 and 480 requests that are gone"
+
+
+# helpers ------------------------------------------------------------------------------------------
+
+
+def _count_bytes(processor: object) -> int:
+    """Bytes of the tensors, arrays and containers that a processor refers to."""
+    waiting, seen, size = [processor, *vars(type(processor)).values()], set[int](), 0
+    while waiting and len(seen) < 100_000:
+        one: Any = waiting.pop()
+        if id(one) in seen or isinstance(one, type) or callable(one) or hasattr(one, "__spec__"):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor | np.ndarray):
+            size += one.nbytes
+        elif isinstance(one, list | dict | set | tuple):
+            size += 8 * len(one)
+        waiting += gc.get_referents(one)
+    return size
+
+
+def _setups(
+    wanted: Sequence[SamplingParams],
+    count: int,
+    vocab: int = VOCAB,
+    *,
+    same_slots: bool = True,
+    same_tokens: bool = True,
+    seed: int = 0,
+) -> list[SlotSetup]:
+    numbers = np.random.default_rng(seed)
     return [
         SlotSetup(
-            slot=i % (SLOTS // 2),
+            slot=i % (SLOTS // 2 if same_slots else SLOTS),
             params=wanted[i % len(wanted)],
             seed=i,
-            prompt_len=_PROMPT,
-            token_ids=numbers.integers(0, VOCAB, _PROMPT + _OUTPUT).astype(np.int32),
+            prompt_len=PROMPT,
+            token_ids=numbers.integers(0, vocab if same_tokens else vocab // 3, PROMPT + OUTPUT).astype(np.int32),
         )
         for i in range(count)
     ]
 
 
-def _logits(rows: int) -> torch.Tensor:
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows))
+def _moved(setup: SlotSetup, slot: int) -> SlotSetup:
+    return SlotSetup(slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids)
 
 
-def _apply(processor: LogitsProcessor, logits: torch.Tensor, rows: Sequence[int], setups: Sequence[SlotSetup]) -> torch.Tensor:
+def _cut(setup: SlotSetup, size: int) -> SlotSetup:
+    return SlotSetup(setup.slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids[:size])
+
+
+def _filled(make: Make, setups: Sequence[SlotSetup]) -> LogitsProcessor:
+    processor = make(VOCAB, SLOTS)
+    for setup in setups:
+        processor.add_slot(setup)
+    return processor
+
+
+def _logits(rows: int, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows))
+
+
+def _observe(processor: LogitsProcessor, setups: Sequence[SlotSetup], first: int) -> None:
+    """Each request samples another token."""
+    tokens = (torch.arange(len(setups)) + first) % VOCAB
+    processor.observe_tokens(torch.tensor([setup.slot for setup in setups]), tokens)
+
+
+def _apply(processor: LogitsProcessor, logits: torch.Tensor, rows: Iterable[int], setups: Sequence[SlotSetup]) -> torch.Tensor:
     changed = logits.clone()
+    _call(processor, changed, rows, setups)
+    return changed
+
+
+def _call(processor: LogitsProcessor, logits: torch.Tensor, rows: Iterable[int], setups: Sequence[SlotSetup]) -> None:
     slots = torch.tensor([setup.slot for setup in setups])
     positions = torch.tensor([len(setup.token_ids) for setup in setups])
-    processor.apply(changed, torch.tensor(rows), slots, positions)
-    return changed
+    processor.apply(logits, torch.tensor(list(rows)), slots, positions)

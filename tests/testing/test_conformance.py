@@ -1,4 +1,4 @@
-"""Every plugin of ours that runs on a CPU passes the suite of its family."""
+"""Every in-tree plugin that runs on a CPU passes the suite of its family."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ _ALL = (
         interface="sampling:LogitsProcessor",
         context="sampling:ProcessorContext",
         key="sampling.processors",
-        suite="conformance:logits_processor",
+        suite="conformance_processors:logits_processor",
         is_list=True,
     ),
     Kind(
