@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from frame.attention_backends import FLEX_ATTENTION
-from frame.attention_backends.shared import allow_sync
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.attention_backends.torch_native.plan import Group
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.build import BuildContext
+from frame.kernels import nvidia
 
 ScoreMod = Callable[..., torch.Tensor]
 
@@ -56,7 +56,7 @@ class FlexAttentionBackend(TorchNativeBackend):
             q, k, v = (torch.nn.functional.pad(part, (0, max(0, MIN_WIDTH - part.shape[-1]))) for part in (q, k, v))
         # a tensor: a Python number would become a constant of the compiled code
         offset = torch.full((), group.offset, dtype=torch.int32, device=q.device)
-        with allow_sync(q.device):  # compiles for a new shape
+        with nvidia.allow_sync(q.device):  # compiles for a new shape
             out = self._flex(
                 q,
                 k,

@@ -1,13 +1,10 @@
 """Tensor helpers of the backends that call libraries: KV slots of rows, expanded latents, finite
-values, synchronisation checks.
+values.
 
 Depends on no library.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -60,18 +57,3 @@ def replace_non_finite(values: torch.Tensor, in_place: bool = False) -> torch.Te
 def make_rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous; a copy if needed."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@contextmanager
-def allow_sync(device: torch.device) -> Iterator[None]:
-    """Turn off PyTorch's sync debug mode inside the block, for one-time work such as
-    compilation."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -12,6 +12,8 @@ import os
 
 import torch
 
+from frame.kernels.nvidia import count_multiprocessors, get_compute_capability, get_index
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_PDL = "FRAME_NO_PDL"  # set to 1, it turns programmatic dependent launch off
 
@@ -23,21 +25,21 @@ def can_use_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on this device: a GPU of compute capability 8.0 or later with
     Triton installed, or a CPU under TRITON_INTERPRET=1."""
     if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+        return importlib.util.find_spec("triton") is not None and get_compute_capability(device) >= (8, 0)
     return INTERPRETED
 
 
 def supports_fp8(device: torch.device) -> bool:
     """Whether kernels on this device convert to and from float8_e4m3 (compute capability 8.9 or
     later)."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cuda" or get_compute_capability(device) >= (8, 9)
 
 
 def supports_pdl(device: torch.device) -> bool:
     """Whether this device supports programmatic dependent launch (compute capability 9.0 or later):
     a kernel starts before the previous one ends, and waits (`gdc_wait`) before it reads that
     kernel's output."""
-    return device.type == "cuda" and os.environ.get(NO_PDL) != "1" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and os.environ.get(NO_PDL) != "1" and get_compute_capability(device) >= (9, 0)
 
 
 def supports_tma_streaming(device: torch.device) -> bool:
@@ -47,9 +49,9 @@ def supports_tma_streaming(device: torch.device) -> bool:
     They need compute capability 9.0 (TMA and warp-group MMA), at least 128 multiprocessors (one for
     each slice of outputs) and Triton 3.6.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or INTERPRETED:
+    if device.type != "cuda" or get_compute_capability(device)[0] != 9 or INTERPRETED:
         return False
-    if torch.cuda.get_device_properties(device).multi_processor_count < _LEAST_PROCESSORS:
+    if count_multiprocessors(device) < _LEAST_PROCESSORS:
         return False
     import triton
 
@@ -63,5 +65,4 @@ def get_shared_memory(device: torch.device) -> int:
         return 1 << 40
     from triton.runtime import driver
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return int(driver.active.utils.get_device_properties(get_index(device))["max_shared_mem"])

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from frame import kernels
+from frame.kernels import nvidia
 
 _ELEMENTS_PER_LOAD = 8  # 16 bytes of bfloat16 or float16
 _MAX_WARPS = 16
@@ -38,9 +39,9 @@ def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
 def count_tma_processors(device: torch.device) -> int:
     """The number of multiprocessors with a TMA unit and warp-group MMA (compute capability 9.0); 0
     on other devices."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or nvidia.get_compute_capability(device)[0] != 9:
         return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return nvidia.count_multiprocessors(device)
 
 
 class PreparedLaunch:

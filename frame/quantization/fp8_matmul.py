@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
+from frame.kernels.nvidia import get_compute_capability
 from frame.quantization.fp8_weights import BLOCK, Scales, dequantize
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Fp8Matmul:
         self._pdl = kernels.supports_pdl(device)
         self._has_large_product = device.type == "cuda" and (
             # cuBLAS has block-scaled products for 9.0 only
-            not scales.columns or torch.cuda.get_device_capability(device) == (9, 0)
+            not scales.columns or get_compute_capability(device) == (9, 0)
         )
 
     @classmethod

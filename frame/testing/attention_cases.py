@@ -18,6 +18,7 @@ import torch
 from frame.core.interfaces.attention import AttentionBackend, AttentionRequirements, AttentionSpec, Phase
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.testing.devices import open_platform
 
 FP8_MAX = 448.0  # of e4m3
 
@@ -61,7 +62,7 @@ class OneRank:
 def build_context(device: torch.device | str, dtype: torch.dtype, page_size: int, rows: int = 64, **parts: Any) -> BuildContext:
     """A context of one rank; `parts` are further fields of `BuildContext`."""
     limits = Limits(max_running_requests=rows, max_tokens_per_step=8192, max_context=131072, page_size=page_size)
-    return BuildContext(device=torch.device(device), dtype=dtype, tp=OneRank(), limits=limits, **parts)
+    return BuildContext(platform=open_platform(device), device=torch.device(device), dtype=dtype, tp=OneRank(), limits=limits, **parts)
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,8 @@ def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
     phases: tuple[Phase, ...] = ("extend", "decode") if has_prompts else ("decode",)
     dtype = str(case.dtype).removeprefix("torch.")
     return AttentionRequirements(
-        device="cuda" if case.device.startswith("cuda") else case.device,
-        compute_capability=torch.cuda.get_device_capability(case.device) if case.device.startswith("cuda") else None,
+        device=case.device.partition(":")[0],
+        compute_capability=open_platform(case.device).compute_capability,
         kind="mla" if case.rank else "mha",
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,

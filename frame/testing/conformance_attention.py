@@ -29,6 +29,7 @@ from frame.testing.attention_cases import (
     with_pages_for,
 )
 from frame.testing.conformance import Check, Subject
+from frame.testing.devices import capture_graph, open_platform
 from frame.testing.suites.attention_reference import (
     TOLERANCE,
     Inputs,
@@ -101,10 +102,9 @@ def check_replays(make: Callable[[Case], AttentionBackend], case: Case, changes:
         first.run(backend, spec, planned(backend, first.batch))  # what is made once is made outside of the capture
         plan = backend.capture_plan(first.batch)
         captured = replace(first.batch, plan=plan)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = first.run(backend, spec, captured)
+        outputs: list[torch.Tensor] = []
+        graph = capture_graph(open_platform(case.device), lambda: outputs.append(first.run(backend, spec, captured)))
+        out = outputs[0]
     for each, inputs, source in zip(cases, found, placed, strict=True):
         for target, tensor in zip(_tensors(first), _tensors(source), strict=True):
             target.view(torch.uint8).copy_(tensor.view(torch.uint8))

@@ -17,6 +17,7 @@ from torch import nn
 from frame.core.interfaces.moe import DispatchOutput, MoECapabilities, MoERequirements, MoERunner
 from frame.testing.attention_cases import build_context
 from frame.testing.conformance import Check, Subject
+from frame.testing.devices import open_platform
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # relative to the largest value
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -49,9 +50,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     """`moe_runner/2`, in every dtype of the capabilities."""
     setting, capabilities = subject.setting, subject.record.capabilities
     for name in getattr(capabilities, "dtypes", DTYPES):
-        need = MoERequirements(
-            device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name
-        )
+        need = MoERequirements(device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name)
         if isinstance(capabilities, MoECapabilities) and capabilities.unsupported(need):
             continue
         for numbers in (*SIZES, *(LARGE if setting.thorough else ())):
@@ -135,4 +134,4 @@ def _alone(subject: Subject, sizes: Sizes) -> None:
 
 
 def _capability(device: str) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
+    return open_platform(device).compute_capability

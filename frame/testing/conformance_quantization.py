@@ -21,6 +21,7 @@ from frame.core.interfaces.quantization import (
     QuantizationRequirements,
 )
 from frame.testing.conformance import Check, Subject
+from frame.testing.devices import open_platform
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # relative to the largest value
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -45,7 +46,7 @@ def _dtypes(subject: Subject) -> list[str]:
     capabilities, device = subject.record.capabilities, subject.setting.device
     if not isinstance(capabilities, QuantizationCapabilities):
         return list(DTYPES)
-    capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
+    capability = open_platform(device).compute_capability
     checkpoint = capabilities.checkpoints[0]
     requirements = {name: QuantizationRequirements(device.partition(":")[0], capability, checkpoint, name) for name in capabilities.dtypes}
     return [name for name, need in requirements.items() if not capabilities.unsupported(need)]

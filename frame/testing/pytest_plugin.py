@@ -147,12 +147,15 @@ class ConformanceItem(pytest.Item):
 def _machine(device: str) -> dict[str, Any]:
     import torch
 
+    from frame.testing.devices import open_platform
+
     model_config: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
     }
-    if device.startswith("cuda"):
-        model_config["gpu"] = torch.cuda.get_device_name(device)
-        model_config["compute_capability"] = list(torch.cuda.get_device_capability(device))
+    found = open_platform(device)
+    if found.compute_capability is not None:
+        model_config["gpu"] = found.device_name
+        model_config["compute_capability"] = list(found.compute_capability)
     return model_config

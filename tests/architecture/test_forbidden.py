@@ -52,6 +52,7 @@ EXCEPTIONS: dict[str, str] = {
     ),
     "clock frame/entrypoints/http/openai/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
     "clock frame/entrypoints/http/openai/batch_jobs.py": "a batch's dates outlive this process, whose monotonic clock does not",
+    "cuda frame/kernels/nvidia.py": "kernels for NVIDIA GPUs, whose launchers get tensors instead of a platform, ask about the device here",
     "clock frame/entrypoints/tracing.py": "spans are dated; their lengths are measured by the monotonic clock",
 }
 
@@ -175,6 +176,16 @@ def wall_clock(found: Module) -> Iterator[Breach]:
             yield f"clock {found.path}", f"{found.at(node)}: {ast.unparse(node.func)} jumps when the clock is set; use time.monotonic"
 
 
+def cuda(found: Module) -> Iterator[Breach]:
+    """`torch.cuda`, which only the platform `cuda` uses: other code serves every platform."""
+    if is_under(found.name, "frame.plugins.platforms"):
+        return
+    lines = [use.line for use in found.imports if is_under(use.target, "torch.cuda")]
+    lines += [node.lineno for node in ast.walk(found.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"]
+    for line in lines:
+        yield f"cuda {found.path}", f"{found.at(line)}: uses torch.cuda; use the context's platform"
+
+
 def kernels_by_count(found: Module) -> Iterator[Breach]:
     """Kernels that are compiled anew, in the middle of serving, for numbers of rows that 16
     divides, or for those that it does not."""
@@ -197,6 +208,7 @@ CHECKS: tuple[Callable[[Module], Iterable[Breach]], ...] = (
     silenced_errors,
     wall_clock,
     kernels_by_count,
+    cuda,
 )
 
 
@@ -235,6 +247,9 @@ def test_exceptions_are_needed_and_explained() -> None:
         (silenced_errors, "try:\n    f()\nexcept Exception:\n    pass"),
         (silenced_errors, "try:\n    f()\nexcept:\n    g()"),
         (wall_clock, "deadline = time.time() + 5"),
+        (cuda, "def f():\n    torch.cuda.synchronize()"),
+        (cuda, "def f(stream: torch.cuda.Stream): ..."),
+        (cuda, "from torch.cuda import Event"),
         (kernels_by_count, "@triton.jit\ndef add_kernel(x, M, BM: tl.constexpr): ..."),
         (kernels_by_count, "@triton.jit(do_not_specialize=['N'])\ndef add_kernel(x, M, N): ..."),
     ],
@@ -255,6 +270,7 @@ def test_checks_find(check: Callable[[Module], Iterable[Breach]], text: str) -> 
         (wall_clock, "deadline = time.monotonic() + 5"),
         (kernels_by_count, "@triton.jit(do_not_specialize_on_alignment=['M'])\ndef add_kernel(x, M): ..."),
         (kernels_by_count, "@triton.jit\ndef part(x, M): ..."),
+        (cuda, "def f(x):\n    return x.is_cuda"),
     ],
 )
 def test_checks_allow(check: Callable[[Module], Iterable[Breach]], text: str) -> None:

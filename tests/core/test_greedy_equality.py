@@ -19,6 +19,7 @@ import pytest
 
 from frame.core.execution.components import build_runner
 from frame.core.execution.tp_follower import LeadingRunner, follow
+from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import decode_batch, encode_batch
 from frame.entrypoints.processes.build_engine import build_scheduler, load_parts
@@ -126,7 +127,7 @@ def on_two_ranks(case, act_with, **settings):
     wire = Wire()
 
     def act(group):
-        runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group)
+        runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group, HOST)
         if group.rank:
             return follow(runner, wire)
         loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), LeadingRunner(runner, wire))

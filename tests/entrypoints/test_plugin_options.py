@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.platform import PlatformCapabilities
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.http.server import load_parsers
@@ -26,6 +27,7 @@ from frame.testing.checkpoints import make_checkpoint
 
 MODULE = "frame_test_options_module"
 BASES = {
+    "platform": "cpu",
     "model": "mixtral",
     "attention_backend": "torch_native",
     "quantization_method": "none",
@@ -46,7 +48,7 @@ CONFIG: dict[str, Any] = {
     "cache": {"eviction": "fake", "max_total_tokens": 256},
     "sampling": {"processors": ["fake"], "grammar": "fake"},
     "text": {"reasoning_parser": "fake", "tool_call_parser": "fake"},
-    "execution": {"device": "cpu", "threads": 1},
+    "execution": {"device": "fake", "threads": 1},
 }
 
 
@@ -79,7 +81,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             record = registry.get(kind, base)
             setattr(module, kind, fake_of(registry.load(record), kind, found))
             part = registry.kind(kind, "fakes", "1.0")
-            part.add("fake", f"{MODULE}:{kind}", capabilities=record.capabilities, options=Options)
+            can = PlatformCapabilities(compatible=("cpu",)) if kind == "platform" else record.capabilities
+            part.add("fake", f"{MODULE}:{kind}", capabilities=can, options=Options)
             registry.commit(part)
         return registry
 

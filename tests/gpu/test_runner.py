@@ -27,6 +27,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.devices import open_platform
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
 
@@ -99,7 +100,7 @@ def test_no_launch_waits_for_the_device():
     steps are in flight."""
     model_config, device = fake_model_config(97, 256, (3,)), torch.device("cuda")
     limits = Limits(ROWS, 2048, 256, 16)
-    context = BuildContext(device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)
+    context = BuildContext(platform=open_platform("cuda"), device=device, dtype=torch.float32, tp=LocalGroup(), limits=limits)
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_registry(installed=False)
     built = [registry.load(record)(ProcessorContext(97, ROWS, device)) for record in registry.records("logits_processor")]

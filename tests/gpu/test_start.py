@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from frame.core.loading import weight_stream
 from frame.core.loading.safetensors_reader import ReadAhead, read_weights
 from frame.entrypoints.tools.bench.clock import Clock
+from frame.testing.devices import open_platform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -23,7 +24,7 @@ def test_weights_read_ahead_are_whole_whatever_reuses_their_memory(tmp_path: Pat
     save_file(want, tmp_path / "model.safetensors")
     rows = {name: slice(100, 200) if number % 2 else None for number, name in enumerate(want)}
     target = torch.empty(400, 512, device="cuda")
-    for name, tensor in read_weights(tmp_path, ahead=ReadAhead(torch.device("cuda", 0), rows)):
+    for name, tensor in read_weights(tmp_path, ahead=ReadAhead(open_platform("cuda:0"), rows)):
         index = (rows[name] or slice(None), slice(None))
         value = tensor[index]
         copied = target[: len(value)].copy_(value)

@@ -17,6 +17,7 @@ from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_plan, choose
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.plain_matmul import PlainMatmul
 from frame.quantization.none import Plain
+from frame.testing.devices import open_platform
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates bfloat16
@@ -153,7 +154,9 @@ def test_float32_uses_pytorch() -> None:
 @each_type
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS + 1])
 def test_a_feed_forward_layer(dtype: torch.dtype, rows: int) -> None:
-    context = BuildContext(device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=Limits(8, 512, 256, 4), quantization=Plain())
+    context = BuildContext(
+        platform=open_platform(DEVICE), device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=Limits(8, 512, 256, 4), quantization=Plain()
+    )
     with torch.device(DEVICE):
         layer = GatedMLP(context, "mlp", 96, 64)
     weights = []

@@ -37,11 +37,12 @@ from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, 
 from frame.models.layers.router import Router, RoutingRule
 from frame.plugins.moe_runners.triton import Triton
 from frame.testing.conformance_moe import PlainExperts, reference
+from frame.testing.devices import open_platform
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # relative to the largest value; the interpreter truncates instead of rounding
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-CONTEXT = BuildContext(device=DEVICE, dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
+CONTEXT = BuildContext(platform=open_platform(DEVICE), device=DEVICE, dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
 # tensor cores accumulate float8 products with few bits
 SUMS = {"rtol": 1e-4, "atol": 1e-5} if DEVICE.type == "cpu" else {"rtol": 1e-2, "atol": 5e-3}
 RULES = [

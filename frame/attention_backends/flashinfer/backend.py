@@ -19,10 +19,11 @@ from frame.attention_backends.flashinfer.library import Library
 from frame.attention_backends.flashinfer.page_lists import PageBuffers, PageLists, list_pages
 from frame.attention_backends.flashinfer.wrappers import NO_WINDOW, MHAShape, MLAShape, Wrapper, Wrappers
 from frame.attention_backends.libraries import FLASHINFER, FlashInferOptions
-from frame.attention_backends.shared import allow_sync, expand_latents, locate_keys, make_rows_contiguous, replace_non_finite
+from frame.attention_backends.shared import expand_latents, locate_keys, make_rows_contiguous, replace_non_finite
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
 from frame.core.interfaces.build import BuildContext
+from frame.kernels import nvidia
 
 EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
 
@@ -71,7 +72,7 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(context, options)
         settings = options if isinstance(options, FlashInferOptions) else FlashInferOptions()
         device = context.device
-        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        self._capability = nvidia.get_compute_capability(device) if device.type == "cuda" else (9, 0)
         self._wrappers = Wrappers(library, device, self._capability, settings.workspace_mib << 20)
         self._shapes: list[MHAShape | MLAShape] = []  # the shapes of this model's layers, collected in the first step
         self._layers: dict[int, tuple[AttentionSpec, MHAShape]] = {}
@@ -190,9 +191,9 @@ class FlashInferBackend(AttentionBackend):
     def _first_use(self, shape: MHAShape | MLAShape, plan: StepPlan) -> Iterator[None]:
         """The first step of a shape: compile its kernels and make its wrappers, which may wait for
         the device. No later step does."""
-        if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.context.device.type == "cuda" and nvidia.is_capturing():
             raise RuntimeError("Attention backend 'flashinfer' got a new layer shape in a captured step; run a step without a graph first.")
-        with allow_sync(self.context.device):
+        with nvidia.allow_sync(self.context.device):
             self._wrappers.compile([shape])
             self._shapes.append(shape)
             self._plan_shape(shape, plan)

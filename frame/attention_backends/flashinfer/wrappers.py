@@ -15,6 +15,7 @@ import torch
 
 from frame.attention_backends.flashinfer.library import CUDA_CORE_GROUPS, KernelFamily, Library, Module, choose_family
 from frame.attention_backends.flashinfer.page_lists import PageBuffers, PageLists
+from frame.kernels import nvidia
 
 WORKSPACE_BYTES = 8 << 20  # the library's default size of its plan buffer
 NO_WINDOW = -1
@@ -87,7 +88,7 @@ class Wrapper:
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self._wrapper = wrapper
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = nvidia.create_event() if device.type == "cuda" else None
 
     @contextmanager
     def open_plan(self) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from frame.attention_backends.triton.extend_kernel import extend_kernel
 from frame.attention_backends.triton.operands import Operands, compute_scales, or_unused
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
 from frame.core.interfaces.attention import AttentionSpec
-from frame.kernels import INTERPRETED
+from frame.kernels import INTERPRETED, nvidia
 from frame.kernels.launch import PreparedLaunch
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ExtendLauncher:
     def __init__(self, device: torch.device, device_limits: DeviceLimits) -> None:
         self._limits, self._device = device_limits, device
         # the TMA unit of compute capability 9.0 and later loads boxes of consecutive rows
-        self._has_tma = INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+        self._has_tma = INTERPRETED or (device.type == "cuda" and nvidia.get_compute_capability(device) >= (9, 0))
         self._variants: dict[tuple[Any, ...], ExtendVariant] = {}
         # by layer and strides
         self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, ExtendVariant, tuple[float, float]]] = {}

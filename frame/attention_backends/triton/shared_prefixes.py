@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import HostView
+from frame.kernels import nvidia
 
 MIN_ROWS = 4  # rows of a group at least
 MIN_KEYS = 256  # keys of a shared prefix at least
@@ -98,7 +99,7 @@ class SharedPrefixes:
         pinned = device.type == "cuda"
         self.tensor = torch.zeros(FIELDS, capacity, dtype=torch.int32, device=device)
         self._staged = [torch.zeros(FIELDS, capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in self._staged] if pinned else None
+        self._copied = [nvidia.create_event() for _ in self._staged] if pinned else None
         self._turn = 0
         self._are_shared = False
         self._slots, self._seq_lens = np.zeros(0, np.int32), np.zeros(0, np.int32)

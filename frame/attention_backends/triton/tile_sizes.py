@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from frame.kernels import nvidia
 from frame.kernels.launch import next_power_of_2
 
 
@@ -86,8 +87,7 @@ class DeviceLimits:
     def from_device(cls, device: torch.device) -> DeviceLimits:
         if device.type != "cuda":
             return cls(processors=2, shared_memory=128 << 10)
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        device_limits = triton.runtime.driver.active.utils.get_device_properties(index)
+        device_limits = triton.runtime.driver.active.utils.get_device_properties(nvidia.get_index(device))
         return cls(processors=device_limits["multiprocessor_count"], shared_memory=device_limits["max_shared_mem"])
 
 

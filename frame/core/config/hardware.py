@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frame.core.interfaces.platform import Accelerator
+
+__all__ = ["BF16_FEATURES", "Accelerator", "Hardware"]
+
 BF16_FEATURES = ("amx_bf16", "avx512_bf16", "sve_bf16")  # a CPU with one of these multiplies bfloat16 natively
-
-
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """One visible GPU."""
-
-    kind: str  # "cuda"
-    name: str
-    compute_capability: tuple[int, int]
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +32,6 @@ class Hardware:
         """The feature by which this CPU multiplies bfloat16, or None."""
         return next((feature for feature in BF16_FEATURES if feature in self.cpu_features), None)
 
-    def of(self, device: str) -> tuple[Accelerator, ...]:
-        """The accelerators of a device kind."""
-        return tuple(accelerator for accelerator in self.accelerators if accelerator.kind == device)
+    def of(self, platform: str) -> tuple[Accelerator, ...]:
+        """The accelerators of a platform."""
+        return tuple(accelerator for accelerator in self.accelerators if accelerator.kind == platform)

@@ -15,8 +15,9 @@ from typing import Any
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
-from frame.core.config.resolve_machine import budgets, choose_device, dtypes_to_try, graph_sizes, indivisible
+from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes, indivisible
 from frame.core.config.resolve_moe import pair_experts
+from frame.core.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
 from frame.core.config.resolve_plugins import KEYS, Choices, check_option_names, choose_parser, choose_processors, plugin_choice
 from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.config.resolved import PluginChoice, Resolved
@@ -50,11 +51,12 @@ def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, 
     """Choose every value that `config` leaves open. Raises ResolveError with the rejected
     candidates and the smallest change that helps; one ConflictsError where several parts of the
     configuration conflict."""
-    device, why = choose_device(config, hardware)
-    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, model_config, device)
+    platform = choose_platform(config, hardware, records.get("platform", ()))
+    records = rank_preferred(records, get_capabilities(platform.record).preferred)
+    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, model_config, platform.record)
 
     def attempt(dtype: str, dtype_why: str) -> Resolved:
-        return _Solver(config, hardware, model_config, records, device, dtype).solve({"execution.device": why, "model.dtype": dtype_why})
+        return _Solver(config, hardware, model_config, records, platform, dtype).solve({"model.dtype": dtype_why})
 
     try:
         return attempt(dtype, dtype_why)
@@ -102,14 +104,14 @@ def pinned(resolved: Resolved) -> FrameConfig:
 
 @dataclass
 class _Solver:
-    """One attempt with a fixed device and dtype. Fills `chosen` and `reasons` value by value, and
+    """One attempt with a fixed platform and dtype. Fills `chosen` and `reasons` value by value, and
     `conflicts` with what stands against it."""
 
     config: FrameConfig
     hardware: Hardware
     model_config: ModelConfig
     records: Mapping[str, Sequence[PluginRecord]]
-    device: str
+    platform: Selection
     dtype: str
     chosen: Choices = field(default_factory=Choices)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -117,8 +119,9 @@ class _Solver:
 
     def solve(self, reasons: Mapping[str, str]) -> Resolved:
         config = self.config
-        if not self.hardware.accelerators:
-            self.chosen.impossible = frozenset({"execution.device: cuda"})
+        key = KEYS["platform"]
+        self.chosen.impossible = frozenset(f"{key}: {candidate.record.name}" for candidate in self.platform.rejected)
+        self.chosen.note("platform", key, self.platform, is_open=config.execution.device is None)
         self.reasons.update({key: why for key, why in reasons.items() if why})
         kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
         task, pooling = self._families(kv_dtype)
@@ -188,7 +191,7 @@ class _Solver:
         return task, pooling
 
     def _experts(self) -> None:
-        requirements = MoERequirements(self.device, self._capability(), self.dtype)
+        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible)
         named = {"moe_dispatcher": self.config.moe.dispatcher, "moe_runner": self.config.moe.runner}
         for kind, name in named.items():
             with self._collect():
@@ -205,11 +208,21 @@ class _Solver:
                 sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
         sizes |= {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
         with self._collect():
-            most = sizes["max_running_requests"]
-            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, self.device, task, most):
+            most, platform = sizes["max_running_requests"], self.platform.record
+            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, most):
                 sizes[key.partition(".")[2]] = self._value(key, given, value, why)
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         return sizes
+
+    @property
+    def device(self) -> str:
+        """The platform's name."""
+        return self.platform.record.name
+
+    @property
+    def _compatible(self) -> tuple[str, ...]:
+        """The platforms whose plugins run on this one too."""
+        return get_capabilities(self.platform.record).compatible
 
     def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
         """The user's value, or else `chosen`, whose reason is recorded."""
@@ -220,7 +233,7 @@ class _Solver:
 
     def _capability(self) -> tuple[int, int] | None:
         found = self.hardware.of(self.device)
-        return min(accelerator.compute_capability for accelerator in found) if found else None
+        return min((each.compute_capability for each in found if each.compute_capability is not None), default=None)
 
     def _task(self) -> Task:
         task, why = choose_task(self.config, self.model_config)
@@ -264,7 +277,7 @@ class _Solver:
     def _check_tensor_parallel(self) -> None:
         tp, model_config = self.config.parallel.tp, self.model_config
         available = len(self.hardware.of(self.device))
-        if self.device != "cpu" and tp > available:
+        if not get_capabilities(self.platform.record).is_host and tp > available:
             raise ResolveError(
                 f"parallel.tp is {tp}, but this machine has {available} {self.device} device(s).", change=f"parallel.tp: {available}"
             )
@@ -275,7 +288,7 @@ class _Solver:
 
     def _quantization(self) -> None:
         stored, named = self.model_config.quantization, self.config.model.quantization
-        requirements = QuantizationRequirements(self.device, self._capability(), stored, self.dtype)
+        requirements = QuantizationRequirements(self.device, self._capability(), stored, self.dtype, self._compatible)
         open_choice = None if stored else PLAIN_WEIGHTS
         subject = f"No quantization method loads {stored or 'plain'} weights on {self.device} in {self.dtype}"
         self._select("quantization_method", requirements, named or open_choice, subject)
@@ -286,6 +299,7 @@ class _Solver:
         model_config = self.model_config
         requirements = AttentionRequirements(
             device=self.device,
+            compatible=self._compatible,
             compute_capability=self._capability(),
             kind=model_config.kind,
             head_dim=model_config.head_dim,
@@ -321,7 +335,7 @@ class _Solver:
         return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
 
     def _policies(self, task: Task) -> None:
-        config, requirements = self.config, PlainRequirements(self.device)
+        config, requirements = self.config, PlainRequirements(self.device, self._compatible)
         with self._collect():
             self._select("scheduling_policy", requirements, config.scheduler.policy, "")
         if config.cache.prefix != "none":
@@ -390,7 +404,7 @@ class _Solver:
 
     def _budgets(self, kv_dtype: str) -> dict[str, Any]:
         """The sizes that follow from the machine's cores and memory, by name."""
-        found = budgets(self.config, self.hardware, self.device, self.model_config, kv_dtype)
+        found = budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype)
         return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
 
 

@@ -1,4 +1,4 @@
-"""The parts of `resolve` that follow from the machine: device, dtypes, tensor parallelism, sizes
+"""The parts of `resolve` that follow from the machine: dtypes, tensor parallelism, sizes
 and CUDA graphs. Pure."""
 
 from __future__ import annotations
@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from frame.core.config.hardware import Hardware
+from frame.core.config.resolve_platform import get_capabilities
 from frame.core.config.resolve_plugins import KEYS, Choices
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
 from frame.core.interfaces.model import ModelConfig, Task
+from frame.core.interfaces.plugin import PluginRecord
 
 GIB = 1024**3
 RUNNING_ON_CPU = 64  # default of scheduler.max_running_requests on a CPU
@@ -24,26 +26,11 @@ _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by laun
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
-def choose_device(config: FrameConfig, hardware: Hardware) -> tuple[str, str]:
-    """The device, and the reason if the user left it open. Raises ResolveError if the configured
-    one does not exist."""
-    wanted = config.execution.device
-    kinds = list(dict.fromkeys(accelerator.kind for accelerator in hardware.accelerators))
-    note = f" ({hardware.note})" if hardware.note else ""
-    if wanted is None:
-        return (kinds[0], f"the machine has {hardware.accelerators[0].name}") if kinds else ("cpu", f"no GPU is usable{note}")
-    if wanted != "cpu" and wanted not in kinds:
-        raise ResolveError(
-            f"execution.device is {wanted}, but this machine has no usable {wanted} device{note}.", change="execution.device: cpu"
-        )
-    return wanted, ""
-
-
-def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, device: str) -> list[tuple[str, str]]:
+def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, platform: PluginRecord) -> list[tuple[str, str]]:
     """Computing dtypes to try, best first, each with its reason."""
     if config.model.dtype is not None:
         return [(config.model.dtype, "")]
-    if device == "cpu":
+    if get_capabilities(platform).is_host:
         plain = ("float32", "exact, and every CPU computes it well")
         feature = hardware.bf16_feature
         if model_config.dtype == "bfloat16" and feature:
@@ -51,7 +38,7 @@ def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelCo
         if model_config.dtype == "bfloat16":
             return [("float32", "the checkpoint is bfloat16, but this CPU does not multiply it natively")]
         return [plain]
-    if model_config.dtype == "bfloat16" and any(a.compute_capability < (8, 0) for a in hardware.of(device)):
+    if model_config.dtype == "bfloat16" and any(a.compute_capability and a.compute_capability < (8, 0) for a in hardware.of(platform.name)):
         return [
             ("float16", "the checkpoint is bfloat16, which this GPU (compute capability below 8.0) does not compute"),
             ("float32", "exact"),
@@ -122,12 +109,12 @@ def _choose_running(tokens: int) -> tuple[int, str]:
 
 
 def budgets(
-    config: FrameConfig, hardware: Hardware, device: str, model_config: ModelConfig, kv_dtype: str
+    config: FrameConfig, hardware: Hardware, platform: PluginRecord, model_config: ModelConfig, kv_dtype: str
 ) -> list[tuple[str, Any, Any, str]]:
     """(setting, user's value, default, reason) of each size that follows from the machine's cores
     and memory."""
-    scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, device == "cpu"
-    memory = min((a.memory_bytes for a in hardware.of(device)), default=hardware.memory_bytes)
+    scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, get_capabilities(platform).is_host
+    memory = min((a.memory_bytes for a in hardware.of(platform.name)), default=hardware.memory_bytes)
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
     running, room = RUNNING_ON_CPU, f"as many as {machine} runs well"
@@ -152,14 +139,14 @@ def budgets(
 
 
 def graph_sizes(
-    chosen: Choices, config: FrameConfig, model_config: ModelConfig, device: str, task: Task, running: int
+    chosen: Choices, config: FrameConfig, model_config: ModelConfig, platform: PluginRecord, task: Task, running: int
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
     none. Raises ResolveError if the user sets a size where nothing can be captured."""
     execution, kinds = config.execution, ("model", "quantization_method", "moe_runner", "moe_dispatcher")
     obstacles = {
-        "cuda_graph_max_bs": graph_obstacle(chosen, device, task, (*kinds, "attention_backend")),
-        "prompt_graph_max_tokens": graph_obstacle(chosen, device, task, kinds)
+        "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
+        "prompt_graph_max_tokens": graph_obstacle(chosen, platform, task, kinds)
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else ""),
     }
     most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
@@ -177,11 +164,11 @@ def graph_sizes(
     return found
 
 
-def graph_obstacle(chosen: Choices, device: str, task: Task, kinds: tuple[str, ...]) -> str:
+def graph_obstacle(chosen: Choices, platform: PluginRecord, task: Task, kinds: tuple[str, ...]) -> str:
     """Why steps that run plugins of `kinds` cannot be captured as CUDA graphs; empty if they
     can."""
-    if device != "cuda":
-        return f"CUDA graphs need a CUDA device, and the model runs on {device}"
+    if not get_capabilities(platform).graphs:
+        return f"the platform {platform.name} captures no graphs"
     if task != "generate":
         return f"the task is {task}, which does not decode"
     for kind in kinds:

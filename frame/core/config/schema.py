@@ -206,8 +206,8 @@ class MoESection(Section):
 class ExecutionSection(Section):
     """Device, compilation and CUDA graphs."""
 
-    device: Annotated[Literal["cpu", "cuda"] | None, Auto] = setting(
-        None, "Device of the model. auto: cuda if there is one, else cpu.", flag="device"
+    device: Annotated[str | None, Auto] = setting(
+        None, "Platform that the model runs on, by plugin name. auto: the best-ranked one with a device.", flag="device"
     )
     threads: Annotated[int | None, Auto] = setting(
         None, "Number of CPU threads of a rank, for the device cpu.", flag="threads", ge=1, le=1024

@@ -7,7 +7,7 @@ Used by `resolve` and its parts. Pure: it must not import or name a plugin.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frame.core.errors import ConfigurationError, did_you_mean
@@ -19,6 +19,7 @@ class PlainRequirements:
     """The requirements of plugin kinds that have no requirements class of their own."""
 
     device: str
+    compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,20 @@ def objections(record: PluginRecord, requirements: Any, impossible: Collection[s
     if record.problems:
         return record.problems
     try:
-        found = record.capabilities.unsupported(requirements)
+        found = _unsupported(record, requirements)
     except Exception as error:  # noqa: BLE001 - a third party's record must not prevent the use of other plugins
         return (Reason(f"its capability record fails with {type(error).__name__}: {error}"),)
     return tuple(Reason(reason.sentence) if reason.change in impossible else reason for reason in found)
+
+
+def _unsupported(record: PluginRecord, requirements: Any) -> Sequence[Reason]:
+    """The reasons on `requirements.device`; none if there are none on one of
+    `requirements.compatible`, whose plugins run there too."""
+    found = record.capabilities.unsupported(requirements)
+    for device in getattr(requirements, "compatible", ()):
+        if not found or not record.capabilities.unsupported(replace(requirements, device=device, compatible=())):
+            return ()
+    return found
 
 
 def select(

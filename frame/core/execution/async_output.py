@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from frame.core.interfaces.batch import PromptLogprobs
+    from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.runner import PendingStep
     from frame.core.sampling.sampler import Sampled
     from frame.core.sampling.sampling_metadata import SamplingPlan
@@ -109,33 +110,33 @@ class DoneStep:
         return self._result
 
 
-class CudaStep:
-    """A step in flight on a CUDA stream.
+class QueuedStep:
+    """A step in flight on a stream.
 
     The constructor queues copies to pinned memory behind the step; `wait` blocks on the event after
     them.
     """
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, platform: Platform) -> None:
         self._output = output
         self._device = output.tensors()  # kept alive until the copies are done
-        self._host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in self._device]
+        self._host = [platform.allocate_pinned(tensor.shape, tensor.dtype) for tensor in self._device]
         for host, tensor in zip(self._host, self._device, strict=True):
             host.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = platform.create_event()
         self._event.record()
 
     def wait(self) -> StepResult:
         try:
             self._event.synchronize()
-        except RuntimeError as error:  # asynchronous CUDA errors are reported here; the CUDA context is unusable then
+        except RuntimeError as error:  # asynchronous errors are reported here; the device's context is unusable then
             raise DeviceLost(f"the device failed in step {self._output.step}: {error}") from error
         return self._output.result([tensor.numpy().copy() for tensor in self._host])
 
 
-def fetch(output: Output) -> PendingStep:
+def fetch(output: Output, platform: Platform) -> PendingStep:
     """Start the copy of the output to the host, on the current stream."""
-    return CudaStep(output) if output.tensors()[0].is_cuda else DoneStep(output)
+    return QueuedStep(output, platform) if platform.is_asynchronous else DoneStep(output)
 
 
 def _spread(values: np.ndarray, plan: SamplingPlan) -> np.ndarray:

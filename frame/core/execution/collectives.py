@@ -76,7 +76,8 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: f
     """Join a process group.
 
     folder: rendezvous folder of this start, on one host, private to the process's user. timeout:
-    seconds, for joining and for each call. Gloo listens on the loopback device only. Raises
+    seconds, for joining and for each call. Gloo listens on the loopback device only; NCCL
+    uses the thread's current device. Raises
     RuntimeError if the other ranks do not join in time.
     """
     if size == 1:
@@ -86,7 +87,6 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, timeout: f
     store.set_timeout(limit)
     # torch takes a group's timeout and address only from underscored attributes of its options
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         nccl: Any = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit  # noqa: SLF001
         return TorchGroup(rank, size, dist.ProcessGroupNCCL(store, rank, size, nccl))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.execution.host_memory import keep_freed_memory
 from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
+    from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.quantization import QuantizationMethod
     from frame.core.interfaces.sampling import LogitsProcessor
 
@@ -85,11 +85,12 @@ def limits_of(resolved: Resolved) -> Limits:
     )
 
 
-def build_context(resolved: Resolved, parts: Parts, tp: Collective, device: torch.device) -> BuildContext:
+def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Platform) -> BuildContext:
     """The context of one rank, with its attention backend, quantization method, MoE runner and MoE
     dispatcher."""
     base = BuildContext(
-        device=device,
+        platform=platform,
+        device=platform.device,
         dtype=DTYPES[resolved.dtype],
         tp=tp,
         limits=limits_of(resolved),
@@ -119,21 +120,16 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
     return [part.build(context) for part in parts.processors]
 
 
-def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModelRunner:
+def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Platform) -> TorchModelRunner:
     """Build one rank's runner: load the weights and size the KV cache. Raises CheckpointError for
     invalid weights and CapacityError if memory does not suffice."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
-    device = torch.device("cuda", tp.rank) if resolved.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
-        if resolved.threads is not None:
-            torch.set_num_threads(resolved.threads)
-    torch.manual_seed(resolved.user.model.seed)
-    context = build_context(resolved, parts, tp, device)
+    device = platform.device
+    platform.activate()
+    platform.seed(resolved.user.model.seed)
+    context = build_context(resolved, parts, tp, platform)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     source = WeightSource(Path(resolved.model_path), user.model.load_format, user.model.seed)
@@ -141,8 +137,8 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective) -> TorchModel
     phases.update(report.seconds)
     clock = time.perf_counter()
     geometry = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
-    memory = measure(device, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
-    pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens, is_cpu=device.type == "cpu")
+    memory = measure(platform, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
+    pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     pages = _least_of_ranks(pages, tp, device)
     pool = KVPool(geometry, pages, device)
     slots = context.limits.max_running_requests

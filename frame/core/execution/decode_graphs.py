@@ -24,6 +24,7 @@ from frame.core.interfaces.batch import ForwardBatch, HostView
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
     from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.platform import Platform
 
 _NUM_BUFFERS = 3
 _ALIGNMENT = 16
@@ -82,7 +83,7 @@ class InputBuffers:
     Pinned buffers take turns, so that a copy in flight is not overwritten.
     """
 
-    def __init__(self, most: int, device: torch.device, padding: Mapping[str, np.generic]) -> None:
+    def __init__(self, most: int, platform: Platform, padding: Mapping[str, np.generic]) -> None:
         """`padding`: the value of each array in padding rows; its dtype is the array's dtype."""
         self._padding = padding
         self._turn = 0
@@ -90,11 +91,10 @@ class InputBuffers:
         for name, value in padding.items():
             offsets[name] = total
             total += -(-value.nbytes * most // _ALIGNMENT) * _ALIGNMENT
-        is_cuda = device.type == "cuda"
-        self._pinned = [torch.empty(total, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_NUM_BUFFERS)]
-        self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)] if is_cuda else []
+        self._pinned = [platform.allocate_pinned((total,), torch.uint8) for _ in range(_NUM_BUFFERS)]
+        self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)] if platform.is_asynchronous else []
         self._host = [_views(pinned.numpy(), offsets, padding, most) for pinned in self._pinned]
-        self._target = torch.empty(total, dtype=torch.uint8, device=device)
+        self._target = torch.empty(total, dtype=torch.uint8, device=platform.device)
         self.tensors = {
             name: self._target[offset : offset + padding[name].nbytes * most].view(_torch_dtype(padding[name].dtype))
             for name, offset in offsets.items()
@@ -142,7 +142,7 @@ class DecodeGraphs:
         input_batch: InputBatch,
         backend: AttentionBackend,
         sizes: tuple[int, ...],
-        device: torch.device,
+        platform: Platform,
         redraw: Redraw | None = None,
     ) -> None:
         """`redraw` draws tokens with top-k, top-p and min-p; None: steps with filters are sampled
@@ -151,7 +151,8 @@ class DecodeGraphs:
         self._redraw = redraw
         self._input_batch = input_batch
         self._backend = backend
-        self._device = device
+        self._platform = platform
+        self._device = platform.device
         most = sizes[-1]
         padding_slot = input_batch.table.padding_slot
         padding: dict[str, np.generic] = {
@@ -164,7 +165,7 @@ class DecodeGraphs:
             **_DRAW,
             **_FILTERS,
         }
-        self._buffers = InputBuffers(most, device, padding)
+        self._buffers = InputBuffers(most, platform, padding)
         self._ones = np.ones(most, np.int32)
         self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # by number of rows: index of the size
         self._sizes = sizes
@@ -177,7 +178,7 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        pool = self._platform.create_graph_pool()
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self._device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self._device)
         with uncollected():
@@ -260,14 +261,13 @@ class DecodeGraphs:
         outputs = first()  # compiles and initialises kernels before the capture
         if pool is None:
             return outputs, _Recomputed(first, outputs)
-        torch.cuda.current_stream(self._device).synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may use the device during the capture
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        platform = self._platform
+        platform.get_current_stream().synchronize()
+        graph = platform.begin_capture(pool)
         try:
             outputs = run()
         finally:
-            graph.capture_end()
+            platform.end_capture(graph)
         return outputs, graph
 
 

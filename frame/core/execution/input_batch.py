@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.platform import Platform
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.prompt_logprobs import PromptPlan
     from frame.core.sampling.sampling_metadata import SamplingPlan
@@ -50,10 +51,10 @@ class Staging(Protocol):
         ...
 
 
-def make_staging(device: torch.device, num_bytes: int) -> Staging:
+def make_staging(platform: Platform, num_bytes: int) -> Staging:
     """The staging of a device. num_bytes: expected maximum of one step; larger steps grow the
     buffers."""
-    return SharedMemory() if device.type == "cpu" else PinnedCopies(device, num_bytes)
+    return PinnedCopies(platform, num_bytes) if platform.is_asynchronous else SharedMemory()
 
 
 class SharedMemory:
@@ -71,10 +72,10 @@ class PinnedCopies:
     Two pinned buffers take turns, so that a copy in flight is never overwritten.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._device = device
+    def __init__(self, platform: Platform, num_bytes: int) -> None:
+        self._platform = platform
         self._turn = 0
-        self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]
+        self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)]
         self._allocate(num_bytes)
 
     def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -83,7 +84,7 @@ class PinnedCopies:
             offsets.append(total)
             total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         if total > self._target.numel():
-            torch.cuda.current_stream(self._device).synchronize()
+            self._platform.get_current_stream().synchronize()
             self._allocate(2 * total)
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         self._copied[self._turn].synchronize()
@@ -104,9 +105,9 @@ class PinnedCopies:
 
     def _allocate(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+        self._pinned = [self._platform.allocate_pinned((num_bytes,), torch.uint8) for _ in range(_NUM_BUFFERS)]
         self._host = [pinned.numpy() for pinned in self._pinned]
-        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._platform.device)
         self._typed: dict[np.dtype, torch.Tensor] = {}  # the target viewed as each dtype
 
 
@@ -225,8 +226,8 @@ class InputBatch:
         self._selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
         self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
-        self._staging = make_staging(context.device, staged)
-        self._mask_staging = make_staging(context.device, 0)  # for deferred grammar masks
+        self._staging = make_staging(context.platform, staged)
+        self._mask_staging = make_staging(context.platform, 0)  # for deferred grammar masks
 
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Sets up and releases slots, plans the step, and moves its inputs to the device."""

@@ -58,14 +58,16 @@ class TorchModelRunner(ModelRunner):
         self.forward = Forward(model.forward)
         self.vocab_size = model_config.vocab_size
         self._tp = context.tp
-        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        platform = context.platform
+        self._stream = platform.create_stream()
+        self._set_stream = platform.set_stream
         self.inputs = InputBatch(context, pool, processors, selects_tokens=model.supports_token_selection)
         self._processors = processors
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
         if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
-            self._stream.wait_stream(torch.cuda.current_stream(context.device))
+            self._stream.wait_stream(platform.get_current_stream())
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it has completed when this returns. Raises DeviceLost if the
@@ -144,7 +146,7 @@ class TorchModelRunner(ModelRunner):
         Raises ConfigurationError if the model or a backend cannot be captured or memory does not
         suffice."""
         redraw = self._redraw if self.sampler.use_triton else None
-        graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, graph_sizes(max_rows), self.context.device, redraw)
+        graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, graph_sizes(max_rows), self.context.platform, redraw)
         self._capture(graphs, "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0")
         self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
 
@@ -152,7 +154,7 @@ class TorchModelRunner(ModelRunner):
         """Capture CUDA graphs of the computations between the attention calls of steps of up to
         `max_tokens` tokens. Later steps that no decode graph runs replay them. Raises
         ConfigurationError as `capture_decode_graphs` does."""
-        graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.device)
+        graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.platform)
         self._capture(graphs, "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0")
         self.piecewise_graphs = self.inputs.placement = graphs
 
@@ -173,7 +175,7 @@ class TorchModelRunner(ModelRunner):
         """Make the runner's stream the current stream of this thread, for good: entering and
         leaving it would cost 50 µs per step."""
         if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
+            self._set_stream(self._stream)
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
         """Prepare the inputs, replay a decode graph or run the forward pass, sample, and start the
@@ -183,7 +185,8 @@ class TorchModelRunner(ModelRunner):
         if isinstance(inputs, ReplayInputs):
             outputs = self._replay(inputs)
             if inputs.draws:  # the graph drew the tokens
-                return fetch(StepOutput(batch.step, Sampled(outputs.token_ids, outputs.best), inputs.plans.sampling, None))
+                sampled = Sampled(outputs.token_ids, outputs.best)
+                return fetch(StepOutput(batch.step, sampled, inputs.plans.sampling, None), self.context.platform)
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
         else:
             logits, prompts = self._forward_logits(inputs)
@@ -240,7 +243,8 @@ class TorchModelRunner(ModelRunner):
             return self._fetch_sampled(step, inputs, logits, prompts)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:
-        return fetch(StepOutput(step, self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling, prompts))
+        output = StepOutput(step, self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling, prompts)
+        return fetch(output, self.context.platform)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
         """Draw the tokens and store them in the last-token table. `tensors`: the plans' arrays, and

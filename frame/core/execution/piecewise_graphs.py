@@ -28,6 +28,7 @@ from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
     from frame.core.interfaces.attention import AttentionBackend, LatentProjections
+    from frame.core.interfaces.platform import CapturedGraph, Platform
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class _Pieces:
     """The captured pieces of one size, the attention call after each piece but the last, and the
     hidden states."""
 
-    graphs: list[torch.cuda.CUDAGraph]
+    graphs: list[CapturedGraph]
     attention: list[_Attention]
     hidden: torch.Tensor
 
@@ -92,15 +93,16 @@ class PiecewiseGraphs:
         input_batch: InputBatch,
         backend: AttentionBackend,
         sizes: tuple[int, ...],
-        device: torch.device,
+        platform: Platform,
     ) -> None:
         self._forward = forward
         self._input_batch = input_batch
         self._backend = backend
-        self._device = device
+        self._platform = platform
+        self._device = platform.device
         self._sizes = sizes
         self._smallest = np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1))  # by number of tokens: index of the size
-        self._buffers = InputBuffers(sizes[-1], device, _PADDING)
+        self._buffers = InputBuffers(sizes[-1], platform, _PADDING)
         self._batches = [self._batch(size) for size in sizes]
         self._outs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._pieces: list[_Pieces] = []
@@ -112,17 +114,17 @@ class PiecewiseGraphs:
 
     def capture(self) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
-        began, free = time.perf_counter(), _free(self._device)
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        began, free = time.perf_counter(), self._platform.measure_memory().free
+        pool = self._platform.create_graph_pool()
         with uncollected():
             for batch in reversed(self._batches):
                 self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
                 if pool is not None:
-                    torch.cuda.current_stream(self._device).synchronize()
+                    self._platform.get_current_stream().synchronize()
                     self._pieces.insert(0, self._captured(batch, pool))
         _log.info(
             "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
-            len(self._sizes), self.most, time.perf_counter() - began, (free - _free(self._device)) >> 20,
+            len(self._sizes), self.most, time.perf_counter() - began, (free - self._platform.measure_memory().free) >> 20,
         )  # fmt: skip
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -155,18 +157,17 @@ class PiecewiseGraphs:
             return self._forward(self._batches[index])[:tokens]
 
     def _captured(self, batch: ForwardBatch, pool: Any) -> _Pieces:
-        graphs: list[torch.cuda.CUDAGraph] = []
+        platform = self._platform
+        graphs: list[CapturedGraph] = []
         attention: list[_Attention] = []
 
         def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            # thread_local: other threads may use the device during the capture
-            graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
+            graphs.append(platform.begin_capture(pool))
 
         def intercept(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
-            graphs[-1].capture_end()
+            platform.end_capture(graphs[-1])
             out = self._out(layer, rest[0])
-            attention.append(_Attention(call, layer, tuple(_borrowed(operand) for operand in rest[:-1]), out))
+            attention.append(_Attention(call, layer, tuple(platform.borrow(operand) for operand in rest[:-1]), out))
             begin()
             return out
 
@@ -175,8 +176,8 @@ class PiecewiseGraphs:
             with _intercepted(self._backend, intercept):
                 hidden = self._forward(batch)
         finally:
-            graphs[-1].capture_end()
-        return _Pieces(graphs, attention, _borrowed(hidden))
+            platform.end_capture(graphs[-1])
+        return _Pieces(graphs, attention, platform.borrow(hidden))
 
     def _out(self, layer: AttentionSpec | LatentProjections, q: torch.Tensor) -> torch.Tensor:
         """The output of a layer's attention. All layers and sizes share it, since each output is
@@ -223,27 +224,3 @@ def _intercepted(backend: AttentionBackend, intercept: Intercept) -> Iterator[No
     finally:
         for name in _CALLS:
             delattr(backend, name)
-
-
-class _DeviceArray:
-    """Device memory in the format of the CUDA array interface."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": f"<i{size}",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that does not own it: the graph's memory pool may reuse the
-    memory for later pieces, which run after it is read."""
-    return torch.as_tensor(_DeviceArray(tensor), device=tensor.device).view(tensor.dtype)
-
-
-def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

@@ -79,7 +79,7 @@ class PoolingRunner(TorchModelRunner):
         if extra_inputs:
             forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors["token_types"])})
         hidden = self.forward(forward_batch)
-        return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)))
+        return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)), self.context.platform)
 
     def _token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
         """Extra input "token_types", int64 [tokens], of a step with text pairs; else empty."""

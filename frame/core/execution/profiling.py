@@ -17,6 +17,8 @@ import torch
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import PendingStep
 
@@ -33,10 +35,11 @@ def step_label(batch: ScheduledBatch) -> str:
 class ProfiledRunner(ModelRunner):
     """Traces are written to FOLDER/NAME-rankRANK.json.gz, for Perfetto or chrome://tracing."""
 
-    def __init__(self, runner: ModelRunner, folder: Path, rank: int) -> None:
+    def __init__(self, runner: ModelRunner, folder: Path, rank: int, activities: Sequence[Any]) -> None:
         self._runner = runner
         self._folder = folder
         self._rank = rank
+        self._activities = activities
         self._profile: Any = None  # torch.profiler.profile, while recording
         self._left = 0  # steps
         self._path = folder
@@ -77,10 +80,7 @@ class ProfiledRunner(ModelRunner):
         except OSError as error:
             raise ProfileError(f"the folder execution.profile_dir cannot be made ({error.strerror}); name another") from error
         self._path = self._folder / f"{request.name}-rank{self._rank}.json.gz"
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile, self._left = torch.profiler.profile(activities=kinds), request.num_steps
+        self._profile, self._left = torch.profiler.profile(activities=self._activities), request.num_steps
         self._profile.start()
         return str(self._path)
 

@@ -44,7 +44,7 @@ class AttentionRequirements:
     """What a model, a device and a configuration require of a backend. None: left open, or not
     used."""
 
-    device: str  # "cpu", "cuda"
+    device: str  # name of the platform: "cpu", "cuda"
     compute_capability: tuple[int, int] | None
     kind: AttentionKind
     head_dim: int  # of queries and keys; for mla: qk_nope_head_dim + qk_rope_head_dim
@@ -62,6 +62,7 @@ class AttentionRequirements:
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them, where another backend computes the other
     group: int | None = None  # query heads per KV head; no backend refuses one, but speeds differ
     device_name: str | None = None  # the driver's name of the card, for speeds that were measured on it
+    compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,16 @@ class Kind:
 
 _ALL = (
     Kind(
+        name="platform",
+        plural="platforms",
+        version=1,
+        summary="platforms: devices with their memory, streams and graphs",
+        interface="platform:Platform",
+        context="platform:PlatformContext",
+        key="execution.device",
+        suite="conformance_platform:suite",
+    ),
+    Kind(
         name="model",
         plural="models",
         version=3,

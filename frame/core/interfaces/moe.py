@@ -38,9 +38,10 @@ class DispatchOutput:
 class MoERequirements:
     """What a model and a device require of MoE runners and dispatchers."""
 
-    device: str  # "cpu", "cuda"
+    device: str  # name of the platform: "cpu", "cuda"
     compute_capability: tuple[int, int] | None
     dtype: str
+    compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class QuantizationRequirements:
     compute_capability: tuple[int, int] | None
     checkpoint: str | None  # `quant_method` of the checkpoint; None: plain weights
     dtype: str  # of the computations
+    compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
 
 
 @dataclass(frozen=True, slots=True)

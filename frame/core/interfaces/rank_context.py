@@ -2,13 +2,15 @@
 built.
 
 Attention backends, MoE runners and MoE dispatchers are built from it; `BuildContext` adds them for
-the model. Must not import other interfaces: all of them may use this page.
+the model. Must not import other interfaces than the platform: all of them may use this page.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from frame.core.interfaces.platform import HOST, Platform
 
 if TYPE_CHECKING:
     import torch
@@ -63,3 +65,8 @@ class RankContext:
     task: Task = "generate"
     load_code: LoadCode | None = None  # None: model.trust_remote_code is false
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
+    platform: Platform = HOST  # of `device`
+
+    def __post_init__(self) -> None:
+        if self.platform.device.type != self.device.type:
+            raise TypeError(f"a context on {self.device} needs its platform, not {type(self.platform).__name__}")

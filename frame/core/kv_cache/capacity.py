@@ -8,17 +8,17 @@ schedulers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from frame.core.errors import ConfigurationError
-from frame.core.execution.host_memory import measure_host_memory
 
 if TYPE_CHECKING:
+    import torch
+
     from frame.core.interfaces.build import Limits
     from frame.core.interfaces.model import ModelConfig
+    from frame.core.interfaces.platform import Platform
     from frame.core.kv_cache.kv_pool import KVGeometry
 
 GIB = 1024**3
@@ -27,7 +27,7 @@ CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user 
 CPU_LEAST_TOKENS = 65_536
 LEAST_TOKENS = 256  # a start with a smaller cache is refused
 GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
-_CUDA_WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
+_WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
 
 
 class CapacityError(ConfigurationError):
@@ -42,6 +42,7 @@ class Memory:
     free: int  # what this process may still allocate
     weights: int  # the loaded weights
     activations: int  # what a step needs
+    is_shared: bool = False  # the host's memory, which others take from as well
 
     def count_available(self, fraction: float) -> int:
         """Bytes for the cache if weights, activations and cache together take `fraction` of the
@@ -64,14 +65,13 @@ class Capacity:
         return (self.num_pages - RESERVED_PAGES) * self.page_size
 
 
-def measure(device: torch.device, weights: int, activations: int, ranks: int = 1) -> Memory:
-    """The memory of `device` after loading; `weights` and `activations` in bytes. On the CPU,
-    `ranks` processes share the machine's."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Memory(total, free, total - free, activations)
-    total, available = measure_host_memory()
-    return Memory(total // ranks, available // ranks, weights, activations)
+def measure(platform: Platform, weights: int, activations: int, ranks: int = 1) -> Memory:
+    """The device's memory after loading; `weights` and `activations` in bytes. `ranks` processes
+    share the host's memory."""
+    memory = platform.measure_memory()
+    if memory.is_shared:
+        return Memory(memory.total // ranks, memory.free // ranks, weights, activations, is_shared=True)
+    return Memory(memory.total, memory.free, memory.total - memory.free, activations)
 
 
 def activation_bytes(model_config: ModelConfig, limits: Limits, dtype: torch.dtype) -> int:
@@ -85,20 +85,20 @@ def activation_bytes(model_config: ModelConfig, limits: Limits, dtype: torch.dty
     return tokens + logits
 
 
-def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None, is_cpu: bool) -> int:
+def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None) -> int:
     """Pages of the pool, the reserved one included. Raises CapacityError when too few fit."""
     each = geometry.bytes_per_token
     if not each:  # an encoder stores no keys: pages only bound the number of requests
         return limits.max_running_requests * -(-limits.max_context // geometry.page_size) + RESERVED_PAGES
-    reserve = memory.activations + (0 if is_cpu else _CUDA_WORKSPACES)
-    memory = Memory(memory.total, memory.free, memory.weights, reserve)
+    reserve = memory.activations + (0 if memory.is_shared else _WORKSPACES)
+    memory = replace(memory, activations=reserve)
     if max_total_tokens is not None:
         fitting = memory.count_available(1.0) // each
         if max_total_tokens > fitting:
             raise CapacityError(_sentence(memory, 1.0, each, max_total_tokens, f"cache.max_total_tokens: {max(16, fitting)}"))
         return max(1, max_total_tokens // geometry.page_size) + RESERVED_PAGES
     tokens = memory.count_available(fraction) // each
-    if is_cpu:
+    if memory.is_shared:
         wanted = max(limits.max_running_requests * limits.max_context, CPU_LEAST_TOKENS)
         tokens = min(tokens, wanted, int(memory.total * CPU_SHARE) // each)
     least = min(limits.max_context, LEAST_TOKENS)

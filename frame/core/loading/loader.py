@@ -23,6 +23,7 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import LazyTensor, Model
+from frame.core.interfaces.platform import HOST, Platform
 from frame.core.loading.dummy_weights import random_weights
 from frame.core.loading.safetensors_reader import ReadAhead, read_weights
 
@@ -69,9 +70,8 @@ def load_model(
     with report.measure_phase("allocate_parameters"):
         allocate_parameters(model, context.device)
     with report.measure_phase("load"):
-        load_weights(model, source, progress=context.tp.rank == 0)
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that temporary memory counts as free when the KV cache is sized
+        load_weights(model, source, progress=context.tp.rank == 0, platform=context.platform)
+        context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized
     with report.measure_phase("finish"):
         finish_modules(model)
     report.bytes = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
@@ -87,14 +87,14 @@ def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, source: WeightSource, progress: bool = False) -> None:
+def load_weights(model: nn.Module, source: WeightSource, progress: bool = False, platform: Platform = HOST) -> None:
     """Load every parameter; call `finish_modules` afterwards. Raises CheckpointError if tensors are
     missing. `progress`: show a bar."""
     if source.load_format == "dummy":
         weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed, *_random_device_and_dtype(model))
         where = "the random checkpoint"
     else:
-        weights = read_weights(source.folder, progress, _plan_read_ahead(model))
+        weights = read_weights(source.folder, progress, _plan_read_ahead(model, platform))
         where = str(source.folder)
     loaded = model.load_weights(weights)  # type: ignore[operator]
     missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
@@ -160,17 +160,16 @@ def _is_filled_whole(parameter: nn.Parameter) -> bool:
     return filled == parameter.numel()
 
 
-def _plan_read_ahead(model: nn.Module) -> ReadAhead | None:
+def _plan_read_ahead(model: nn.Module, platform: Platform) -> ReadAhead | None:
     """The rows of each tensor that this rank needs, for a model on a GPU. None on the CPU, where
     mapped files are faster."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
+    if not platform.is_asynchronous:
         return None
     rows: dict[str, slice | None] = {}
     for parameter in model.parameters():
         for name, part in getattr(parameter, "sources", {}).items():
             rows[name] = part.read[0] if part.read else None
-    return ReadAhead(device, rows)
+    return ReadAhead(platform, rows)
 
 
 def _random_device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import LazyTensor
+from frame.core.interfaces.platform import Platform
 from frame.core.loading.weight_stream import WeightStream, read_places
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +48,7 @@ class FileTensor:
 class ReadAhead:
     """Tensors to read in advance to a device."""
 
-    device: torch.device
+    platform: Platform
     rows: Mapping[str, slice | None]  # by tensor name: rows of the first dimension; None: all
 
 
@@ -97,7 +98,7 @@ def _read_ahead(file: Path, reader: dict[str, Any], ahead: ReadAhead) -> Iterato
         yield from _open_lazily(reader)
         return
     wanted = [places[name].rows(ahead.rows[name]) for name in reader if name in ahead.rows]
-    with WeightStream(ahead.device) as stream:
+    with WeightStream(ahead.platform) as stream:
         values = stream.read(wanted)
         for name, make in reader.items():
             yield name, AheadTensor(make(), ahead.rows[name], next(values)) if name in ahead.rows else make()

@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from frame.core.errors import CheckpointError
+from frame.core.interfaces.platform import DeviceEvent, Platform
 
 THREADS = 8
 PIECE = 16 << 20  # bytes that a thread reads at a time
@@ -74,8 +75,8 @@ def read_places(path: Path) -> dict[str, Place] | None:
 class WeightStream:
     """A pool of reading threads. A context manager: leaving it stops the threads."""
 
-    def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        self._device = device
+    def __init__(self, platform: Platform, threads: int | None = None) -> None:
+        self._platform = platform
         self._pool = ThreadPoolExecutor(threads or min(THREADS, os.cpu_count() or 1), thread_name_prefix="weights")
         self._own = threading.local()
         self._files: dict[Path, int] = {}
@@ -87,8 +88,8 @@ class WeightStream:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
             os.close(file)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies from the threads' buffers must be done before these are freed
+        if self._platform.is_asynchronous:
+            self._platform.synchronize()  # copies from the threads' buffers must be done before these are freed
 
     def read(self, places: Iterable[Place]) -> Iterator[torch.Tensor]:
         """Yield the tensors, in order, on the device; up to `AHEAD` bytes are read in advance."""
@@ -107,7 +108,7 @@ class WeightStream:
                 for piece in pieces:
                     copied = piece.result()
                     if copied is not None:
-                        torch.cuda.current_stream(self._device).wait_event(copied)
+                        self._platform.get_current_stream().wait_event(copied)
                 ahead -= place.bytes
                 yield tensor.view(place.dtype).view(place.shape)
 
@@ -115,25 +116,25 @@ class WeightStream:
         if place.path not in self._files:
             self._files[place.path] = os.open(place.path, os.O_RDONLY)
         file = self._files[place.path]
-        target = torch.empty(place.bytes, dtype=torch.uint8, device=self._device)
+        target = torch.empty(place.bytes, dtype=torch.uint8, device=self._platform.device)
         freed = None
-        if self._device.type == "cuda":  # a kernel on this stream may still read the tensor that had this memory before
-            freed = torch.cuda.Event()
-            freed.record(torch.cuda.current_stream(self._device))
+        if self._platform.is_asynchronous:  # a kernel on this stream may still read the tensor that had this memory before
+            freed = self._platform.create_event()
+            freed.record(self._platform.get_current_stream())
         pieces = [
             self._pool.submit(self._fetch, file, place, start, target[start : start + PIECE], freed)
             for start in range(0, place.bytes, PIECE)
         ]
         return target, pieces, place
 
-    def _fetch(self, file: int, place: Place, start: int, target: torch.Tensor, freed: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _fetch(self, file: int, place: Place, start: int, target: torch.Tensor, freed: DeviceEvent | None) -> DeviceEvent | None:
         """Read one piece; runs in a thread. -> on a GPU, the event of its copy."""
         if freed is None:
             _read_into(file, place, start, target)
             return None
         lane: Lane | None = getattr(self._own, "lane", None)
         if lane is None:
-            lane = self._own.lane = Lane(self._device)
+            lane = self._own.lane = Lane(self._platform)
         return lane.copy(file, place, start, target, freed)
 
 
@@ -141,22 +142,26 @@ class Lane:
     """One thread's stream to a GPU, with two page-locked buffers: one is filled while the other one
     is copied."""
 
-    def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # for this thread: page-locked memory belongs to a device's context
-        self._stream = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]
+    def __init__(self, platform: Platform) -> None:
+        platform.activate()  # for this thread: page-locked memory belongs to a device's context
+        stream = platform.create_stream()
+        if stream is None:
+            raise TypeError(f"{type(platform).__name__} is asynchronous, but creates no stream")
+        self._platform = platform
+        self._stream = stream
+        self._buffers = [platform.allocate_pinned((PIECE,), torch.uint8) for _ in range(2)]
+        self._copied: list[DeviceEvent | None] = [None, None]
         self._turn = 0
 
-    def copy(self, file: int, place: Place, start: int, target: torch.Tensor, freed: torch.cuda.Event) -> torch.cuda.Event:
+    def copy(self, file: int, place: Place, start: int, target: torch.Tensor, freed: DeviceEvent) -> DeviceEvent:
         self._turn ^= 1
         before = self._copied[self._turn]
         if before is not None:
             before.synchronize()
         buffer = self._buffers[self._turn][: target.numel()]
         _read_into(file, place, start, buffer)
-        copied = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
+        copied = self._platform.create_event()
+        with self._platform.use_stream(self._stream):
             self._stream.wait_event(freed)
             target.copy_(buffer, non_blocking=True)
             copied.record(self._stream)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigError
 from frame.entrypoints.tools.bench.workload import Span, span
 
@@ -60,7 +61,7 @@ def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of device, hardware limits and report."""
     options = (
         click.option("--model", help="Folder with the config.json of the model whose shapes are used."),
-        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Device. Default: cuda if there is one."),
+        click.option("--device", help="Platform by plugin name. Default: the best-ranked one with a device."),
         click.option("--dtype", type=click.Choice(_DTYPES), default=_DTYPES[0], show_default=True),
         click.option("--threads", type=click.IntRange(min=1), help="Number of CPU threads."),
         click.option(
@@ -166,6 +167,21 @@ def finish(found: dict[str, Any], path: Path | None) -> None:
     Console().print(table(found))
 
 
+def _choose_device(wanted: str | None) -> str:
+    """The platform that is named, or the best-ranked one that has a device. Raises ConfigError."""
+    from frame.core.config.resolve_platform import choose_platform
+    from frame.core.config.schema import FrameConfig
+    from frame.entrypoints.configuration.hardware_probe import probe
+    from frame.plugins.loader import load_registry
+
+    platforms = load_registry().records("platform")
+    config = FrameConfig.model_validate({"execution": {"device": wanted}})
+    try:
+        return choose_platform(config, probe(platforms), platforms).record.name
+    except ResolveError as error:
+        raise ConfigError(f"--device {wanted}: {error}") from None
+
+
 def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(clock, ceilings, dtype) of the options. Sets `wanted["device"]` if it was open."""
     import torch
@@ -173,9 +189,7 @@ def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
     from frame.entrypoints.tools.bench.clock import Clock, measured_ceilings
     from frame.entrypoints.tools.bench.floors import H200
 
-    if wanted["device"] == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU; omit --device or pass cpu.")
-    wanted["device"] = wanted["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted["device"] = _choose_device(wanted["device"])
     if wanted["threads"]:
         torch.set_num_threads(wanted["threads"])
     device, dtype = torch.device(wanted["device"]), getattr(torch, wanted["dtype"])

@@ -1,39 +1,35 @@
-"""Detects the hardware of this machine without importing torch: /proc and /sys for the CPU, NVML
-for GPUs. Makes no decisions."""
+"""Detects the hardware of this machine without importing torch: /proc and /sys for the CPU, the
+platforms' own functions for their devices. Makes no decisions."""
 
 from __future__ import annotations
 
-import ctypes
+import importlib
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from frame.core.config.hardware import BF16_FEATURES, Accelerator, Hardware
+from frame.core.config.hardware import BF16_FEATURES, Hardware
 from frame.core.execution.host_memory import measure_host_memory
+from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities
+from frame.core.interfaces.plugin import PluginRecord
 
 _CGROUP = Path("/sys/fs/cgroup")
-_NVML = "libnvidia-ml.so.1"
-_NAME_BYTES = 96
+
+_log = logging.getLogger(__name__)
 
 
-class NvmlMemory(ctypes.Structure):
-    """nvmlMemory_t, in bytes."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def probe(environ: Mapping[str, str] | None = None) -> Hardware:
-    """The hardware of this machine. GPUs are those that the driver lists, CUDA_VISIBLE_DEVICES does
-    not hide and the installed torch supports.
+def probe(platforms: Sequence[PluginRecord] = (), environ: Mapping[str, str] | None = None) -> Hardware:
+    """The hardware of this machine, with the devices of `platforms`.
 
     OMP_NUM_THREADS limits the number of cores: on a shared machine, more threads only slow each
     other down.
     """
     environ = os.environ if environ is None else environ
-    accelerators, note = _gpus(environ)
+    found = [devices for record in platforms if (devices := _find_devices(record)) is not None]
+    accelerators = tuple(accelerator for devices in found for accelerator in devices.accelerators)
+    note = "; ".join(devices.note for devices in found if devices.note)
     own = environ.get("OMP_NUM_THREADS", "")
     cores = min(_cores(), int(own)) if own.isdigit() and int(own) else _cores()
     memory, _ = measure_host_memory()
@@ -57,75 +53,22 @@ def _cpu_features() -> frozenset[str]:
     return frozenset(flags & {*BF16_FEATURES, "avx2", "avx512f"})
 
 
-def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Accelerator, ...], str]:
-    """The GPUs, or none and the reason that existing ones cannot be used."""
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
-        return (), ""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in {"", "-1"}:
-        return (), "CUDA_VISIBLE_DEVICES hides all GPUs"
-    if _torch_is_cpu_only():
-        return (), "the installed torch is a CPU build; install the CUDA build to use the GPU"
+def _find_devices(record: PluginRecord) -> FoundDevices | None:
+    """The devices of a platform; None: it has no function that finds them, or cannot be used. A
+    function that fails finds none, and the note says why."""
+    can = record.capabilities
+    if record.problems or not isinstance(can, PlatformCapabilities) or can.find_devices is None:
+        return None
+    module, _, name = can.find_devices.partition(":")
     try:
-        return nvml_devices(ctypes.CDLL(_NVML), visible), ""
-    except OSError as error:
-        return (), f"the NVIDIA driver does not respond: {error}"
-
-
-def _torch_is_cpu_only() -> bool:
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
-
-
-def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
-    """The GPUs that NVML lists, filtered by CUDA_VISIBLE_DEVICES. Raises OSError if the driver does
-    not respond.
-
-    nvml: the loaded library. visible: the value of the variable; None: not set.
-    """
-    _call(nvml.nvmlInit_v2)
-    try:
-        count = ctypes.c_uint()
-        _call(nvml.nvmlDeviceGetCount_v2, ctypes.byref(count))
-        found = [_nvml_device(nvml, index) for index in range(count.value)]
-    finally:
-        nvml.nvmlShutdown()
-    return tuple(accelerator for accelerator, _ in _visible(found, visible))
-
-
-def _nvml_device(nvml: Any, index: int) -> tuple[Accelerator, str]:
-    """A device and its UUID."""
-    handle, name, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.create_string_buffer(_NAME_BYTES)
-    major, minor, memory = ctypes.c_int(), ctypes.c_int(), NvmlMemory()
-    _call(nvml.nvmlDeviceGetHandleByIndex_v2, ctypes.c_uint(index), ctypes.byref(handle))
-    _call(nvml.nvmlDeviceGetName, handle, name, ctypes.c_uint(_NAME_BYTES))
-    _call(nvml.nvmlDeviceGetUUID, handle, uuid, ctypes.c_uint(_NAME_BYTES))
-    _call(nvml.nvmlDeviceGetCudaComputeCapability, handle, ctypes.byref(major), ctypes.byref(minor))
-    _call(nvml.nvmlDeviceGetMemoryInfo, handle, ctypes.byref(memory))
-    return Accelerator("cuda", name.value.decode(), (major.value, minor.value), int(memory.total)), uuid.value.decode()
-
-
-def _visible(found: list[tuple[Accelerator, str]], visible: str | None) -> list[tuple[Accelerator, str]]:
-    """The devices that the indices or UUID prefixes in `visible` select. Like CUDA, drops
-    everything after an invalid entry."""
-    if visible is None:
-        return found
-    kept: list[tuple[Accelerator, str]] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        is_index = entry.isdigit() and int(entry) < len(found)
-        match = [found[int(entry)]] if is_index else [device for device in found if entry and device[1].startswith(entry)]
-        if len(match) != 1:
-            break
-        kept += match
-    return kept
-
-
-def _call(function: Callable[..., int], *arguments: object) -> None:
-    code = function(*arguments)
-    if code:
-        raise OSError(f"NVML error {code}")
+        found: FoundDevices = getattr(importlib.import_module(module), name)()
+        wrong = {each.kind for each in found.accelerators} - {record.name}
+        if wrong:
+            raise ValueError(f"{can.find_devices} returns devices of kind {', '.join(sorted(wrong))}")
+    except Exception as error:  # noqa: BLE001 - a third party's function must not end the start of other platforms
+        _log.debug("platform %s finds no devices", record.name, exc_info=True)
+        return FoundDevices(note=f"platform {record.name} cannot find its devices: {type(error).__name__}: {error}")
+    return found
 
 
 def _read(path: Path) -> str:

@@ -67,7 +67,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         from frame.entrypoints.relevance import read_score_prompt  # imports numpy
 
         read_score_prompt(config.text.score_prompt)
-    machine, records = replace(hardware or probe(), busy_cores=int(is_served)), registry.all_records()
+    records = registry.all_records()
+    machine = replace(hardware or probe(records["platform"]), busy_cores=int(is_served))
     try:
         resolved = resolve(config, machine, model_config, records)
     except ResolveError as error:

@@ -20,6 +20,7 @@ from frame.core.execution.components import Loaded, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
 from frame.entrypoints.processes.build_scheduler import build_scheduler
@@ -29,6 +30,7 @@ from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.runner import ModelRunner
     from frame.core.ipc.transport import BatchSender, Transport
     from frame.core.kv_cache.capacity import Capacity
@@ -77,24 +79,33 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
     """The runner, and on a GPU the counts of kernels compiled and loaded."""
-    import torch
-
     from frame.core.execution.collectives import connect
 
-    device = torch.device("cuda", place.rank) if resolved.device == "cuda" else torch.device("cpu")
-    if device.type == "cpu":
-        parts = load_parts(resolved, registry)
-        return build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device)), None
+    platform = create_platform(resolved, registry, place)
+    platform.activate()
+
+    def build(parts: Parts) -> TorchModelRunner:
+        return build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), platform.device), platform)
+
+    if not platform.is_asynchronous:
+        return build(load_parts(resolved, registry)), None
     clock = time.perf_counter()
-    kernels = kernel_cache(resolved, torch.cuda.get_device_name(device))
+    kernels = kernel_cache(resolved, platform.device_name)
     was_warm = kernels.is_warm
     with count_compilations() as counts:
         parts = load_parts(resolved, registry)
         plugins = time.perf_counter() - clock
-        runner = build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), device))
+        runner = build(parts)
     runner.capacity.phases["plugins"] = plugins
     kernels.mark_complete(counts)
     return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}
+
+
+def create_platform(resolved: Resolved, registry: Registry, place: Place) -> Platform:
+    """The platform of a rank."""
+    target, options = registry.choose(resolved.choice("platform"))
+    platform: Platform = target(PlatformContext(place.rank, resolved.threads), options)
+    return platform
 
 
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
@@ -108,14 +119,15 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     return KernelCache(select_cache_folder(chip), key)
 
 
-def add_profiling(resolved: Resolved, runner: ModelRunner, place: Place | None) -> ModelRunner:
+def add_profiling(resolved: Resolved, runner: TorchModelRunner, place: Place | None) -> ModelRunner:
     """The runner, wrapped for profiling where execution.profile_dir is set."""
     folder = resolved.user.execution.profile_dir
     if folder is None:
         return runner
     from frame.core.execution.profiling import ProfiledRunner
 
-    return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank)
+    activities = runner.context.platform.profiler_activities
+    return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank, activities)
 
 
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
@@ -166,7 +178,8 @@ def build_engine(
         callbacks.append(tracing.add_engine_spans)
         if followers is not None:
             callbacks.append(partial(_tell_followers, followers))
-    info = {**describe_engine(resolved, capacity), "start_seconds": round(time.perf_counter() - clock, 3)}
+    memory = asdict(rank.context.platform.measure_memory())
+    info = {**describe_engine(resolved, capacity), "memory": memory, "start_seconds": round(time.perf_counter() - clock, 3)}
     if kernels is not None:
         info["kernels"] = kernels
     options = EngineOptions(
@@ -174,7 +187,7 @@ def build_engine(
         check_integrity=resolved.user.execution.check_integrity,
         heartbeat=heartbeat,
         info=info,
-        device_memory=_device_memory(resolved, place or Place()),
+        device_memory=rank.context.platform.count_reserved,
     )
     engine = Engine(
         build_scheduler(resolved, registry, capacity.num_pages, _join_callbacks(callbacks)),
@@ -193,13 +206,6 @@ def _tell_followers(followers: BatchSender, request: Request, finish: Finish) ->
     """Tell the other ranks that a traced request has ended, so that they send its spans."""
     if request.trace:
         followers.send_order(Traced(request.rid, request.trace))
-
-
-def _device_memory(resolved: Resolved, place: Place) -> Callable[[], int]:
-    """A function that returns the bytes that torch has reserved on the rank's device."""
-    import torch
-
-    return partial(torch.cuda.memory_reserved, place.rank) if resolved.device == "cuda" else int
 
 
 def describe_engine(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from frame.kernels.moe.expert_kernels import (
     vector_gate_up_kernel,
 )
 from frame.kernels.moe.expert_tiles import Tile, Vector
+from frame.kernels.nvidia import count_multiprocessors
 
 _NARROW = torch.bfloat16, torch.float16
 _PIECE = 16  # bytes per asynchronous copy
@@ -198,7 +199,7 @@ def _prepared_experts(
 @lru_cache(maxsize=64)
 def _prepared_persistent(outputs: int, inputs: int, tile: Tile, types: tuple[torch.dtype, ...], device: torch.device) -> PreparedLaunch:
     x, w, out = types
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    programs = count_multiprocessors(device) if device.type == "cuda" else 2
     example = _descriptor(x, tile.bm, tile.bk, device), _descriptor(w, tile.bn, tile.bk, device), out, torch.float32, *[torch.int32] * 3, 0
     constants = {"N": outputs, "K": inputs, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PROGRAMS": programs}
     constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
 
 _OVERLAP_TOKENS = 64  # up to this, neither the experts nor the shared expert fills a GPU, so they overlap on two streams
-
-
-@lru_cache(maxsize=16)
-def _get_side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream, on which shared experts run: one for all layers, which run one after
-    another."""
-    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +87,8 @@ class MoE(nn.Module):
         # otherwise the result is added to, here or on other ranks
         self._returns_parts = shared is None and context.tp.size == 1
         # collectives must be issued in the same order on all ranks
-        self._overlaps = context.device.type == "cuda" and context.tp.size == 1
+        self._overlaps = context.platform.is_asynchronous and context.tp.size == 1
+        self._platform = context.platform
 
     def forward_normed(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer of norm(x + residual), x + residual). The first may be [tokens, parts,
@@ -114,9 +107,9 @@ class MoE(nn.Module):
             return self._run_experts(x, logits)
         if not self._overlaps or len(x) > _OVERLAP_TOKENS:
             return self._run_experts(x, logits) + self.shared(x)
-        main, side = torch.cuda.current_stream(x.device), _get_side_stream(x.device)
+        main, side = self._platform.get_current_stream(), self._platform.get_side_stream()
         side.wait_stream(main)
-        with torch.cuda.stream(side):
+        with self._platform.use_stream(side):
             shared = self.shared(x)
         out = self._run_experts(x, logits)
         main.wait_stream(side)

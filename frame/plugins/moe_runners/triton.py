@@ -16,6 +16,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
+from frame.kernels import nvidia
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
@@ -49,7 +50,7 @@ class Triton(MoERunner):
         super().__init__(context, options)
         if not kernels.can_use_triton(context.device):
             raise ValueError("The triton MoE runner needs a GPU; on a CPU it runs only under TRITON_INTERPRET=1: use torch_native there.")
-        self._has_tma = context.device.type == "cpu" or torch.cuda.get_device_capability(context.device) >= (9, 0)
+        self._has_tma = context.device.type == "cpu" or nvidia.get_compute_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
         self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
 
@@ -62,7 +63,7 @@ class Triton(MoERunner):
             return tokens.x.clone()
         first, second = _weights(experts, "gate_up"), _weights(experts, "down")
         sizes = (*first.values.shape, tokens.ids.shape[1], first.values.element_size())
-        if sizes not in self._compiled and self.context.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if sizes not in self._compiled and self.context.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled.add(sizes)
             self._compile(tokens, first, second)
         return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), first, second)
@@ -106,5 +107,4 @@ def _weights(experts: nn.Module, name: str) -> Weights:
 def _shared_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return _CPU_MEMORY
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return int(triton.runtime.driver.active.utils.get_device_properties(nvidia.get_index(device))["max_shared_mem"])

@@ -6,7 +6,7 @@ Used by the attention suites and tests. Must not know a backend.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -18,6 +18,7 @@ import torch.utils.deterministic
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
 from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, shared_with
+from frame.testing.devices import open_platform
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1
@@ -50,18 +51,9 @@ def poisoned_memory() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = filled
 
 
-@contextmanager
-def no_waiting(device: str) -> Iterator[None]:
+def no_waiting(device: str) -> AbstractContextManager[object]:
     """Inside, a PyTorch call that makes the host wait for a GPU raises."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    return open_platform(device).check_synchronisation(is_allowed=False)
 
 
 def make_inputs(case: Case) -> Inputs:

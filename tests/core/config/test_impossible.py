@@ -154,7 +154,7 @@ CASES = {
         "5. scheduler.policy names an unknown scheduling_policy 'fcsf'; did you mean 'fcfs'? Installed: fcfs.\n"
         "6. model.max_context is 9000, but the model was made for 4096 tokens.\n"
         "Nearest change: model.max_context: 4096\n"
-        "7. execution.cuda_graph_max_bs is 8, but CUDA graphs need a CUDA device, and the model runs on cpu.\n"
+        "7. execution.cuda_graph_max_bs is 8, but the platform cpu captures no graphs.\n"
         "Nearest change: execution.cuda_graph_max_bs: 0",
         DEEPSEEK,
     ),

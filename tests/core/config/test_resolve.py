@@ -18,6 +18,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
+from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.core.interfaces.quantization import QuantizationCapabilities
 
@@ -61,6 +62,10 @@ def record(kind: str, name: str, capabilities: object = None, **more: object) ->
 
 def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
     found = {
+        "platform": [
+            record("platform", "cpu", PlatformCapabilities()),
+            record("platform", "cuda", PlatformCapabilities(find_devices="m:find", graphs=True), rank=10),
+        ],
         "model": [
             record("model", "fallback", ModelCapabilities(None, tensor_parallel=False, expands_mla=True), rank=99),
             record("model", "llama", ModelCapabilities(("LlamaForCausalLM",))),

@@ -17,6 +17,7 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.decode_graphs import InputBuffers, graph_sizes, uncollected
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
@@ -46,7 +47,7 @@ def test_sizes_hold_every_batch_and_waste_little(most):
 
 
 def test_inputs_are_padded_and_stay_where_they_are():
-    inputs = InputBuffers(8, CPU, {"a": np.int64(-1), "b": np.float32(0.5)})
+    inputs = InputBuffers(8, HOST, {"a": np.int64(-1), "b": np.float32(0.5)})
     addresses = {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
     for rows in (5, 2, 8, 1):
         arrays = {"a": np.arange(rows), "b": np.arange(rows, dtype=np.float32)}

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution.components import _capture_graphs
-from frame.core.execution.piecewise_graphs import PiecewiseGraphs, _borrowed, _intercepted, piece_sizes
+from frame.core.execution.piecewise_graphs import PiecewiseGraphs, _intercepted, piece_sizes
 from frame.core.interfaces.sampling_params import SamplingParams
 from tests.core.greedy import NATIVE, greedy, make_case, make_loop, random_prompts, run
 
@@ -114,16 +113,6 @@ def test_layers_meet_the_backend_again_when_a_pass_has_failed(cases):
         assert backend.run != method
         raise KeyError
     assert backend.run == method and "run" not in vars(backend)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_borrowed_memory_is_the_same(dtype):
-    owner = torch.arange(48, device="cuda").to(dtype).view(4, 12)[:, 3:9].unflatten(1, (2, 3))
-    lent = _borrowed(owner)
-    assert lent.data_ptr() == owner.data_ptr() and lent.stride() == owner.stride() and lent.dtype is dtype
-    assert torch.equal(lent, owner)
 
 
 @pytest.mark.parametrize("wanted", [None, 64])

@@ -17,6 +17,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.model import Pooling
+from frame.core.interfaces.platform import HOST
 from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
@@ -182,7 +183,7 @@ def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
     want = make_loop(folder).pool(each)
 
     def act(group):
-        runner = build_runner(found.resolved, load_parts(found.resolved, found.registry), group)
+        runner = build_runner(found.resolved, load_parts(found.resolved, found.registry), group, HOST)
         return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.num_pages), runner).pool(each)
 
     for got in on_ranks(2, act):

@@ -12,6 +12,7 @@ import pytest
 
 from frame.core.execution.profiling import ProfiledRunner
 from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 from frame.entrypoints.offline.engine import Engine, EngineError
 from frame.testing.checkpoints import make_checkpoint
@@ -31,7 +32,7 @@ class Nothing(ModelRunner):
 
 
 def test_recording_ends_by_itself(tmp_path: Path) -> None:
-    runner: Any = ProfiledRunner(Nothing(), tmp_path / "new", 3)
+    runner: Any = ProfiledRunner(Nothing(), tmp_path / "new", 3, HOST.profiler_activities)
     path = Path(runner.profile(ProfileRequest(num_steps=2, name="a")))
     assert path.name == "a-rank3.json.gz"
     for _ in range(2):
@@ -48,7 +49,7 @@ def test_recording_ends_by_itself(tmp_path: Path) -> None:
 def test_refusals_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="--profile-dir"):
         Nothing().profile(ProfileRequest())
-    runner = ProfiledRunner(Nothing(), tmp_path, 0)
+    runner = ProfiledRunner(Nothing(), tmp_path, 0, HOST.profiler_activities)
     with pytest.raises(ProfileError, match="nothing was recorded"):
         runner.profile(None)
     for request in (ProfileRequest(name="../x"), ProfileRequest(num_steps=0), ProfileRequest(num_steps=10**6)):
@@ -60,7 +61,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
     runner.close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ProfileError, match="cannot be made"):
-        ProfiledRunner(Nothing(), tmp_path / "file" / "x", 0).profile(ProfileRequest())
+        ProfiledRunner(Nothing(), tmp_path / "file" / "x", 0, HOST.profiler_activities).profile(ProfileRequest())
 
 
 def test_every_rank_writes_a_trace(tmp_path: Path) -> None:

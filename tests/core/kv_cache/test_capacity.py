@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 import pytest
 import torch
 
 from frame.core.execution.host_memory import measure_host_memory
 from frame.core.interfaces.build import Limits
+from frame.core.interfaces.platform import HOST
 from frame.core.kv_cache.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages
 from frame.core.kv_cache.kv_pool import KVGeometry
 from frame.testing.fake_model import fake_model_config
@@ -23,7 +26,7 @@ def gpu(total=80, weights=16, activations=2):
 
 
 def plan(memory, fraction=0.9, tokens=None, is_cpu=False):
-    return plan_pages(GEOMETRY, LIMITS, memory, fraction, tokens, is_cpu)
+    return plan_pages(GEOMETRY, LIMITS, replace(memory, is_shared=is_cpu), fraction, tokens)
 
 
 def test_bytes_of_a_token():
@@ -67,7 +70,7 @@ def test_a_cpu_uses_a_small_share_and_at_most_what_requests_need():
 
 
 def test_measure_this_machine():
-    memory = measure(torch.device("cpu"), 10, 20, ranks=2)
+    memory = measure(HOST, 10, 20, ranks=2)
     assert 0 < memory.free <= memory.total
     assert (memory.weights, memory.activations) == (10, 20)
     assert activation_bytes(fake_model_config(), LIMITS, torch.float32) > 0

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from frame.core.errors import CheckpointError
+from frame.core.interfaces.platform import HOST
 from frame.core.loading import weight_stream
 from frame.core.loading.dummy_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
@@ -72,7 +73,7 @@ def test_reading_ahead_gives_the_same_weights(folder: Path, monkeypatch: pytest.
     cut = slice(16, 48)
     shard(folder)
     rows = {name: cut if len(tensor.shape) > 1 else None for name, tensor in want.items() if name != "model.norm.weight"}
-    for name, tensor in read_weights(folder, ahead=ReadAhead(torch.device("cpu"), rows)):
+    for name, tensor in read_weights(folder, ahead=ReadAhead(HOST, rows)):
         assert tensor.shape == tuple(want[name].shape)
         if len(tensor.shape) > 1:
             assert torch.equal(tensor[cut, 3:], want[name][cut, 3:])
@@ -86,7 +87,7 @@ def test_a_file_that_shrinks_during_reading_is_an_error(folder: Path) -> None:
     places = read_places(file)
     assert places is not None
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="became shorter"), WeightStream(torch.device("cpu"), 2) as stream:
+    with pytest.raises(CheckpointError, match="became shorter"), WeightStream(HOST, 2) as stream:
         list(stream.read(places.values()))
 
 

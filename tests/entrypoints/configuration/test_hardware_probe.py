@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from frame.entrypoints.configuration.hardware_probe import nvml_devices, probe
+from frame.entrypoints.configuration.hardware_probe import probe
+from frame.plugins.loader import load_registry
+from frame.plugins.platforms.nvml import find_devices, nvml_devices
 
 CARDS = (("H200", (9, 0), 140, "GPU-aaa1"), ("H200", (9, 0), 140, "GPU-aab2"), ("T4", (7, 5), 16, "GPU-ccc3"))
 
@@ -79,18 +81,21 @@ def test_a_driver_that_fails_raises_and_is_closed(function: str) -> None:
 
 
 def test_this_machine() -> None:
-    found = probe()
+    found = probe(load_registry(installed=False).records("platform"))
     assert 1 <= found.cpu_cores <= (os.cpu_count() or 1)
     assert 2**28 < found.memory_bytes < 2**50
-    assert probe({"CUDA_VISIBLE_DEVICES": ""}).accelerators == ()
+    assert find_devices({"CUDA_VISIBLE_DEVICES": ""}).accelerators == ()
 
 
 def test_probing_imports_no_torch() -> None:
-    code = "import sys; from frame.entrypoints.configuration.hardware_probe import probe; probe(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from frame.entrypoints.configuration.hardware_probe import probe; from frame.plugins.loader import load_registry;"
+        "probe(load_registry().records('platform')); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_omp_num_threads_is_a_limit_on_cores() -> None:
-    assert probe({"OMP_NUM_THREADS": "1"}).cpu_cores == 1
-    everything = probe({}).cpu_cores
-    assert [probe({"OMP_NUM_THREADS": value}).cpu_cores for value in ("100000", "0", "two", "")] == [everything] * 4
+    assert probe(environ={"OMP_NUM_THREADS": "1"}).cpu_cores == 1
+    everything = probe(environ={}).cpu_cores
+    assert [probe(environ={"OMP_NUM_THREADS": value}).cpu_cores for value in ("100000", "0", "two", "")] == [everything] * 4

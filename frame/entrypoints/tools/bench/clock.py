@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from frame.core.interfaces.platform import CapturedGraph
 from frame.entrypoints.tools.bench.floors import Ceilings
+from frame.testing.devices import capture_graph, open_platform
 
 Call = Callable[[], Any]
 How = Literal["graph", "events", "host"]
@@ -38,6 +40,7 @@ class Clock:
 
     def __init__(self, device: torch.device, budget: float = 0.3) -> None:
         self.device = device
+        self._platform = open_platform(device)
         self._budget = budget
 
     def time(self, calls: Sequence[Call], graph: bool = True) -> Timed:
@@ -46,29 +49,25 @@ class Clock:
         for call in calls:
             call()
         self._wait()
-        if self.device.type != "cuda":
+        if not self._platform.is_asynchronous:
             return Timed(self._on_host(calls), "host")
         recorded = self._recorded(calls) if graph else None
         if recorded is None:
             return Timed(self._by_events(calls), "events")
         return Timed(self._by_events([recorded.replay]) / len(calls), "graph")
 
-    def _recorded(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
-        """The calls as a CUDA graph; None if they cannot be captured, because one synchronises or
+    def _recorded(self, calls: Sequence[Call]) -> CapturedGraph | None:
+        """The calls as a graph; None if they cannot be captured, because one synchronises or
         allocates outside the graph's pool."""
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                for call in calls:
-                    call()
+            return capture_graph(self._platform, lambda: [call() for call in calls])
         except RuntimeError:
-            torch.cuda.synchronize(self.device)
+            self._platform.synchronize()
             return None
-        return graph
 
     def _by_events(self, calls: Sequence[Call]) -> float:
         def round_seconds() -> float:
-            first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first, second = (self._platform.create_event(is_timed=True) for _ in range(2))
             first.record()
             for call in calls:
                 call()
@@ -92,8 +91,7 @@ class Clock:
         return statistics.median(round_seconds() for _ in range(int(min(_MOST, max(_LEAST, self._budget / once)))))
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._platform.synchronize()
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -102,8 +100,7 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     clock = Clock(device)
     read, copy = _bandwidths(clock)
     found = Ceilings(read, _operations(clock, dtype), copy)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    open_platform(device).release_memory()
     return found
 
 

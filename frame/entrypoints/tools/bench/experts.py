@@ -22,6 +22,7 @@ from frame.core.interfaces.quantization import QuantizationContext
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
 from frame.testing.attention_cases import build_context
+from frame.testing.devices import open_platform
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import ModelConfig
@@ -85,7 +86,7 @@ class ExpertBench:
         """Measure each number of tokens. -> (number, values); `refused` has the reasons if the
         runner does not support the layer."""
         device = self.clock.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        capability = open_platform(device).compute_capability
         need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."))
         refused = "; ".join(map(str, record.capabilities.unsupported(need)))
         runner = None if refused else self._runner(record)

@@ -60,6 +60,7 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
     a model of unknown sizes. source: "h200", or "measured" (measures now, while device memory is
     free)."""
     from frame.entrypoints.configuration.prepare import prepare
+    from frame.testing.devices import open_platform
 
     resolved = prepare(config).resolved
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -73,6 +74,6 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
 
         from frame.entrypoints.tools.bench.clock import measured_ceilings
 
-        one = measured_ceilings(torch.device(resolved.device), getattr(torch, resolved.dtype))
-    ranks = resolved.user.parallel.tp if resolved.device == "cuda" else 1  # CPU ranks share one memory
+        one = measured_ceilings(open_platform(resolved.device).device, getattr(torch, resolved.dtype))
+    ranks = 1 if open_platform(resolved.device).measure_memory().is_shared else resolved.user.parallel.tp
     return Floors(Ceilings(one.read * ranks, one.operations * ranks, one.copy * ranks), source, cost)

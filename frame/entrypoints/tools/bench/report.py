@@ -17,6 +17,7 @@ from rich.table import Table
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.configuration.hardware_probe import probe
+from frame.plugins.loader import load_registry
 
 OWN = "frame-serve"
 # Values of a table: path in a row -> title
@@ -46,7 +47,7 @@ def report(kind: str, rows: Mapping[str, dict[str, Any]], **about: Any) -> dict[
 
 def machine() -> dict[str, Any]:
     """The description of machine and software."""
-    hardware = probe()
+    hardware = probe(load_registry().records("platform"))
     return {
         "system": platform.platform(),
         "cores": hardware.cpu_cores,

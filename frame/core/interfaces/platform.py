@@ -1,0 +1,298 @@
+"""`Platform`: the device of one rank, as the core, models and plugins use it: memory, streams,
+events and captured graphs.
+
+A record (`PlatformCapabilities`) tells `resolve` what the platform offers, and how to find its
+devices without importing torch. The platform itself is built once for each rank and passed on as
+`RankContext.platform`; callers bind its methods at construction. Importing this page imports no
+torch. Must not know a model, a request or another plugin kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from frame.core.interfaces.plugin import Anything
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One device that a process may use."""
+
+    kind: str  # name of its platform: "cuda"
+    name: str
+    compute_capability: tuple[int, int] | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDevices:
+    """The usable devices of a platform, in the order of their indices. `note`: why a device that
+    exists is not among them."""
+
+    accelerators: tuple[Accelerator, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformCapabilities(Anything):
+    """What a platform offers, readable without torch. It can be selected if it has a device."""
+
+    find_devices: str | None = None  # "package.module:function" without arguments -> FoundDevices; None: the host itself
+    graphs: bool = False  # a sequence of kernels can be captured and replayed
+    compatible: tuple[str, ...] = ()  # platforms whose plugins run here too: "cpu" for those that are PyTorch operations alone
+    preferred: tuple[str, ...] = ()  # "kind/name" of plugins that `auto` chooses before higher-ranked ones
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the model runs on the host's cores and in the host's memory."""
+        return self.find_devices is None
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformContext:
+    """The place of a rank. `local_index`: of its device among those that the process sees;
+    `threads`: for computing on the host's cores, None: PyTorch's default."""
+
+    local_index: int = 0
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of a device, in bytes."""
+
+    total: int
+    free: int  # what this process may still allocate
+    reserved: int = 0  # held by PyTorch's allocator in this process
+    peak: int = 0  # the most that tensors of this process have taken
+    is_shared: bool = False  # the host's memory, which other processes and ranks take from as well
+
+
+class DeviceStream(Protocol):
+    """An ordered queue of work on the device."""
+
+    def synchronize(self) -> None:
+        """Block until everything that was queued has run."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Run later work only after everything queued on `stream` so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Run later work only after `event`."""
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the end of what is queued on `stream` (None: the current one)."""
+
+    def synchronize(self) -> None:
+        """Block until the mark is reached; at once if the event was never recorded."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this timed event to `end`; both have happened."""
+        ...
+
+
+class CapturedGraph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Queue the work on the current stream, with the same addresses."""
+
+
+class Platform(ABC):
+    """The device of one rank.
+
+    `is_asynchronous`: calls return before the device has computed. Then streams and events exist,
+    and results are read after an event. Otherwise `create_stream` returns None and no event is
+    made. Methods that a step calls (`set_stream`, `create_event`, `allocate_pinned`) must cost no
+    more than the call of the library beneath.
+    """
+
+    is_asynchronous: ClassVar[bool] = True
+
+    def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
+        self.context = context
+        self.options = options
+        self._side: DeviceStream | None = None
+
+    # the device
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the rank's tensors, with its index where there are several."""
+
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """The product's name. Kernels compiled for one product are kept under it."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """As in the device's `Accelerator`; None: the platform has no such number."""
+        return None
+
+    def activate(self) -> None:
+        """Make the device this thread's current one. Called first in each thread that uses it."""
+
+    def seed(self, seed: int) -> None:
+        """Seed PyTorch's generators of the host and of the device."""
+        import torch
+
+        torch.manual_seed(seed)
+
+    @property
+    def profiler_activities(self) -> Sequence[Any]:
+        """The `torch.profiler.ProfilerActivity` values of a recording."""
+        import torch
+
+        return [torch.profiler.ProfilerActivity.CPU]
+
+    # memory
+
+    @abstractmethod
+    def measure_memory(self) -> DeviceMemory:
+        """The device's memory now."""
+
+    def count_reserved(self) -> int:
+        """`measure_memory().reserved`, which is read with each heartbeat and may be cheaper to get
+        alone."""
+        return self.measure_memory().reserved
+
+    def release_memory(self) -> None:
+        """Give unused memory of PyTorch's allocator back to the device."""
+
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory from which and to which asynchronous copies run beside the
+        host; ordinary memory where there is none."""
+        import torch
+
+        return torch.empty(shape, dtype=dtype)
+
+    # streams
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all streams of the device are done."""
+
+    @abstractmethod
+    def create_stream(self) -> DeviceStream | None:
+        """A new stream; None where calls are synchronous."""
+
+    def get_side_stream(self) -> DeviceStream:
+        """The second stream of models that overlap two computations. There is one for all layers,
+        which run one after another."""
+        if self._side is None:
+            self._side = self.create_stream()
+        if self._side is None:
+            raise NotImplementedError(f"{type(self).__name__} is synchronous and has no streams")
+        return self._side
+
+    @abstractmethod
+    def create_event(self, *, is_timed: bool = False) -> DeviceEvent:
+        """A new event. `is_timed`: for `elapsed_time`."""
+
+    @abstractmethod
+    def get_current_stream(self) -> DeviceStream:
+        """This thread's current stream of the device."""
+
+    @abstractmethod
+    def set_stream(self, stream: DeviceStream) -> None:
+        """Make `stream` this thread's current one from now on."""
+
+    def use_stream(self, stream: DeviceStream) -> contextlib.AbstractContextManager[object]:
+        """Make `stream` this thread's current one inside a with block."""
+        return _switch_stream(self, stream)
+
+    def check_synchronisation(self, *, is_allowed: bool) -> contextlib.AbstractContextManager[object]:
+        """Inside a with block, calls that wait for the device raise RuntimeError, or not. Does
+        nothing where the platform cannot detect them."""
+        return contextlib.nullcontext()
+
+    # graphs
+
+    def create_graph_pool(self) -> object | None:
+        """Memory that several graphs share, none of which is replayed while another one's results
+        are read; None: the platform captures no graphs."""
+        return None
+
+    def begin_capture(self, pool: object) -> CapturedGraph:
+        """Capture what this thread queues on its current stream, which runs nothing now. Other
+        threads may use the device meanwhile."""
+        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
+
+    def end_capture(self, graph: CapturedGraph) -> None:
+        """End the capture, also after an error. Raises RuntimeError where it failed."""
+        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether this thread's current stream is being captured."""
+        return False
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory that does not keep it allocated. Used while a graph is
+        captured, whose pool hands the memory out again."""
+        return tensor
+
+
+@contextlib.contextmanager
+def _switch_stream(platform: Platform, stream: DeviceStream) -> Iterator[None]:
+    before = platform.get_current_stream()
+    platform.set_stream(stream)
+    try:
+        yield
+    finally:
+        platform.set_stream(before)
+
+
+class HostPlatform(Platform):
+    """The host's cores and memory. Every call has been computed when it returns."""
+
+    is_asynchronous = False
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    def measure_memory(self) -> DeviceMemory:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return DeviceMemory(int(memory.total), int(memory.available), is_shared=True)
+
+    def synchronize(self) -> None:
+        return None
+
+    def create_stream(self) -> DeviceStream | None:
+        return None
+
+    def create_event(self, *, is_timed: bool = False) -> DeviceEvent:
+        raise NotImplementedError("the host has no events: its calls are synchronous")
+
+    def get_current_stream(self) -> DeviceStream:
+        raise NotImplementedError("the host has no streams: its calls are synchronous")
+
+    def set_stream(self, stream: DeviceStream) -> None:
+        raise NotImplementedError("the host has no streams: its calls are synchronous")
+
+
+HOST = HostPlatform(PlatformContext())

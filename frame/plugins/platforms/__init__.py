@@ -1,0 +1,33 @@
+"""Manifest of the in-tree platforms: records only. Must not import the plugins.
+
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.platform import PlatformCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_platforms(registry: KindRegistry) -> None:
+    """Add the in-tree platforms."""
+    registry.add(
+        "cpu",
+        "frame.plugins.platforms.cpu:CpuPlatform",
+        capabilities=PlatformCapabilities(),
+        summary="The host's cores and memory.",
+    )
+    registry.add(
+        "cuda",
+        "frame.plugins.platforms.cuda:CudaPlatform",
+        capabilities=PlatformCapabilities(find_devices="frame.plugins.platforms.nvml:find_devices", graphs=True),
+        rank=10,
+        summary="NVIDIA GPUs, by PyTorch's CUDA build.",
+    )

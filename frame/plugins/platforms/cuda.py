@@ -1,0 +1,114 @@
+"""NVIDIA GPUs as a platform. Every use of `torch.cuda` outside of kernels is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frame.core.interfaces.platform import DeviceMemory, Platform, PlatformContext
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+class CudaPlatform(Platform):
+    """One GPU. Streams, events and graphs are PyTorch's own objects."""
+
+    def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._device = torch.device("cuda", context.local_index)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device)
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self._device)
+
+    def activate(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    @property
+    def profiler_activities(self) -> Sequence[Any]:
+        return [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+
+    def measure_memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return DeviceMemory(total, free, self.count_reserved(), torch.cuda.max_memory_allocated(self._device))
+
+    def count_reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def create_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def create_event(self, *, is_timed: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=is_timed)
+
+    def get_current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def set_stream(self, stream: Any) -> None:
+        torch.cuda.set_stream(stream)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    @contextmanager
+    def check_synchronisation(self, *, is_allowed: bool) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default" if is_allowed else "error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def create_graph_pool(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def begin_capture(self, pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may use the device during the capture
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        return graph
+
+    def end_capture(self, graph: Any) -> None:
+        graph.capture_end()
+
+    @property
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+
+
+class _Memory:
+    """A tensor's memory in CUDA's array interface, which does not own it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"<i{size}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }

@@ -1,0 +1,297 @@
+"""The conformance suite of `platform/1`: device, memory, streams, events and graphs.
+
+Run by the conformance option of the pytest plugin. On a device that computes synchronously, checks
+of streams and graphs are skipped. Must not know a platform by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from frame.core.interfaces.platform import DeviceMemory, FoundDevices, Platform, PlatformCapabilities, PlatformContext
+from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.devices import capture_graph
+
+_SIZE = 1 << 16
+
+
+def suite(subject: Subject) -> Iterable[Check]:
+    """The checks of a platform, on the device that the setting names, or its first one."""
+    index = subject.setting.device.partition(":")[2]
+    platform: Platform = subject.target(PlatformContext(int(index or 0)), subject.options)
+    yield Check("record_finds_devices", partial(_record_finds_devices, subject, platform))
+    for check in (
+        _device_computes, _memory_is_consistent, _allocations_count, _pinned_memory_is_separate, _seeds_repeat,
+        _streams_and_events_exist_where_calls_are_asynchronous, _streams_differ, _streams_are_current_by_thread,
+        _use_stream_restores, _side_stream_is_one, _events_follow_copies, _events_measure_time, _synchronisation_is_found_or_not,
+    ):  # fmt: skip
+        yield Check(check.__name__.removeprefix("_"), partial(check, platform))
+    for graph_check in (_graphs_match_the_record, _graphs_replay, _graphs_compute_nothing_else, _captures_end, _captures_are_of_one_thread):
+        yield Check(graph_check.__name__.removeprefix("_"), partial(graph_check, subject, platform))
+    yield Check("borrowed_memory_is_the_same", partial(_borrowed_memory_is_the_same, platform))
+
+
+def _record_finds_devices(subject: Subject, platform: Platform) -> None:
+    can = subject.record.capabilities
+    assert isinstance(can, PlatformCapabilities), "the record's capabilities must be PlatformCapabilities"
+    memory = platform.measure_memory()
+    assert memory.is_shared == can.is_host, "the record names a function that finds devices if, and only if, memory is not the host's"
+    if can.find_devices is None:
+        return
+    module, _, name = can.find_devices.partition(":")
+    found = getattr(importlib.import_module(module), name)()
+    assert isinstance(found, FoundDevices), f"{can.find_devices} must return FoundDevices"
+    assert found.accelerators, f"{can.find_devices} finds no device here: {found.note}"
+    wrong = {each.kind for each in found.accelerators} - {subject.record.name}
+    assert not wrong or subject.record.target.startswith("mutants:"), f"the kind of a device must be {subject.record.name}, not {wrong}"
+    own = found.accelerators[platform.context.local_index]
+    assert own.memory_bytes > 0 and own.name == platform.device_name, "the platform and its record name different devices"
+    assert own.compute_capability == platform.compute_capability, "the platform and its record have different compute capabilities"
+
+
+def _device_computes(platform: Platform) -> None:
+    platform.activate()
+    assert platform.device_name.strip(), "device_name must not be empty"
+    x = torch.arange(_SIZE, dtype=torch.float32, device=platform.device)
+    assert x.device.type == platform.device.type
+    total = float((x + 1).double().sum())
+    assert total == _SIZE * (_SIZE + 1) / 2, "the device adds wrongly"
+    assert platform.profiler_activities, "a recording needs at least the activities of the host"
+
+
+def _memory_is_consistent(platform: Platform) -> None:
+    memory = platform.measure_memory()
+    assert isinstance(memory, DeviceMemory) and all(type(size) is int for size in (memory.total, memory.free, memory.reserved, memory.peak))
+    assert 0 < memory.free <= memory.total, "free memory must be positive and at most the total"
+    assert 0 <= memory.reserved <= memory.total and 0 <= memory.peak <= memory.total, "reserved and peak must be at most the total"
+    assert platform.count_reserved() == memory.reserved, "count_reserved and measure_memory disagree"
+
+
+def _allocations_count(platform: Platform) -> None:
+    if platform.device.type == "cpu":
+        raise SkipCheck("the host's allocator does not count")
+    platform.release_memory()
+    before = platform.measure_memory()
+    held = torch.empty(64 << 20, dtype=torch.uint8, device=platform.device)
+    after = platform.measure_memory()
+    assert after.reserved >= before.reserved and after.reserved >= held.numel(), "an allocation must count as reserved"
+    assert after.peak >= held.numel(), "an allocation must count for the peak"
+    del held
+    platform.release_memory()
+    assert platform.count_reserved() < after.reserved, "release_memory must give unused memory back"
+
+
+def _pinned_memory_is_separate(platform: Platform) -> None:
+    shapes = ((3, 5), (0,), (17,))
+    held = [platform.allocate_pinned(shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)]
+    for (shape, dtype), tensor in zip(((shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)), held, strict=True):
+        assert tuple(tensor.shape) == shape and tensor.dtype == dtype, "pinned memory must have the shape and dtype that were asked for"
+        assert tensor.device.type == "cpu" and tensor.is_contiguous(), "pinned memory is contiguous memory of the host"
+    for value, tensor in enumerate(held):
+        tensor.numpy()[...] = value
+    assert all((tensor == value).all() for value, tensor in enumerate(held)), "two calls of allocate_pinned returned the same memory"
+
+
+def _seeds_repeat(platform: Platform) -> None:
+    def draw(seed: int) -> list[float]:
+        platform.seed(seed)
+        return torch.rand(8, device=platform.device).tolist() + torch.rand(8).tolist()
+
+    assert draw(7) == draw(7), "the same seed must give the same random numbers"
+    assert draw(7) != draw(8), "another seed must give other random numbers"
+
+
+def _streams_and_events_exist_where_calls_are_asynchronous(platform: Platform) -> None:
+    assert (platform.create_stream() is not None) == platform.is_asynchronous, "create_stream returns a stream if is_asynchronous"
+    if not platform.is_asynchronous:
+        assert platform.create_graph_pool() is None, "graphs need streams"
+
+
+def _new_stream(platform: Platform) -> object:
+    stream = platform.create_stream()
+    if stream is None:
+        raise SkipCheck("calls of this platform are synchronous")
+    return stream
+
+
+def _streams_differ(platform: Platform) -> None:
+    first, second = _new_stream(platform), _new_stream(platform)
+    assert first != second, "create_stream must return a new stream each time"
+    assert first != platform.get_current_stream(), "create_stream must not return the current stream"
+
+
+def _streams_are_current_by_thread(platform: Platform) -> None:
+    stream = _new_stream(platform)
+    before = platform.get_current_stream()
+    seen: list[object] = []
+    platform.set_stream(stream)  # type: ignore[arg-type]
+    try:
+        assert platform.get_current_stream() == stream, "set_stream must change the current stream"
+
+        def look() -> None:
+            platform.activate()
+            seen.append(platform.get_current_stream())
+
+        _in_thread(look)
+        assert seen[0] != stream, "set_stream must change the current stream of the calling thread alone"
+    finally:
+        platform.set_stream(before)
+    assert platform.get_current_stream() == before
+
+
+def _use_stream_restores(platform: Platform) -> None:
+    stream = _new_stream(platform)
+    before = platform.get_current_stream()
+    try:
+        with platform.use_stream(stream):  # type: ignore[arg-type]
+            assert platform.get_current_stream() == stream, "use_stream must change the current stream"
+            raise KeyError
+    except KeyError:
+        pass
+    assert platform.get_current_stream() == before, "use_stream must restore the stream, also after an error"
+
+
+def _side_stream_is_one(platform: Platform) -> None:
+    _new_stream(platform)
+    side = platform.get_side_stream()
+    assert side == platform.get_side_stream(), "there is one side stream for all layers"
+    assert side != platform.get_current_stream(), "the side stream must not be the current one"
+
+
+def _events_follow_copies(platform: Platform) -> None:
+    stream = _new_stream(platform)
+    event = platform.create_event()
+    event.synchronize()  # was never recorded: returns at once
+    x = torch.ones(1 << 20, device=platform.device)
+    host = platform.allocate_pinned(x.shape, x.dtype)
+    stream.wait_stream(platform.get_current_stream())  # type: ignore[attr-defined]
+    with platform.use_stream(stream):  # type: ignore[arg-type]
+        for _ in range(20):
+            x = x * 2
+        host.copy_(x, non_blocking=True)
+        event.record()
+    event.synchronize()
+    assert bool((host == 2.0**20).all()), "an event must come after what was queued before it"
+    platform.get_current_stream().wait_event(event)
+    platform.synchronize()
+
+
+def _events_measure_time(platform: Platform) -> None:
+    _new_stream(platform)
+    first, second = (platform.create_event(is_timed=True) for _ in range(2))
+    x = torch.ones(1 << 20, device=platform.device)
+    first.record()
+    for _ in range(20):
+        x = x * 2
+    second.record()
+    second.synchronize()
+    assert 0 < first.elapsed_time(second) < 10_000, "elapsed_time gives the milliseconds between two events"
+
+
+def _synchronisation_is_found_or_not(platform: Platform) -> None:
+    x = torch.ones(8, device=platform.device)
+    with platform.check_synchronisation(is_allowed=False), platform.check_synchronisation(is_allowed=True):
+        assert float(x.sum()) == 8
+    assert float(x.sum()) == 8, "check_synchronisation must end with its block"
+
+
+# graphs -------------------------------------------------------------------------------------------
+
+
+def _needs_graphs(platform: Platform) -> None:
+    if platform.create_graph_pool() is None:
+        raise SkipCheck("this platform captures no graphs")
+
+
+def _graphs_match_the_record(subject: Subject, platform: Platform) -> None:
+    can = subject.record.capabilities
+    offers = isinstance(can, PlatformCapabilities) and can.graphs
+    assert (platform.create_graph_pool() is not None) == offers, "the record says `graphs` if, and only if, there is a graph pool"
+
+
+def _captured(platform: Platform) -> tuple[torch.Tensor, list[torch.Tensor], Callable[[], None]]:
+    """An input, the result of a captured product of it, and the graph's replay."""
+    x, results = torch.ones(4, 4, device=platform.device), []
+    torch.mm(x, x)  # initialises what must not be initialised in a capture
+    graph = capture_graph(platform, lambda: results.append(torch.mm(x, x) + 1))
+    return x, results, graph.replay
+
+
+def _graphs_replay(subject: Subject, platform: Platform) -> None:
+    _needs_graphs(platform)
+    x, (result,), replay = _captured(platform)
+    address = result.data_ptr()
+    for value in (1.0, 2.0, 3.0):
+        x.fill_(value)
+        replay()
+        platform.synchronize()
+        assert bool((result == 4 * value**2 + 1).all()), "a replay must compute the captured work with the values of now"
+    assert result.data_ptr() == address
+
+
+def _graphs_compute_nothing_else(subject: Subject, platform: Platform) -> None:
+    _needs_graphs(platform)
+    count = torch.zeros(1, device=platform.device)
+    _, _, replay = _captured(platform)
+    count += 1
+    replay()
+    platform.synchronize()
+    assert float(count) == 1, "a graph must not hold work from after its capture"
+
+
+def _captures_end(subject: Subject, platform: Platform) -> None:
+    _needs_graphs(platform)
+    seen: list[bool] = []
+    capture_graph(platform, lambda: seen.append(platform.is_capturing))
+    assert seen == [True], "is_capturing must be true inside of a capture"
+    assert not platform.is_capturing, "is_capturing must be false after the capture"
+
+    def fails() -> None:
+        raise KeyError
+
+    with contextlib.suppress(KeyError, RuntimeError):
+        capture_graph(platform, fails)
+    assert not platform.is_capturing, "a capture must end after an error"
+    _graphs_replay(subject, platform)
+
+
+def _captures_are_of_one_thread(subject: Subject, platform: Platform) -> None:
+    _needs_graphs(platform)
+    count = torch.zeros(1, device=platform.device)
+    seen: list[bool] = []
+
+    def other() -> None:
+        platform.activate()
+        count.add_(1)
+        seen.append(platform.is_capturing)
+
+    def captured() -> None:
+        torch.add(x, 1)
+        _in_thread(other)
+
+    x = torch.ones(4, device=platform.device)
+    graph = capture_graph(platform, captured)
+    platform.synchronize()
+    assert seen == [False], "a capture of one thread must not show in another"
+    graph.replay()
+    platform.synchronize()
+    assert float(count) == 1, "a capture must not record what other threads do"
+
+
+def _borrowed_memory_is_the_same(platform: Platform) -> None:
+    owner = torch.arange(48, device=platform.device).float().view(4, 12)[:, 3:9].unflatten(1, (2, 3))
+    lent = platform.borrow(owner)
+    assert lent.data_ptr() == owner.data_ptr() and lent.stride() == owner.stride(), "borrow must return the same memory"
+    assert lent.dtype == owner.dtype and torch.equal(lent, owner), "borrow must return the same values"
+
+
+def _in_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
