@@ -79,7 +79,8 @@ REMAINING_CYCLES: tuple[tuple[str, ...], ...] = ()
 # What core must not know, and what the parts that touch no tensor must not load when they are
 # imported.
 DISTRIBUTIONS = {  # where the import has another name
-    "yaml": "pyyaml", "zmq": "pyzmq", "pydantic_core": "pydantic-core", "prometheus_client": "prometheus-client",
+    "yaml": "pyyaml", "zmq": "pyzmq", "pydantic_core": "pydantic-core", "typing_extensions": "typing-extensions",
+    "prometheus_client": "prometheus-client",
     "opentelemetry": "opentelemetry-sdk", "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection", "google": "protobuf",
     "flashinfer": "flashinfer-python", "deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla",

@@ -76,6 +76,10 @@ UNTESTED: dict[str, str] = {
         ),
         PART_OF_DIALECTS,
     ),
+    **dict.fromkeys(
+        ("frame.entrypoints.http.response_models.dialects", "frame.entrypoints.http.response_models.operations"),
+        "tests/entrypoints/http/protocol/test_response_docs.py validates responses against its schemas",
+    ),
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",

@@ -28,6 +28,7 @@ from frame.entrypoints.http.protocol.access import Access, Gate
 from frame.entrypoints.http.protocol.api_route import MAX_PATH_CHARS, ApiRoute, ApiRouter, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
 from frame.entrypoints.http.protocol.origin import Cors, is_preflight, read_cors
+from frame.entrypoints.http.protocol.response_docs import add_responses
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.services import Services
@@ -184,8 +185,8 @@ def body_limits(services: Services) -> dict[str, int]:
 
 
 def described(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """FastAPI's OpenAPI schema with the license, the ways to send a key, and which routes need
-    none.
+    """FastAPI's OpenAPI schema with the license, the responses, the ways to send a key, and which
+    routes need none.
     """
     schema["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
     schema.setdefault("components", {})["securitySchemes"] = {
@@ -193,6 +194,7 @@ def described(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[str, A
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     schema["security"] = [{}, {"bearer": []}, {"key": []}]
+    add_responses(schema, routes)
     for route in routes:
         if route.access is Access.OPEN:
             for method in route.methods or ():

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from frame.entrypoints.http.response_models.errors import ErrorResponse
+
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -104,11 +106,13 @@ class ApiError(Exception):
 
 class ErrorShape(NamedTuple):
     """How a dialect writes an error: as a whole response, and as the last events of a stream that
-    fails midway. `id_header`: where it has the request's id, besides `x-request-id`."""
+    fails midway. `id_header`: where it has the request's id, besides `x-request-id`. `model`: the
+    type of the body, for `/openapi.json`."""
 
     body: Callable[[ApiError], bytes]
     events: Callable[[ApiError], bytes]
     id_header: bytes | None = None
+    model: Any = ErrorResponse
 
 
 def _openai_events(error: ApiError) -> bytes:

@@ -225,7 +225,8 @@ async def _encode_all(
 
 
 async def encode_prompt(
-    services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None
+) -> list[int]:
     """The token ids of a text or a conversation.
 
     Raises ApiError for one of more than `most` tokens (the context's, where it is left out),

@@ -21,7 +21,10 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
+from frame.entrypoints.http.response_models.anthropic import AnthropicMessage, MessageEvent, MessageTokenCount
+from frame.entrypoints.http.response_models.errors import AnthropicErrorResponse
 from frame.entrypoints.http.services import Services
 
 _encode = msgspec.json.encode
@@ -45,12 +48,12 @@ def _error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + _error_body(error) + b"\n\n"
 
 
-ERRORS = ErrorShape(_error_body, _error_event, b"request-id")
+ERRORS = ErrorShape(_error_body, _error_event, b"request-id", model=AnthropicErrorResponse)
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=responds_with(AnthropicMessage, events=MessageEvent))
 async def messages(request: MessagesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a message."""
     chat = request.to_chat_request()
@@ -66,7 +69,7 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
         services.client.abandon_request(state)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))
 async def count_tokens(request: CountTokensRequest, services: ServicesDep) -> Any:
     """Count the prompt tokens of a message."""
     return {"input_tokens": await count_prompt_tokens(services, request.to_chat_request())}

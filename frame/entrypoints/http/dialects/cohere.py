@@ -16,7 +16,10 @@ from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.response_models.dialects import CohereEmbeddings
+from frame.entrypoints.http.response_models.errors import CohereErrorResponse
 from frame.entrypoints.http.services import Services
 
 FORMS = ("float", "base64")
@@ -82,12 +85,12 @@ def _error_body(error: ApiError) -> bytes:
     return msgspec.json.encode({"id": uuid.uuid4().hex, "message": error.message})
 
 
-ERRORS = ErrorShape(_error_body, _error_body)
+ERRORS = ErrorShape(_error_body, _error_body, model=CohereErrorResponse)
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 
-@router.post("/v2/embed")
+@router.post("/v2/embed", responses=responds_with(CohereEmbeddings))
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Cohere."""
     vectors, count = await compute_embeddings(context, services, request.to_embedding_request(services))

@@ -23,8 +23,18 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
+from frame.entrypoints.http.response_models.dialects import (
+    OllamaChat,
+    OllamaCompletion,
+    OllamaDescription,
+    OllamaEmbeddings,
+    OllamaTags,
+    Version,
+)
+from frame.entrypoints.http.response_models.errors import OllamaErrorResponse
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
 
@@ -40,12 +50,12 @@ def _error_line(error: ApiError) -> bytes:
     return _error_body(error) + b"\n"
 
 
-ERRORS = ErrorShape(_error_body, _error_line)
+ERRORS = ErrorShape(_error_body, _error_line, model=OllamaErrorResponse)
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 
-@router.post("/api/chat")
+@router.post("/api/chat", responses=responds_with(OllamaChat, events=OllamaChat, stream_type=LINES.decode()))
 async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create a chat completion, as Ollama."""
     name = served_name(body.model, services)
@@ -57,7 +67,7 @@ async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> An
     return await _send(context, services, state, ResponseLines(state, parser, body.model, _message), body.stream)
 
 
-@router.post("/api/generate")
+@router.post("/api/generate", responses=responds_with(OllamaCompletion, events=OllamaCompletion, stream_type=LINES.decode()))
 async def generate(body: GenerateBody, context: ContextDep, services: ServicesDep) -> Any:
     """Complete a prompt, with the chat template unless `raw` is set."""
     name = served_name(body.model, services)
@@ -183,7 +193,7 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-@router.post("/api/embed")
+@router.post("/api/embed", responses=responds_with(OllamaEmbeddings))
 async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Ollama."""
     longest = None if body.truncate is False else -1
@@ -197,14 +207,14 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
     return {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
 
 
-@router.get("/api/tags")
-@router.get("/api/ps")
+@router.get("/api/tags", responses=responds_with(OllamaTags))
+@router.get("/api/ps", responses=responds_with(OllamaTags))
 async def tags(services: ServicesDep) -> Any:
     """List the served model."""
     return {"models": [_card(services)]}
 
 
-@router.post("/api/show", dependencies=[SMALL_BODY])
+@router.post("/api/show", dependencies=[SMALL_BODY], responses=responds_with(OllamaDescription))
 async def show(body: ShowBody, services: ServicesDep) -> Any:
     """Describe the served model and its capabilities."""
     services.check_model(served_name(body.model or body.name, services))
@@ -226,7 +236,7 @@ async def show(body: ShowBody, services: ServicesDep) -> Any:
     }
 
 
-@router.get("/api/version")
+@router.get("/api/version", responses=responds_with(Version))
 async def version() -> Any:
     """The version of the server."""
     return {"version": package_version()}

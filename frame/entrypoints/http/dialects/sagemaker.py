@@ -16,14 +16,20 @@ from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.openai import embeddings
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody, parse_body
+from frame.entrypoints.http.response_models.native import ClassificationList, GenerateResult, Health, Ranking, ScoreList
+from frame.entrypoints.http.response_models.openai import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, EmbeddingList
 from frame.entrypoints.http.services import Services
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
 
-public_router.get("/ping")(native.ready)
-public_router.post("/ping")(native.ready)
+AnyBody = ChatCompletion | Completion | Ranking | ScoreList | GenerateResult | list[GenerateResult] | EmbeddingList | ClassificationList
+AnyEvent = ChatCompletionChunk | CompletionChunk | GenerateResult
+
+public_router.get("/ping", responses=responds_with(Health))(native.ready)
+public_router.post("/ping", responses=responds_with(Health))(native.ready)
 
 Target = tuple[type[RequestBody], Any]  # a request type and its handler
 
@@ -39,7 +45,7 @@ TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
 )
 
 
-@router.post("/invocations")
+@router.post("/invocations", responses=responds_with(AnyBody, events=AnyEvent))
 async def invocations(context: ContextDep, services: ServicesDep) -> Any:
     """Run any request: chat, completion, embedding, reranking, scoring, classification or
     generation.

@@ -15,7 +15,9 @@ from frame.entrypoints.http.dependencies import ServicesDep
 from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.response_models.dialects import ModelInfo, ParsedCalls, SeparatedReasoning
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
@@ -35,8 +37,8 @@ class ParseCallsRequest(RequestBody):
     tool_call_parser: str | None = None
 
 
-@router.get("/model_info")
-@router.get("/get_model_info")
+@router.get("/model_info", responses=responds_with(ModelInfo))
+@router.get("/get_model_info", responses=responds_with(ModelInfo))
 async def model_info(services: ServicesDep) -> Any:
     """Describe the served model."""
     resolved = services.resolved
@@ -56,7 +58,7 @@ async def model_info(services: ServicesDep) -> Any:
     }
 
 
-@router.post("/separate_reasoning")
+@router.post("/separate_reasoning", responses=responds_with(SeparatedReasoning))
 async def separate_reasoning(request: SeparateReasoningRequest, services: ServicesDep) -> Any:
     """Separate reasoning and content of a text with the server's reasoning parser."""
     _check_parser(services, "reasoning_parser", request.reasoning_parser)
@@ -67,7 +69,7 @@ async def separate_reasoning(request: SeparateReasoningRequest, services: Servic
     return {"reasoning_text": message.get("reasoning_content", ""), "text": message["content"] or ""}
 
 
-@router.post("/parse_function_call")
+@router.post("/parse_function_call", responses=responds_with(ParsedCalls))
 async def parse_function_call(request: ParseCallsRequest, services: ServicesDep) -> Any:
     """Parse the tool calls in a text with the server's tool-call parser."""
     _check_parser(services, "tool_call_parser", request.tool_call_parser)

@@ -17,7 +17,11 @@ from frame.entrypoints.http.native.rerank import Document, RerankRequest, rank_d
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.response_models.dialects import TeiScore
+from frame.entrypoints.http.response_models.errors import TeiErrorResponse
+from frame.entrypoints.http.response_models.native import Ranking
 
 ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}
 RIGHT = ("right", "Right")  # supported truncation directions
@@ -47,13 +51,13 @@ def _error_body(error: ApiError) -> bytes:
     return msgspec.json.encode({"error": error.message, "error_type": ERROR_TYPES.get(error.status, "Backend")})
 
 
-ERRORS = ErrorShape(_error_body, _error_body)
+ERRORS = ErrorShape(_error_body, _error_body, model=TeiErrorResponse)
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 rerank_router = ApiRouter(access=Access.USER)
 
 
-@router.post("/embed")
+@router.post("/embed", responses=responds_with(list[list[float]]))
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as a plain list."""
     _check_direction(request.truncation_direction)
@@ -69,7 +73,7 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     return vectors.tolist()
 
 
-@rerank_router.post("/rerank")
+@rerank_router.post("/rerank", responses=responds_with(list[TeiScore] | Ranking))
 async def rerank(request: AnyRerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Rank texts by their relevance to a query, best first."""
     if request.texts is None:

@@ -22,7 +22,11 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest, Comple
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import check_sequence_count, encode_prompt, paced
+from frame.entrypoints.http.response_models.dialects import ServerLoad, Version
+from frame.entrypoints.http.response_models.native import PooledList
+from frame.entrypoints.http.response_models.openai import ChatCompletion, RenderedRequest
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
 
@@ -59,7 +63,7 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None
 
 
-@router.post("/v1/chat/completions/batch")
+@router.post("/v1/chat/completions/batch", responses=responds_with(ChatCompletion))
 async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create chat completions for a list of conversations: one choice for each, in order."""
     request = batch.first()
@@ -70,14 +74,14 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
         services.client.abandon_request(state)
 
 
-@router.post("/v1/chat/completions/render")
+@router.post("/v1/chat/completions/render", responses=responds_with(RenderedRequest))
 async def render_chat_request(request: ChatRequest, services: ServicesDep) -> Any:
     """Return the prompt and the sampling parameters of a chat request without running it."""
     ids, params = await render_chat(services, request)
     return _rendered(services, request, ids, params)
 
 
-@router.post("/v1/completions/render")
+@router.post("/v1/completions/render", responses=responds_with(list[RenderedRequest]))
 async def render_completion_request(request: CompletionRequest, services: ServicesDep) -> Any:
     """Return the prompts and the sampling parameters of a completion request without running it."""
     services.check_model(request.model)
@@ -101,7 +105,7 @@ def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids:
     }
 
 
-@router.post("/pooling")
+@router.post("/pooling", responses=responds_with(PooledList))
 async def pooling(request: PoolingRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the raw output of a pooling model for texts."""
     if request.task not in (None, services.resolved.task):
@@ -123,19 +127,19 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
     }
 
 
-@router.get("/version")
+@router.get("/version", responses=responds_with(Version))
 async def version() -> Any:
     """The version of the server."""
     return {"version": package_version()}
 
 
-@router.get("/load")
+@router.get("/load", responses=responds_with(ServerLoad))
 async def load(services: ServicesDep) -> Any:
     """The number of running and waiting requests."""
     return {"server_load": services.client.num_outstanding}
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", responses=responds_with(dict[str, Any]))
 async def tokenizer_info(services: ServicesDep) -> Any:
     """The tokenizer's configuration and chat template, without paths of the server."""
     found = services.need_tokenizer().describe()

@@ -11,7 +11,9 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import Caller
+from frame.entrypoints.http.response_models.native import ClassificationList
 from frame.entrypoints.http.services import Services
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ class ClassifyRequest(PoolingRequestFields):
     input: str | list[str]
 
 
-@router.post("/v1/classify")
-@router.post("/classify")
+@router.post("/v1/classify", responses=responds_with(ClassificationList))
+@router.post("/classify", responses=responds_with(ClassificationList))
 async def classify(request: ClassifyRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Classify texts."""
     vectors, count = await classify_texts(context, services, request)

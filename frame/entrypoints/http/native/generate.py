@@ -25,6 +25,7 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.operations.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
@@ -40,6 +41,7 @@ from frame.entrypoints.http.request_starter import (
     stream_response,
     wait_complete,
 )
+from frame.entrypoints.http.response_models.native import DetokenizeResult, GenerateResult, Health, TokenizeResult
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.validation_errors import validation_error
@@ -133,7 +135,7 @@ class DetokenizeRequest(RequestBody):
 # generate -----------------------------------------------------------------------------------------
 
 
-@router.post("/generate")
+@router.post("/generate", responses=responds_with(GenerateResult | list[GenerateResult], events=GenerateResult))
 async def generate(request: GenerateRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Generate from text or token ids. Each event of a stream has all text so far."""
     services.check_model(request.model)
@@ -290,8 +292,8 @@ def _sent(parameter: str, names: Iterable[str]) -> str:
 # text ---------------------------------------------------------------------------------------------
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
+@router.post("/tokenize", responses=responds_with(TokenizeResult))
+@router.post("/v1/tokenize", responses=responds_with(TokenizeResult))
 async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     """Convert text or messages to token ids."""
     services.check_model(request.model)
@@ -309,8 +311,8 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
     return result
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
+@router.post("/detokenize", responses=responds_with(DetokenizeResult))
+@router.post("/v1/detokenize", responses=responds_with(DetokenizeResult))
 async def detokenize(request: DetokenizeRequest, services: ServicesDep) -> Any:
     """Convert token ids to text."""
     services.check_model(request.model)
@@ -334,16 +336,16 @@ async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens
 # health -------------------------------------------------------------------------------------------
 
 
-@health_router.get("/health/live")
-@health_router.get("/livez")
+@health_router.get("/health/live", responses=responds_with(Health))
+@health_router.get("/livez", responses=responds_with(Health))
 async def live(context: ContextDep, services: ServicesDep) -> Any:
     """Liveness: 200 while the server can recover, also while it drains or restarts a process."""
     await _health(context, services.health_problem())
 
 
-@health_router.get("/health")
-@health_router.get("/health/ready")
-@health_router.get("/readyz")
+@health_router.get("/health", responses=responds_with(Health))
+@health_router.get("/health/ready", responses=responds_with(Health))
+@health_router.get("/readyz", responses=responds_with(Health))
 async def ready(context: ContextDep, services: ServicesDep) -> Any:
     """Readiness: 200 when the server accepts requests."""
     await _health(context, services.ready_problem())
@@ -355,7 +357,7 @@ async def _health(context: RequestContext, problem: str | None) -> None:
     await context.respond(b"{}")
 
 
-@router.get("/health_generate")
+@router.get("/health_generate", responses=responds_with(Health))
 async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     """200 when the model generates a token, or computes a vector, in time."""
     prompt = [services.resolved.model.eos_token_ids[0] if services.resolved.model.eos_token_ids else 0]
@@ -372,7 +374,7 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.respond(b"{}")
 
 
-@metrics_router.get("/metrics")
+@metrics_router.get("/metrics", responses=responds_with(str, media_type="text/plain"))
 async def metrics(context: ContextDep, services: ServicesDep) -> Any:
     """Metrics in Prometheus' text format."""
     await context.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))

@@ -18,8 +18,10 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_starter import Caller, Chat, Pair, Prompt
+from frame.entrypoints.http.response_models.native import Ranking, ScoreList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
 
@@ -54,8 +56,8 @@ class ScoreRequest(PoolingRequestFields):
     instruction: str | None = None
 
 
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
+@router.post("/v1/rerank", responses=responds_with(Ranking))
+@router.post("/v2/rerank", responses=responds_with(Ranking))
 async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Rank documents by their relevance to a query, best first."""
     return await ranking_of(context, services, request)
@@ -93,8 +95,8 @@ def _text(document: str | Document) -> str:
     return document if isinstance(document, str) else document.text
 
 
-@router.post("/v1/score")
-@router.post("/score")
+@router.post("/v1/score", responses=responds_with(ScoreList))
+@router.post("/score", responses=responds_with(ScoreList))
 async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Score pairs of texts by relevance or similarity."""
     scores, count = await score_pairs(context, services, request)

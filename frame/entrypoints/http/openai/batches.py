@@ -17,9 +17,11 @@ from frame.entrypoints.http.openai.batch_jobs import ENDPOINTS, BatchJob, BatchJ
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, ApiRouter
 from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
+from frame.entrypoints.http.response_models.openai import Batch, BatchList, DeletedFile, File, FileList
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
@@ -41,7 +43,7 @@ class BatchRequest(RequestBody):
 # files --------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/files", dependencies=[FILE_BODY])
+@router.post("/v1/files", dependencies=[FILE_BODY], responses=responds_with(File))
 async def upload(context: ContextDep, services: ServicesDep) -> Any:
     """Upload a file of requests, as multipart/form-data."""
     runner = _batch_runner(services)
@@ -61,20 +63,20 @@ async def upload(context: ContextDep, services: ServicesDep) -> Any:
     return card.to_object()
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", responses=responds_with(FileList))
 async def files(context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", after: str = "") -> Any:
     """List your files, newest first."""
     cards = _batch_runner(services).files.list_files(context.tenant)
     return _page([card.to_object() for card in cards if purpose in (None, card.purpose)], limit, after)
 
 
-@router.get("/v1/files/{name}")
+@router.get("/v1/files/{name}", responses=responds_with(File))
 async def file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the metadata of a file."""
     return _find_file(context, services, name).to_object()
 
 
-@router.get("/v1/files/{name}/content")
+@router.get("/v1/files/{name}/content", responses=responds_with(str, media_type="application/jsonl"))
 async def file_content(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the content of a file."""
     path = _batch_runner(services).files.path(_find_file(context, services, name).id)
@@ -92,7 +94,7 @@ async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
         yield piece
 
 
-@router.delete("/v1/files/{name}")
+@router.delete("/v1/files/{name}", responses=responds_with(DeletedFile))
 async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a file."""
     card = _find_file(context, services, name)
@@ -103,7 +105,7 @@ async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> 
 # batches ------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/batches", dependencies=[SMALL_BODY])
+@router.post("/v1/batches", dependencies=[SMALL_BODY], responses=responds_with(Batch))
 async def create(request: BatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a batch from an uploaded file."""
     runner = _batch_runner(services)
@@ -117,19 +119,19 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
     return batch.to_object()
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", responses=responds_with(BatchList))
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """List your batches, newest first."""
     return _page([batch.to_object() for batch in _batch_runner(services).list_batches(context.tenant)], limit, after)
 
 
-@router.get("/v1/batches/{name}")
+@router.get("/v1/batches/{name}", responses=responds_with(Batch))
 async def batch(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a batch."""
     return _find_batch(context, services, name).to_object()
 
 
-@router.post("/v1/batches/{name}/cancel")
+@router.post("/v1/batches/{name}/cancel", responses=responds_with(Batch))
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Cancel a batch. Finished lines stay in its output files."""
     found = _find_batch(context, services, name)

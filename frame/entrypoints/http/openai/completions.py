@@ -21,8 +21,18 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest, Comple
 from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, token_namer
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import check_sequence_count, paced, start_request, stream_response, wait_complete
+from frame.entrypoints.http.response_models.anthropic import AnthropicModel, AnthropicModelList
+from frame.entrypoints.http.response_models.openai import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelList,
+)
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
 
@@ -112,7 +122,7 @@ class Response(ABC):
 # chat ---------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=responds_with(ChatCompletion, events=ChatCompletionChunk))
 async def chat_completions(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a chat completion."""
     state = await start_chat(context, services, request, "chatcmpl-")
@@ -231,7 +241,7 @@ def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
 # completions --------------------------------------------------------------------------------------
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=responds_with(Completion, events=CompletionChunk))
 async def completions(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a text completion."""
     services.check_model(request.model)
@@ -320,7 +330,7 @@ class CompletionResponse(Response):
 # models -------------------------------------------------------------------------------------------
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=responds_with(ModelList | AnthropicModelList))
 async def models(context: ContextDep, services: ServicesDep) -> Any:
     """List the served models, in Anthropic's shape for its clients."""
     names = services.model_names
@@ -331,7 +341,7 @@ async def models(context: ContextDep, services: ServicesDep) -> Any:
         return {"object": "list", "data": [_card(services, name) for name in names]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=responds_with(ModelCard | AnthropicModel))
 async def model(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a served model."""
     services.check_model(name)

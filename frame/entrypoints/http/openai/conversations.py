@@ -18,9 +18,11 @@ from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_convers
 from frame.entrypoints.http.openai.responses_schema import messages_of
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
+from frame.entrypoints.http.response_models.responses import Conversation, DeletedConversation, ItemList, StoredItem
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
@@ -42,7 +44,7 @@ class ItemsRequest(RequestBody):
     items: list[dict[str, Any]]
 
 
-@router.post("/v1/conversations")
+@router.post("/v1/conversations", responses=responds_with(Conversation))
 async def create(context: ContextDep, services: ServicesDep, request: ConversationRequest | None = None) -> Any:
     """Create a conversation with its first items."""
     request = request or ConversationRequest()
@@ -54,13 +56,13 @@ async def create(context: ContextDep, services: ServicesDep, request: Conversati
     return body
 
 
-@router.get("/v1/conversations/{name}")
+@router.get("/v1/conversations/{name}", responses=responds_with(Conversation))
 async def retrieve(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a conversation without its items."""
     await context.respond(find_conversation(context, services, name).body)
 
 
-@router.post("/v1/conversations/{name}", dependencies=[SMALL_BODY])
+@router.post("/v1/conversations/{name}", dependencies=[SMALL_BODY], responses=responds_with(Conversation))
 async def update(name: str, request: ConversationUpdate, context: ContextDep, services: ServicesDep) -> Any:
     """Replace a conversation's metadata."""
     stored = find_conversation(context, services, name)
@@ -69,7 +71,7 @@ async def update(name: str, request: ConversationUpdate, context: ContextDep, se
     return body
 
 
-@router.delete("/v1/conversations/{name}")
+@router.delete("/v1/conversations/{name}", responses=responds_with(DeletedConversation))
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a conversation. Its responses stay."""
     find_conversation(context, services, name)
@@ -77,7 +79,7 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     return {"id": name, "object": "conversation.deleted", "deleted": True}
 
 
-@router.post("/v1/conversations/{name}/items")
+@router.post("/v1/conversations/{name}/items", responses=responds_with(ItemList))
 async def add_items(request: ItemsRequest, name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Append items to a conversation."""
     stored = find_conversation(context, services, name)
@@ -86,19 +88,19 @@ async def add_items(request: ItemsRequest, name: str, context: ContextDep, servi
     return make_list(new)
 
 
-@router.get("/v1/conversations/{name}/items")
+@router.get("/v1/conversations/{name}/items", responses=responds_with(ItemList))
 async def items(name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = "") -> Any:
     """List the items of a conversation, in pages."""
     return make_page(find_conversation(context, services, name).decode_items(), limit, order, after)
 
 
-@router.get("/v1/conversations/{name}/items/{item}")
+@router.get("/v1/conversations/{name}/items/{item}", responses=responds_with(StoredItem))
 async def get_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve an item of a conversation."""
     return _item(find_conversation(context, services, name).decode_items(), item)
 
 
-@router.delete("/v1/conversations/{name}/items/{item}")
+@router.delete("/v1/conversations/{name}/items/{item}", responses=responds_with(Conversation))
 async def delete_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete an item of a conversation."""
     stored = find_conversation(context, services, name)

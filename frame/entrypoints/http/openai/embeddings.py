@@ -15,7 +15,9 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import Caller, Prompt
+from frame.entrypoints.http.response_models.openai import EmbeddingList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.relevance import shortened
 
@@ -39,7 +41,7 @@ class EmbeddingRequest(PoolingRequestFields):
     prompt_name: str | None = None
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", responses=responds_with(EmbeddingList))
 async def embeddings(request: EmbeddingRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings."""
     vectors, count = await compute_embeddings(context, services, request)

@@ -21,8 +21,10 @@ from frame.entrypoints.http.native.classify import get_labels
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_starter import Caller, Chat, start_request, wait_complete
+from frame.entrypoints.http.response_models.openai import ModerationList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
 
@@ -47,7 +49,7 @@ class ModerationRequest(PoolingRequestFields):
     input: str | list[str | Part]
 
 
-@router.post("/v1/moderations")
+@router.post("/v1/moderations", responses=responds_with(ModerationList))
 async def moderations(request: ModerationRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Classify texts by the categories of the policy."""
     results = [_result(scores) for scores in await moderate_texts(context, services, request)]

@@ -24,8 +24,10 @@ from frame.entrypoints.http.openai.response_store import EventLog, StoredEntry
 from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
+from frame.entrypoints.http.response_models.responses import DeletedResponse, InputTokenCount, ItemList, ResponseEvent, ResponseObject
 from frame.entrypoints.http.services import Services
 
 # Ids of responses and conversations in which one request's references are looked up
@@ -48,7 +50,7 @@ ERRORS = ErrorShape(_error_body, _error_event)
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=responds_with(ResponseObject, events=ResponseEvent))
 async def create(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a response."""
     response_input, chat = await _prepare(context, services, request, f"resp_{uuid.uuid4().hex}")
@@ -184,14 +186,14 @@ class BackgroundCaller:
             self.lease.close()
 
 
-@router.post("/v1/responses/input_tokens")
+@router.post("/v1/responses/input_tokens", responses=responds_with(InputTokenCount))
 async def count(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Count the input tokens of a response."""
     _, chat = await _prepare(context, services, request, "")
     return {"object": "response.input_tokens", "input_tokens": await count_prompt_tokens(services, chat)}
 
 
-@router.get("/v1/responses/{name}")
+@router.get("/v1/responses/{name}", responses=responds_with(ResponseObject, events=ResponseEvent))
 async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1") -> Any:
     """Retrieve a stored response; with `stream=true` its events after number `starting_after`."""
     stored = find_response(context, services, name)
@@ -239,7 +241,7 @@ async def _send_events(context: RequestContext, log: EventLog, start: int) -> No
         log.close_reader(reader)
 
 
-@router.get("/v1/responses/{name}/input_items")
+@router.get("/v1/responses/{name}/input_items", responses=responds_with(ItemList))
 async def input_items(
     name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
@@ -248,7 +250,7 @@ async def input_items(
     return make_page(stored.decode_items()[: stored.num_input], limit, order, after)
 
 
-@router.delete("/v1/responses/{name}")
+@router.delete("/v1/responses/{name}", responses=responds_with(DeletedResponse))
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a stored response."""
     if msgspec.json.decode(find_response(context, services, name).body)["status"] == "in_progress":
@@ -257,7 +259,7 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     return {"id": name, "object": "response", "deleted": True}
 
 
-@router.post("/v1/responses/{name}/cancel")
+@router.post("/v1/responses/{name}/cancel", responses=responds_with(ResponseObject))
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Cancel a response that is in progress."""
     body = msgspec.json.decode(find_response(context, services, name).body)

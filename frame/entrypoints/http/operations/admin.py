@@ -17,7 +17,9 @@ from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.response_models.operations import AbortResult, ControlResult, FlushResult, ProfileResult, ServerInfo
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.ADMIN)
@@ -37,17 +39,15 @@ class ProfileBody(RequestBody):
     num_steps: int = ProfileRequest().num_steps
 
 
-
-
-@router.post("/flush_cache")
-@router.post("/reset_prefix_cache")
+@router.post("/flush_cache", responses=responds_with(FlushResult))
+@router.post("/reset_prefix_cache", responses=responds_with(FlushResult))
 async def flush_cache(services: ServicesDep) -> Any:
     """Remove cached prefixes that no running request uses."""
     return await _control(services, "flush_cache")
 
 
-@router.get("/server_info")
-@router.get("/get_server_info")
+@router.get("/server_info", responses=responds_with(ServerInfo))
+@router.get("/get_server_info", responses=responds_with(ServerInfo))
 async def server_info(services: ServicesDep) -> Any:
     """The resolved configuration (without the keys), and the engine's own numbers."""
     reply = await _ask(services, "server_info")
@@ -56,25 +56,25 @@ async def server_info(services: ServicesDep) -> Any:
     return {**reply, "config": config, "outstanding": services.client.num_outstanding}
 
 
-@router.post("/check_integrity")
+@router.post("/check_integrity", responses=responds_with(ControlResult))
 async def check_integrity(services: ServicesDep) -> Any:
     """The self-check, now."""
     return await _control(services, "check_integrity")
 
 
-@router.post("/pause_generation")
+@router.post("/pause_generation", responses=responds_with(ControlResult))
 async def pause(services: ServicesDep) -> Any:
     """Stop launching steps."""
     return await _control(services, "pause")
 
 
-@router.post("/continue_generation")
+@router.post("/continue_generation", responses=responds_with(ControlResult))
 async def resume(services: ServicesDep) -> Any:
     """Go on after a pause."""
     return await _control(services, "resume")
 
 
-@own_router.post("/abort_request", dependencies=[SMALL_BODY])
+@own_router.post("/abort_request", dependencies=[SMALL_BODY], responses=responds_with(AbortResult))
 async def abort_request(request: AbortRequest, context: ContextDep, services: ServicesDep) -> Any:
     """End requests by the id of their response or their rid, or all: an operator any, a user its
     own."""
@@ -87,7 +87,7 @@ async def abort_request(request: AbortRequest, context: ContextDep, services: Se
     return {"success": True, "aborted": count}
 
 
-@router.post("/start_profile", dependencies=[SMALL_BODY])
+@router.post("/start_profile", dependencies=[SMALL_BODY], responses=responds_with(ProfileResult))
 async def start_profile(services: ServicesDep, request: ProfileBody | None = None) -> Any:
     """Record the next steps of every rank with torch's profiler, into the folder
     `execution.profile_dir`."""
@@ -98,7 +98,7 @@ async def start_profile(services: ServicesDep, request: ProfileBody | None = Non
     return await _control(services, "start_profile", name=name, num_steps=profile.num_steps)
 
 
-@router.post("/stop_profile")
+@router.post("/stop_profile", responses=responds_with(ProfileResult))
 async def stop_profile(services: ServicesDep) -> Any:
     """End the recording now, and write the traces."""
     return await _control(services, "stop_profile")
@@ -116,5 +116,3 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
     if not reply.ok:
         raise ApiError(409 if reply.code == "conflict" else 500, reply.error or f"{action} failed")
     return reply.data
-
-

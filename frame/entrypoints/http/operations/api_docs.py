@@ -12,18 +12,19 @@ from frame.entrypoints.http.dependencies import ContextDep
 from frame.entrypoints.http.operations.page import send_asset
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
 
 
-@public_router.get("/docs")
+@public_router.get("/docs", responses=responds_with(str, media_type="text/html"))
 async def docs(context: ContextDep) -> Any:
     """A page for people that shows the routes and their schemas."""
     await send_asset(context, "docs.html")
 
 
-@router.get("/openapi.json")
+@router.get("/openapi.json", responses=responds_with(dict[str, Any]))
 async def openapi(request: Request, context: ContextDep) -> Any:
     """This description, as OpenAPI 3.1."""
     state = request.app.state

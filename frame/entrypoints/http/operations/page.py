@@ -25,7 +25,9 @@ from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.response_models.operations import CacheOutline, LiveStatus, ServerDescription
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
@@ -51,13 +53,13 @@ def _assets() -> dict[str, tuple[bytes, bytes, bytes]]:
     return found
 
 
-@public_router.get("/")
+@public_router.get("/", responses=responds_with(str, media_type="text/html"))
 async def index(context: ContextDep) -> Any:
     """The page for people: a playground, and what the server does and why."""
     await send_asset(context, "index.html")
 
 
-@public_router.get("/page/{name}")
+@public_router.get("/page/{name}", responses=responds_with(str, media_type="*/*"))
 async def asset(name: str, context: ContextDep) -> Any:
     """A file of the page."""
     await send_asset(context, name)
@@ -75,7 +77,7 @@ async def send_asset(context: RequestContext, name: str) -> None:
         await context.respond(content, headers=headers)
 
 
-@router.get("/page/live.json")
+@router.get("/page/live.json", responses=responds_with(LiveStatus))
 async def live(services: ServicesDep) -> Any:
     """Gauges and counters of this moment; the page makes rates of them."""
     client, load = services.client, services.client.load
@@ -93,7 +95,7 @@ async def live(services: ServicesDep) -> Any:
     }
 
 
-@router.get("/page/cache.json")
+@router.get("/page/cache.json", responses=responds_with(CacheOutline))
 async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
     """The most recently used runs of the prefix cache. A user's key reads no text of them, since
     prompts belong to their senders."""
@@ -112,7 +114,7 @@ async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
     return reply.data
 
 
-@router.get("/page/about.json")
+@router.get("/page/about.json", responses=responds_with(ServerDescription))
 async def about(context: ContextDep, services: ServicesDep) -> Any:
     """What runs here and why: fixed from the start on. Settings, which name paths, are not for
     holders of keys."""
@@ -135,5 +137,3 @@ def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
         "broken": without_folders([dataclasses.asdict(each) for each in registry.broken]),
         "settings": without_folders([dataclasses.asdict(each) for each in settings]),
     }
-
-

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.response_docs import Responses
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
 from frame.entrypoints.http.validation_errors import validation_error
@@ -84,6 +85,7 @@ class ApiRoute(APIRoute):
             raise TypeError(f"the route {path} declares no access level; give its ApiRouter Access.OPEN, USER, OWN or ADMIN")
         self.access: Access = levels[0]
         self.body_kind: BodyKind = next((each.kind for each in found if isinstance(each, BodyLimit)), "prompts")
+        self.response_docs: Responses = options.pop("responses", None) or {}  # `response_docs` reads it; FastAPI would make fields of it
         options["dependencies"] = [each for each in options["dependencies"] if not isinstance(each.dependency, BodyLimit)]
         super().__init__(path, endpoint, **options)
         self.body_model: type[BaseModel] | None = None

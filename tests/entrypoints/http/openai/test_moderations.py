@@ -19,6 +19,7 @@ from frame.core.messages import Finish, TokenLogprobs
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.moderations import _verdict
 from frame.entrypoints.moderation import CATEGORIES, instructions, read_policy, verdict_form
+from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer
 
 
@@ -59,6 +60,7 @@ def test_policy_model_over_http(checkpoint: Path) -> None:
     with RunningServer(checkpoint, *flags, fake=False) as server:
         answer = server.post("/v1/moderations", {"input": ["you are nice", "you are not"]})
         assert answer.status_code == 200, answer.text
+    check_response("POST", "/v1/moderations", 200, answer.headers["content-type"], answer.content)
     for result in answer.json()["results"]:
         assert set(CATEGORIES) <= set(result["categories"]) == set(result["category_scores"])
         assert result["flagged"] == any(result["categories"].values())
