@@ -11,11 +11,11 @@ from __future__ import annotations
 import io
 import logging
 import os
+import secrets
 import select
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -178,7 +178,7 @@ def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
 
 
 def new_id() -> str:
-    return uuid.uuid4().hex[:16]
+    return secrets.token_hex(8)
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:

@@ -14,6 +14,8 @@ import msgspec
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.text.token_ids import as_array
 
+SHORT_PROMPT = 128  # tokens
+
 
 class QueueFullError(Exception):
     """The queue is full; the client may retry later."""
@@ -109,11 +111,16 @@ def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingPa
 
 
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
-    try:
-        ids = as_array(prompt)
-        is_valid = ids.min() >= 0 and ids.max() < limits.vocab_size
-    except OverflowError:
-        is_valid = False
+    if len(prompt) <= SHORT_PROMPT:  # an array would cost more than it saves
+        least, most = min(prompt), max(prompt)
+    else:
+        try:
+            ids = as_array(prompt)
+        except OverflowError:
+            least = most = -1
+        else:
+            least, most = int(ids.min()), int(ids.max())
+    is_valid = least >= 0 and most < limits.vocab_size
     if not is_valid:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
 

@@ -65,7 +65,7 @@ class App(FastAPI):
     without a key cannot find out which paths exist.
 
     `is_admin`: the application of the operators' own listener, where users' keys mean nothing.
-    `state` holds what routes and dependencies read: services, gate, bodies, body_limits.
+    Routes and dependencies read `services`, `gate`, `bodies` and `body_limits`.
     """
 
     def __init__(self, services: Services, is_admin: bool = False, routes: Sequence[ApiRoute] | None = None) -> None:
@@ -74,11 +74,11 @@ class App(FastAPI):
         self._cors = None if is_admin else read_cors(server)
         self.api_routes = routes or (ADMIN_ROUTES if is_admin else ROUTES)
         self.dispatcher = Dispatcher(self.api_routes, self._cors)
-        self.state.services = services
-        self.state.gate = Gate(server, is_admin, self._cors)
-        self.state.bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout, value_limit(context))
-        self.state.body_limits = body_limits(services)
-        self.keys = self.state.gate.keys
+        self.services = services
+        self.gate = Gate(server, is_admin, self._cors)
+        self.bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout, value_limit(context))
+        self.body_limits = body_limits(services)
+        self.keys = self.gate.keys
         if services.batches is not None and not is_admin:
             services.batches.route = self.run_for_tenant
 
@@ -158,7 +158,7 @@ class Dispatcher:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError, QuotaExceededError for a request that no route has run."""
-        gate: Gate = scope["app"].state.gate
+        gate: Gate = scope["app"].gate
         found = self.index.find(decode_path(scope["raw_path"]))
         if self._cors is not None:
             if found is not None and any(route.access is Access.ADMIN for route in found.endpoints.values()):
@@ -208,7 +208,7 @@ async def _refuse(scope: Scope, error: ApiError) -> None:
     context = RequestContext(scope, receive, send, 0, scope.get("errors", OPENAI))
     with suppress(DisconnectedError):
         await context.fail(error)
-    count_response(scope["app"].state.services.metrics, NO_ROUTE, context)
+    count_response(scope["app"].services.metrics, NO_ROUTE, context)
 
 
 async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) -> None:
@@ -221,7 +221,7 @@ async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) ->
     context = RequestContext(scope, receive, send, 0)
     with suppress(DisconnectedError):
         await context.respond(b"", headers=())
-    count_response(scope["app"].state.services.metrics, NO_ROUTE, context)
+    count_response(scope["app"].services.metrics, NO_ROUTE, context)
 
 
 def _not_found(scope: Scope) -> ApiError:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends
 
-from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.protocol.api_route import ScopeDependency
+from frame.entrypoints.http.request_context import RequestContext, Scope
 from frame.entrypoints.http.services import Services
 
 
-async def get_context(request: Request) -> Any:
+def get_context(scope: Scope) -> Any:
     """The `RequestContext` of this request, which its route has made."""
-    return request.scope["context"]
+    return scope["context"]
 
 
-async def get_services(request: Request) -> Any:
+def get_services(scope: Scope) -> Any:
     """The server's `Services`."""
-    return request.app.state.services
+    return scope["app"].services
 
 
-ContextDep = Annotated[RequestContext, Depends(get_context)]
-ServicesDep = Annotated[Services, Depends(get_services)]
+ContextDep = Annotated[RequestContext, Depends(ScopeDependency(get_context))]
+ServicesDep = Annotated[Services, Depends(ScopeDependency(get_services))]

@@ -104,7 +104,7 @@ class SamplingFields(RequestOptions):
         for name, other in (("custom", "custom_params"), ("include_stop_str_in_output", "no_stop_trim")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise ApiError(400, f"{name} and {other} are the same; send one of them", other)
-        values = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        values = {name: value for name in _SAME & self.model_fields_set if (value := getattr(self, name)) is not None}
         for name in ("stop_token_ids", "bad_words"):
             if name in values:
                 values[name] = tuple(values[name])
@@ -135,9 +135,9 @@ class SamplingFields(RequestOptions):
         return prompt[:count] if self.truncation_side == "right" else prompt[-count:]
 
 
-_SAME = ("seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
+_SAME = frozenset({"seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
          "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-         "disable_any_whitespace", "custom")  # fmt: skip
+         "disable_any_whitespace", "custom"})  # fmt: skip
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.request_context import RequestContext
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 TIMEOUT_HEADER = "x-request-timeout"
 PRIORITY_LIMIT = 2**31
@@ -127,19 +128,18 @@ async def start_request(
     except (EngineDeadError, InvalidRequestError) as error:
         raise as_api_error(error) from None
     if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
-        rid = f"{prefix}{call.request_id}-{uuid.uuid4().hex[:8]}" if call.request_id else f"{prefix}{uuid.uuid4().hex}"
+        rid = f"{prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{prefix}{secrets.token_hex(16)}"
     try:
         most = countable_tokens(services) if options.truncates else services.client.limits.max_context
         ids, second_text_starts = await _encode_all(services, prompts, add_special_tokens, longest, most)
         room = services.client.limits.max_context
         ids = [options.truncated(prompt, room - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
-        async for prompt, own in paced(zip(ids, params, strict=True)):
-            services.client.check_prompt(prompt, own)
+        await paced_map(lambda pair: services.client.check_prompt(*pair), zip(ids, params, strict=True))
+        checked = {id(own): own for own in params}
         params = await _with_bad_words(services, params)
         if refine is not None:
-            params = [refine(prompt, own) async for prompt, own in paced(zip(ids, params, strict=True))]
-        async for own in paced(_unique(params)):
-            services.client.check_params(own)
+            params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
+        await paced_map(services.client.check_params, (own for own in _unique(params) if id(own) not in checked))
         space = _namespace(services, call, salt)
         answer = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
         await _start(services, answer, priority, space, deadline)
@@ -155,8 +155,7 @@ async def start_request(
 async def _start(services: Services, answer: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
     """Start all sequences of a prepared answer, or none."""
     try:
-        async for sequence in paced(answer.sequences):
-            services.client.start_sequence(sequence, priority, namespace, deadline)
+        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), answer.sequences)
     except BaseException:
         services.client.cancel_request(answer)
         raise
@@ -173,11 +172,11 @@ def check_sequence_count(services: Services, count: int, param: str = "n") -> No
 
 
 def _check_params(services: Services, params: Sequence[SamplingParams], priority: int, options: RequestOptions) -> None:
-    vocabulary = services.resolved.model.vocab_size
-    for own in _unique(params):
-        problems = own.problems(vocabulary)
-        if problems:
-            raise as_sent(ApiError(400, problems[0].sentence, problems[0].param), options)
+    try:
+        for own in _unique(params):
+            services.client.check_params(own)
+    except InvalidRequestError as error:
+        raise as_sent(as_api_error(error), options) from None
     if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
         raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
@@ -216,8 +215,7 @@ async def _encode_all(
     """Token ids of each, and where the second texts of pairs begin."""
     inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
     if len(inputs) < len(prompts) or (len(inputs) == 1 and services.resolved.task == "generate"):
-        given = paced(prompts)
-        return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, most) async for one in given], []
+        return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, most) for one in prompts], []
     special = add_special_tokens or services.resolved.task != "generate"
     bound = None if longest is not None else most  # what is cut has no bound
     encoded = await _within(services, most, services.need_text_input().encode_inputs(inputs, longest, bound, special))
@@ -327,14 +325,15 @@ def as_sent(error: BaseException, options: RequestOptions) -> BaseException:
     return ApiError(error.status, message, name + error.param[len(ours) :], error.code, error.retry_after)
 
 
-async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items, with a turn for the event loop's other work every few milliseconds."""
-    until = time.perf_counter() + TURN
+async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """`act` of each item, with a turn for the event loop's other work every few milliseconds."""
+    found, until = [], time.perf_counter() + TURN
     for item in items:
-        yield item
+        found.append(act(item))
         if time.perf_counter() >= until:
             await asyncio.sleep(0)
             until = time.perf_counter() + TURN
+    return found
 
 
 def _unique(params: Sequence[SamplingParams]) -> Iterable[SamplingParams]:

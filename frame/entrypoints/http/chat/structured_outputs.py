@@ -50,7 +50,9 @@ def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | 
     `SamplingParams.problems` refuses several constraints at once. Raises ApiError 400 that names
     the field.
     """
-    values = _response_format(response_format or {}) | _structured_outputs(fields.structured_outputs or {})
+    values = _response_format(response_format) if response_format else {}
+    if fields.structured_outputs:
+        values |= _structured_outputs(fields.structured_outputs)
     given = {
         "json_schema": fields.guided_json if fields.guided_json is not None else fields.json_schema,
         "regex": fields.regex if fields.regex is not None else fields.guided_regex,

@@ -23,7 +23,7 @@ from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_e
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.protocol.response_docs import responds_with
-from frame.entrypoints.http.request_starter import check_sequence_count, encode_prompt, paced
+from frame.entrypoints.http.request_starter import check_sequence_count, encode_prompt
 from frame.entrypoints.http.response_models.dialects import ServerLoad, Version
 from frame.entrypoints.http.response_models.native import PooledList
 from frame.entrypoints.http.response_models.openai import ChatCompletion, RenderedRequest
@@ -88,7 +88,7 @@ async def render_completion_request(request: CompletionRequest, services: Servic
     params, prompts = request.to_sampling_params(), request.to_prompts()
     check_sequence_count(services, len(prompts), "prompt")
     special = request.add_special_tokens
-    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special) async for one in paced(prompts)]
+    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special) for one in prompts]
     return [_rendered(services, request, one, params) for one in ids]
 
 

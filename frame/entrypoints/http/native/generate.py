@@ -36,7 +36,7 @@ from frame.entrypoints.http.request_starter import (
     check_sequence_count,
     countable_tokens,
     encode_prompt,
-    paced,
+    paced_map,
     start_request,
     stream_response,
     wait_complete,
@@ -149,7 +149,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
             await stream_response(context, services, state, builder.write_events, lambda: DONE)
         else:
             await wait_complete(state)
-            results = [builder.build_result(sequence) async for sequence in paced(state.sequences)]
+            results = await paced_map(builder.build_result, state.sequences)
             return results[0] if builder.is_single else results
     finally:
         services.client.abandon_request(state)

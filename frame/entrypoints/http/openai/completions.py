@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from frame.core.messages import TokenLogprobs
@@ -23,7 +24,7 @@ from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import check_sequence_count, paced, start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import check_sequence_count, paced_map, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.anthropic import AnthropicModel, AnthropicModelList
 from frame.entrypoints.http.response_models.openai import (
     ChatCompletion,
@@ -61,7 +62,11 @@ class Response(ABC):
             "system_fingerprint": services.fingerprint,
             "service_tier": "default",
         }
-        self.chunks = ChunkWriter(self._head, self.has_usage)
+
+    @cached_property
+    def chunks(self) -> ChunkWriter:
+        """The writer of the events of a stream."""
+        return ChunkWriter(self._head, self.has_usage)
 
     def num_generated(self) -> int:
         return sum(sequence.num_tokens for sequence in self.state.sequences)
@@ -103,7 +108,7 @@ class Response(ABC):
             await stream_response(context, self.services, self.state, self.write_events, self.closing_events)
             return None
         await wait_complete(self.state)
-        choices = [self.build_choice(sequence) async for sequence in paced(self.state.sequences)]
+        choices = await paced_map(self.build_choice, self.state.sequences)
         return {**self._head, "choices": choices, "usage": self.final_usage(), **self.extra_fields()}
 
     def extra_fields(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
@@ -100,6 +101,7 @@ def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return f"a page of {page[:LONGEST]} may not use this server, which has no key; allow it with --cors-origins, or set --api-key"
 
 
+@lru_cache(maxsize=64)
 def _is_certain(host: str) -> bool:
     """Whether a `Host` is an address, a name that every machine gives to itself, or left out, as no
     browser does."""
