@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
+from frame.core.interfaces.parsing import ParserContext, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.entrypoints.http.app import ROUTES
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 from tests.entrypoints.published import check_response, description
@@ -148,7 +148,8 @@ async def stored(server: InProcess) -> set[str]:
 
 async def test_responses_match_the_published_schemas(tmp_path: Path) -> None:
     async with serving({"batches": {"folder": str(tmp_path)}}) as server:
-        server.services.reasoning, server.services.tool_calls = Thinks, Calls
+        context = ParserContext()
+        server.services.reasoning, server.services.tool_calls = lambda: Thinks(context), lambda: Calls(context)
         seen = {(await ask(server, *request))[0] for request in REQUESTS} | await stored(server)
         server.services.reasoning = server.services.tool_calls = None
         seen |= {(await ask(server, *request))[0] for request in REQUESTS[:4]}
