@@ -1,5 +1,5 @@
-"""`python -m frame.plugins.check KIND NAME`: loads one plugin in this process, which isolates a
-crash of the plugin.
+"""`python -m frame.plugins.check KIND NAME [FILE …]`: loads one plugin in this process, which
+isolates a crash of the plugin.
 
 Prints one JSON object: {"ok": bool, "error": str | null, "class": str | null}. Used by `frame
 plugins check`.
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
+from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError
-from frame.plugins.loader import load_registry
+from frame.plugins.loader import load_configured
 
 
-def check(kind: str, name: str) -> dict[str, object]:
+def check(kind: str, name: str, paths: Sequence[str] = ()) -> dict[str, object]:
     """Load the plugin. An error of the plugin is part of the result, and not raised."""
     try:
-        registry = load_registry()
+        registry = load_configured(PluginsSection(paths=tuple(paths)))
         loaded = registry.load(registry.get(kind, name))
     except PluginError as error:
         return {"ok": False, "error": str(error), "class": None}
@@ -25,4 +27,4 @@ def check(kind: str, name: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(check(sys.argv[1], sys.argv[2])) + "\n")
+    sys.stdout.write(json.dumps(check(sys.argv[1], sys.argv[2], sys.argv[3:])) + "\n")

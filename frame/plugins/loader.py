@@ -17,13 +17,15 @@ from typing import Any
 import pluggy
 
 from frame.core.config.resolve_plugins import OWN_DISTRIBUTION
+from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
-from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
+from frame.plugins.files import add_class, add_classes, find_classes, load_file
+from frame.plugins.registry import BrokenPlugin, Provenance, Registry, cause_chain
 from frame.plugins.renames import FORMER_KINDS, describe_import
 
-__all__ = ["OWN_DISTRIBUTION", "Observers", "load_registry", "observers"]
+__all__ = ["OWN_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
 
 EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
 
@@ -31,10 +33,34 @@ _log = logging.getLogger(__name__)
 _KIND_OF_HOOK = MappingProxyType({kind.hook: kind.name for kind in KINDS.values()})
 
 
+def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Registry:
+    """Return all plugins that a configuration allows, its `plugins.paths` and `classes` included.
+    Raises PluginError for a file or a class that cannot be read."""
+    registry = load_registry(plugins.allow, plugins.deny)
+    for path in plugins.paths:
+        module, version = load_file(path)
+        owner = Provenance(path, version)
+        hooked = [name for name, value in vars(module).items() if hasattr(value, f"{hookspecs.PROJECT}_impl")]
+        if hooked:
+            try:
+                _add_manifest(registry, registry.hooks, module, owner)
+            except (KeyboardInterrupt, MemoryError):
+                raise
+            except BaseException as error:  # a hook may raise any error, SystemExit included
+                raise PluginError(f"plugins.paths: {path} cannot be read: {cause_chain(error)}") from error
+        found = [] if hooked else find_classes(module)
+        if not hooked and not found:
+            raise PluginError(f"plugins.paths: {path} has no plugin; derive a class from an interface, or write a register_… hook")
+        for target in found:
+            add_class(registry, target, path, version)
+    add_classes(registry, classes)
+    return registry
+
+
 def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True) -> Registry:
-    """Return all plugins that may be used. `allow` (None: all) and `deny` name distributions;
-    frame's own is always read, and is the only one with `installed=False`. Errors of plugins are
-    not raised: see `Registry.broken`."""
+    """Return all plugins of packages that may be used. `allow` (None: all) and `deny` name
+    distributions; frame's own is always read, and is the only one with `installed=False`. Errors of
+    plugins are not raised: see `Registry.broken`."""
     allowed = None if allow is None else {_normalise(name) for name in allow}
     denied = {_normalise(name) for name in deny}
     hooks = pluggy.PluginManager(hookspecs.PROJECT)
@@ -76,25 +102,29 @@ def _name_of(entry: EntryPoint) -> str:
 
 def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, entry: EntryPoint) -> None:
     """Load one entry point and add its records, all or none."""
-    plugin: Any = None
     try:
-        plugin = entry.load()
-        hooks.register(plugin, name=f"{owner.name}:{entry.name}")
-        _refuse_unknown_hooks(hooks, plugin)
-        if not hooks.get_hookcallers(plugin):
-            raise PluginError(f"{entry.value} has no hook; write @hookimpl before its register_… function")
-        parts = _collect(registry, hooks, plugin, owner)
+        _add_manifest(registry, hooks, entry.load(), Provenance(owner.name, owner.version), entry.name)
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
-        if plugin is not None and hooks.is_registered(plugin):
-            hooks.unregister(plugin)
         renames = describe_import(error)
         problem = f"{cause_chain(error)}. {renames}" if renames else cause_chain(error)
         broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", problem)
         registry.broken.append(broken)
         _log.debug("plugin not read: %s", broken)  # the main process warns once
-        return
+
+
+def _add_manifest(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Provenance, entry: str = "") -> None:
+    """Register the hooks of a manifest and commit its records, all or none."""
+    hooks.register(plugin, name=f"{owner.distribution}:{entry}" if entry else owner.distribution)
+    try:
+        _refuse_unknown_hooks(hooks, plugin)
+        if not hooks.get_hookcallers(plugin):
+            raise PluginError(f"{plugin.__name__} has no hook; write @hookimpl before its register_… function")
+        parts = _collect(registry, hooks, plugin, owner)
+    except BaseException:
+        hooks.unregister(plugin)
+        raise
     for part in parts:
         registry.commit(part)
 
@@ -110,14 +140,14 @@ def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
             raise AttributeError(f"unknown hook {caller.name!r}{did_you_mean(caller.name, known) or f'; hooks: {known}'}")
 
 
-def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Distribution) -> list[Any]:
+def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Provenance) -> list[Any]:
     """Call the plugin's register hooks one by one, so that each record gets its distribution."""
     parts = []
     for caller in hooks.get_hookcallers(plugin) or ():
         kind = _KIND_OF_HOOK.get(caller.name)
         for impl in caller.get_hookimpls():
             if kind is not None and impl.plugin is plugin:
-                part = registry.kind(kind, owner.name, owner.version)
+                part = registry.kind(kind, owner.distribution, owner.version)
                 impl.function(*(part for _ in impl.argnames))
                 parts.append(part)
     return parts

@@ -62,6 +62,7 @@ class KindRegistry:
     owner: Provenance = Provenance()
     added: list[PluginRecord] = field(default_factory=list)
     suggested: dict[str, str] = field(default_factory=dict)  # name of a plugin -> the distribution that brings it
+    classes: dict[str, type] = field(default_factory=dict)  # of targets that were given as classes
 
     def suggest_distribution(self, name: str, distribution: str) -> None:
         """Name the distribution that brings plugin `name`, for the error when it is selected and
@@ -96,7 +97,8 @@ class KindRegistry:
         if any(record.name == name for record in self.added):
             raise PluginError(f"{here} is added twice by {self.owner.distribution or 'the same plugin'}; keep one.")
         if isinstance(target, type):
-            target = f"{target.__module__}:{target.__qualname__}"
+            given, target = target, f"{target.__module__}:{target.__qualname__}"
+            self.classes[target] = given
         module, _, attribute = target.partition(":")
         if not module or not attribute:
             raise PluginError(f"{here}: the target is {target!r}; write it as 'package.module:Class'.")
@@ -137,6 +139,7 @@ class Registry:
     def __init__(self) -> None:
         self._records: dict[str, dict[str, list[PluginRecord]]] = {kind: {} for kind in KINDS}
         self._suggested: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+        self._classes: dict[str, type] = {}  # of targets that were given as classes
         self.broken: list[BrokenPlugin] = []
         self.excluded: frozenset[str] = frozenset()  # installed distributions whose plugins were not read
         self.unmatched: list[str] = []  # allowed or denied names without a plugin: misspelt, or not installed
@@ -151,6 +154,7 @@ class Registry:
         for record in part.added:
             self._records[record.kind].setdefault(record.name, []).append(record)
         self._suggested[part.kind.name].update(part.suggested)
+        self._classes.update(part.classes)
 
     def records(self, kind: str) -> list[PluginRecord]:
         """Return all records of a kind, by descending rank. `problems` says why a record cannot be
@@ -199,7 +203,7 @@ class Registry:
         if record.problems:
             raise PluginError(f"{who} cannot be used: {'; '.join(map(str, record.problems))}.")
         try:
-            loaded = _import(record.target)
+            loaded = self._classes.get(record.target) or _import(record.target)
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # a plugin's import may raise any error, SystemExit included

@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--frame-conformance-json", metavar="FILE", help="Write the verdict as JSON.")
     group.addoption("--frame-conformance-device", default="cpu", metavar="DEVICE", help="Where to check: cpu (default) or cuda.")
     group.addoption("--frame-conformance-thorough", action="store_true", help="More and larger cases.")
+    group.addoption(
+        "--frame-conformance-plugin", action="append", default=[], metavar="FILE", help="Read the plugins of a file; may be given again."
+    )
     group.addoption("--frame-conformance-options", default="{}", metavar="JSON", help="The plugin's own options, as a JSON object.")
 
 
@@ -72,8 +75,9 @@ class ConformanceRun:
             yield ConformanceItem.from_parent(session, name=f"{selector}[{check.name}]", check=check)
 
     def _subject(self, selector: str) -> Subject:
+        from frame.core.config.schema import PluginsSection
         from frame.core.errors import PluginError
-        from frame.plugins.loader import load_registry
+        from frame.plugins.loader import load_configured
         from frame.testing import conformance
 
         config = self._config
@@ -83,7 +87,8 @@ class ConformanceRun:
                 thorough=config.getoption("--frame-conformance-thorough"),
                 options=json.loads(config.getoption("--frame-conformance-options")),
             )
-            return conformance.find(load_registry(), selector, setting)
+            plugins = PluginsSection(paths=tuple(config.getoption("--frame-conformance-plugin")))
+            return conformance.find(load_configured(plugins), selector, setting)
         except (PluginError, json.JSONDecodeError) as error:
             raise pytest.UsageError(str(error)) from error
 

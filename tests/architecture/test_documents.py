@@ -15,7 +15,6 @@ import click
 import pytest
 
 import frame
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.quantization import QuantizationRequirements
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.flat_settings import settings
@@ -240,13 +239,6 @@ def test_documents_name_no_machine() -> None:
 def test_make_prints_its_targets() -> None:
     done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     assert {"serve", "test", "check", "docs", "bench"} <= {line.split()[0] for line in done.stdout.splitlines()}
-
-
-def test_the_readme_names_the_kinds_of_plugins_that_there_are() -> None:
-    first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
-    assert "whose parts are plugins" in first
-    words = {kind.plural.replace("_", " ").replace("moe", "MoE") for kind in KINDS.values()}
-    assert {word for word in words if word not in first} == set()
 
 
 def test_the_weights_of_the_deepseek_example_have_a_method() -> None:

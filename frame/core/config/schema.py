@@ -412,6 +412,9 @@ class PluginsSection(Section):
         flag="plugins-allow",
     )
     deny: tuple[str, ...] = setting((), "Distributions whose plugins are not read.", flag="plugins-deny")
+    paths: tuple[str, ...] = setting(
+        (), "Python files, or folders with an `__init__.py`, whose plugins are read besides those of packages.", flag="plugin"
+    )
     options: dict[str, dict[str, Any]] = setting({}, "Options of plugins: kind/name -> the plugin's own settings.")
 
 

@@ -54,6 +54,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, config_file: str | None, set_values: tuple[str, ...], **options: Any) -> Any:
         flags = {key.removeprefix(_PREFIX): options.pop(key) for key in list(options) if key.startswith(_PREFIX)}
+        flags = {key: ",".join(value) or None if isinstance(value, tuple) else value for key, value in flags.items()}
         return function(*args, loaded=load_config(config_file, flags, set_values), **options)
 
     decorated: Callable[..., Any] = wrapped
@@ -79,7 +80,8 @@ def _flag(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]
     if setting.shape == "switch":
         declaration = f"--{setting.flag}/--no-{setting.flag}"
         return click.option(declaration, _parameter(setting.flag), cls=section, default=None, help=text)
-    return click.option(f"--{setting.flag}", _parameter(setting.flag), cls=section, metavar=_metavar(setting), help=text)
+    is_list = setting.shape == "list"  # given once with commas, or several times
+    return click.option(f"--{setting.flag}", _parameter(setting.flag), cls=section, metavar=_metavar(setting), multiple=is_list, help=text)
 
 
 def _shown_default(setting: Setting) -> str:

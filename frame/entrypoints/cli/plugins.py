@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from frame.core.config.resolve_plugins import KEYS
-from frame.core.config.schema import FrameConfig
+from frame.core.config.schema import FrameConfig, PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
@@ -24,10 +24,13 @@ from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.prepare import registry_of
 from frame.entrypoints.configuration.sources import LoadedConfig
-from frame.plugins.loader import observed_events
+from frame.plugins.loader import load_configured, observed_events
 from frame.plugins.registry import Registry
 
 CHECK_SECONDS = 300
+_PLUGIN_FILES = click.option(
+    "--plugin", "paths", multiple=True, metavar="FILE", help="Read the plugins of a Python file too; may be repeated."
+)
 
 
 @click.group("plugins", help="List, inspect, check and create plugins.")
@@ -59,8 +62,9 @@ def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | 
 @click.command(help="Show one plugin: NAME or KIND/NAME.")
 @click.argument("name")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def info(name: str, is_json: bool) -> None:
-    registry = registry_of(FrameConfig())
+@_PLUGIN_FILES
+def info(name: str, is_json: bool, paths: tuple[str, ...]) -> None:
+    registry = load_configured(PluginsSection(paths=paths))
     found = registry.find(name)
     if is_json:
         click.echo(json.dumps([as_data(record) for record in found], indent=2))
@@ -74,12 +78,13 @@ def info(name: str, is_json: bool) -> None:
 @click.command(help="Load one plugin in a process of its own. NAME or KIND/NAME; reports success or the cause.")
 @click.argument("name")
 @click.option("--conformance", is_flag=True, help="Run the conformance suite of its interface too.")
-def check(name: str, conformance: bool) -> None:
-    for record in registry_of(FrameConfig()).find(name):
-        _check(record)
+@_PLUGIN_FILES
+def check(name: str, conformance: bool, paths: tuple[str, ...]) -> None:
+    for record in load_configured(PluginsSection(paths=paths)).find(name):
+        _check(record, paths)
         click.echo(f"{record.kind}/{record.name}: loads ({record.target})")
         if conformance:
-            _conformance(record)
+            _conformance(record, paths)
 
 
 @click.command(help="Write an installable package with a new plugin. Of KIND and called NAME; it works, and brings its tests.")
@@ -137,9 +142,9 @@ def _print_broken(registry: Registry) -> None:
         click.echo(f"broken: {broken}", err=True)
 
 
-def _check(record: PluginRecord) -> None:
+def _check(record: PluginRecord, paths: Sequence[str]) -> None:
     """Raises PluginError with the cause, also when the process was killed by its plugin."""
-    arguments = [sys.executable, "-m", "frame.plugins.check", record.kind, record.name]
+    arguments = [sys.executable, "-m", "frame.plugins.check", record.kind, record.name, *paths]
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -155,10 +160,11 @@ def _check(record: PluginRecord) -> None:
         raise PluginError(result["error"])
 
 
-def _conformance(record: PluginRecord) -> None:
+def _conformance(record: PluginRecord, paths: Sequence[str]) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
         raise PluginError("The conformance suites need pytest; install it: pip install 'frame-serve[test]'.")
     arguments = [sys.executable, "-m", "pytest", "-q", f"--frame-conformance={record.kind}:{record.name}"]
+    arguments += [f"--frame-conformance-plugin={path}" for path in paths]
     done = subprocess.run(arguments, check=False)
     if done.returncode:
         raise PluginError(f"{record.kind}/{record.name} does not pass the conformance suite of {record.api} (see above).")

@@ -5,10 +5,12 @@ Exit codes: 0 stopped by a signal, 1 a process failed, 78 wrong configuration.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import click
 
+from frame.core.errors import ConfigurationError
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
@@ -16,9 +18,17 @@ HELP = "Serve a model over HTTP: OpenAI API at /v1, native API at /generate. The
 
 
 @config_command(help=HELP)
+@click.option("--watch", is_flag=True, help="Restart the server when a file of plugins.paths or the configuration file changes.")
 @click.pass_context
-def command(ctx: click.Context, loaded: LoadedConfig) -> None:
-    ctx.exit(run(loaded))
+def command(ctx: click.Context, loaded: LoadedConfig, watch: bool) -> None:
+    if not watch:
+        ctx.exit(run(loaded))
+    from frame.entrypoints.processes import watch as watching
+
+    files = [*loaded.config.plugins.paths, *([loaded.file] if loaded.file else [])]
+    if not files:
+        raise ConfigurationError("--watch needs a file to watch; give --plugin FILE or --config FILE")
+    ctx.exit(watching.watch([argument for argument in sys.argv[1:] if argument != "--watch"], files))
 
 
 def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker") -> int:

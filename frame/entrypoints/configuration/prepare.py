@@ -7,7 +7,7 @@ Used by every command that starts or explains an engine. Loads no plugin and no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.http.protocol.origin import read_cors
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
-from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
+from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
 
 __all__ = ["Prepared", "prepare", "registry_of"]
@@ -45,8 +45,9 @@ class Prepared:
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
-def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False) -> Prepared:
+def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False, classes: Sequence[type] = ()) -> Prepared:
     """Resolve `config` on this machine. is_served: HTTP and text processes run beside the engine.
+    classes: plugins of this process.
 
     Raises ConfigurationError (CheckpointError, ResolveError, PluginError) with a message for the
     user.
@@ -56,7 +57,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         read_cors(config.server)  # raises for invalid origins
     if OWN_DISTRIBUTION in config.plugins.deny:
         raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
-    registry = registry_of(config)
+    registry = registry_of(config, classes)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
     for name in registry.unmatched:
@@ -118,6 +119,6 @@ def _chat_template(config: FrameConfig) -> str:
     return source or ""
 
 
-def registry_of(config: FrameConfig) -> Registry:
-    """The plugins that `config` allows."""
-    return load_registry(allow=config.plugins.allow, deny=config.plugins.deny)
+def registry_of(config: FrameConfig, classes: Sequence[type] = ()) -> Registry:
+    """The plugins that `config` allows, and the given classes."""
+    return load_configured(config.plugins, classes)

@@ -36,6 +36,7 @@ class LoadedConfig:
 
     config: FrameConfig
     sources: Mapping[str, str] = field(default_factory=dict)
+    file: str | None = None  # the YAML file that was read
     reread: Callable[[], LoadedConfig] | None = None  # loads the same sources again; raises ConfigError
 
     def source(self, key: str) -> str:
@@ -64,7 +65,7 @@ def load_config(
     layers.add_all(_from_environment(environ))
     layers.add_all(_from_flags(flags or {}))
     layers.add_all(_from_sets(sets))
-    return replace(layers.build(), reread=partial(load_config, file, flags, sets, environ))
+    return replace(layers.build(), file=path or None, reread=partial(load_config, file, flags, sets, environ))
 
 
 def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) -> LoadedConfig:

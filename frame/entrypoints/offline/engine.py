@@ -45,7 +45,8 @@ MAX_CRASHES = 3  # of engines during one call, after which the call fails
 
 class Engine:
     """An engine for offline use. Keywords are configuration keys: names of flags (`max_model_len`,
-    `tp`) or `section__field`.
+    `tp`) or `section__field`. `plugins`: plugin classes of this process, such as a scheduling
+    policy of a notebook; each is used where its setting is not given.
 
     A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts
     gives a list of outputs, in order. Parameters are given once for all prompts, or one per prompt.
@@ -55,10 +56,12 @@ class Engine:
     its `outputs` hold what was generated so far.
     """
 
-    def __init__(self, model: str | None = None, *, config: FrameConfig | str | None = None, **keys: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, config: FrameConfig | str | None = None, plugins: Sequence[type] = (), **keys: Any
+    ) -> None:
         from frame.entrypoints.processes.launch import open_session, resolve_arguments
 
-        prepared = resolve_arguments(config, keys if model is None else {"model": model, **keys})
+        prepared = resolve_arguments(config, keys if model is None else {"model": model, **keys}, plugins)
         self._resolved = prepared.resolved
         self._open = partial(open_session, prepared)
         self._session: Session = self._open()

@@ -168,7 +168,7 @@ class NoGrammars(GrammarBackend):
 def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) -> None:
     """Compile grammars until standard input closes. `load` returns the backend; tests replace
     it."""
-    from frame.plugins.loader import load_registry
+    from frame.plugins.loader import load_configured
 
     die_with_parent(int(sys.argv[1]))  # during a compilation the process does not read its input, so it would not notice the engine's end
     for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
@@ -181,8 +181,8 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     if config is None:
         return
     resolved = Resolved.model_validate_json(config)
-    sampling, plugins = resolved.user.sampling, resolved.user.plugins
-    backend = load(resolved, load_registry(allow=plugins.allow, deny=plugins.deny))
+    sampling = resolved.user.sampling
+    backend = load(resolved, load_configured(resolved.user.plugins))
     for kind, source in WARMUP_GRAMMARS.items():  # lazy imports of a backend happen before time and memory are limited
         compile_one(backend, kind, source)
     limit_memory(sampling.grammar_memory)

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from frame.core.config.resolved import Resolved
-from frame.core.errors import ConfigurationError
+from frame.core.errors import ConfigurationError, PluginError
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Control, Heartbeat, Message, Ready
 from frame.core.text.detokenizer import Detokenizer
@@ -25,6 +25,10 @@ from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
 from frame.entrypoints.processes.deployment import Deployment, Layout
+
+if TYPE_CHECKING:
+    from frame.core.config.schema import FrameConfig
+
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
 
@@ -193,13 +197,39 @@ def _phases(data: dict[str, Any]) -> str:
     return f" ({', '.join(parts)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""
 
 
-def resolve_arguments(config: Any, keywords: dict[str, Any]) -> Prepared:
-    """Resolve the arguments of `Engine(...)`: a FrameConfig, or a YAML file and keywords."""
+def resolve_arguments(config: Any, keywords: dict[str, Any], classes: Sequence[type] = ()) -> Prepared:
+    """Resolve the arguments of `Engine(...)`: a FrameConfig, or a YAML file and keywords; and
+    plugin classes, which are selected for the settings that are not given."""
     from frame.core.config.schema import FrameConfig
     from frame.entrypoints.configuration.sources import from_keywords
 
     if isinstance(config, FrameConfig):
         if keywords:
             raise ConfigurationError(f"{next(iter(keywords))} is given beside a FrameConfig; set it there, or give keywords only")
-        return prepare(config)
-    return prepare(from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))})).config)
+        given = config
+    else:
+        given = from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))})).config
+    return prepare(select_classes(given, classes), classes=classes)
+
+
+def select_classes(config: FrameConfig, classes: Sequence[type]) -> FrameConfig:
+    """The configuration with these plugins selected for the settings that it leaves out; a list of
+    plugins gets them at its end. Raises PluginError for a class that the engine's processes cannot
+    import."""
+    from frame.plugins.files import name_class
+
+    chosen: dict[str, dict[str, Any]] = {}
+    for target in classes:
+        kind, name = name_class(target)
+        if config.parallel.tp > 1 or (kind.name == "grammar_backend" and config.sampling.grammar_workers):
+            change = "parallel.tp: 1" if config.parallel.tp > 1 else "sampling.grammar_workers: 0"
+            sentence = f"{target.__qualname__} is a class of this process, which the processes of the engine cannot import"
+            raise PluginError(f"{sentence}; set {change}, or write it to a file and set plugins.paths")
+        section, _, field = kind.key.partition(".")
+        values = chosen.setdefault(section, {})
+        part = getattr(config, section)
+        if kind.is_list:
+            values[field] = (*values.get(field, getattr(part, field)), name)
+        elif field not in part.model_fields_set:
+            values[field] = name
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values) for section, values in chosen.items()})

@@ -32,7 +32,7 @@ from frame.entrypoints import logs
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.entrypoints.processes.hang_dump import enable_stack_dumps
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
-from frame.plugins.loader import load_registry
+from frame.plugins.loader import load_configured
 from frame.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -245,8 +245,7 @@ def tokenizer_of(resolved: Resolved) -> Tokenizer:
 
 def registry_of(resolved: Resolved) -> Registry:
     """The registry of the plugins that the configuration allows."""
-    plugins = resolved.user.plugins
-    return load_registry(allow=plugins.allow, deny=plugins.deny)
+    return load_configured(resolved.user.plugins)
 
 
 def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
