@@ -1,7 +1,7 @@
 """What every MoE runner must satisfy, checked expert by expert in float64.
 
-Weights lie in memory both ways that methods create them. Knows no routing: ids and weights are
-drawn, with experts that nobody chose, experts that everybody chose, and weights of zero.
+Weights lie in memory both ways that methods create them. Ids and weights are drawn, with experts
+that no token chose, experts that all chose, and weights of zero. Must not know routing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.moe import DispatchOutput, MoECapabilities, MoERequirements, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.testing.attention_cases import build_context
 from frame.testing.conformance import Check, Subject
-from frame.testing.devices import open_platform
+from frame.testing.suites.experts import DTYPES, TOLERANCE, draw, reference, supports
+from frame.testing.suites.unchanged import unchanged
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # relative to the largest value
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SIZES = ((1, 4, 1, 32, 16), (7, 8, 2, 64, 32), (33, 16, 4, 48, 24), (200, 8, 3, 64, 40))  # tokens, experts, k, hidden, inner
+SIZES = (  # tokens, experts, k, hidden, inner
+    (1, 4, 1, 32, 16),
+    (7, 8, 2, 64, 32),
+    (33, 16, 4, 48, 24),
+    (200, 8, 3, 64, 40),
+    (5, 1, 1, 32, 16),  # one expert
+    (6, 3, 3, 40, 24),  # every token chooses all
+    (40, 96, 6, 32, 16),  # more experts than tokens
+    (1100, 5, 2, 32, 16),
+)
 LARGE = ((1, 64, 8, 512, 256), (300, 64, 8, 512, 256), (2048, 32, 4, 256, 128))
+Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
 
 @dataclass(frozen=True)
 class Sizes:
     """One layer and one batch."""
 
-    numbers: tuple[int, int, int, int, int]  # tokens, experts, experts a token, hidden, inner
+    numbers: tuple[int, int, int, int, int]
     dtype: torch.dtype
     device: str
 
@@ -47,91 +55,97 @@ class PlainExperts(nn.Module):
 
 
 def suite(subject: Subject) -> Iterator[Check]:
-    """`moe_runner/2`, in every dtype of the capabilities."""
-    setting, capabilities = subject.setting, subject.record.capabilities
-    for name in getattr(capabilities, "dtypes", DTYPES):
-        need = MoERequirements(device=setting.device.partition(":")[0], compute_capability=_capability(setting.device), dtype=name)
-        if isinstance(capabilities, MoECapabilities) and capabilities.unsupported(need):
+    """The checks of MoE runners, in every dtype of the capabilities."""
+    setting = subject.setting
+    for name, dtype in DTYPES.items():
+        if not supports(subject, name):
             continue
         for numbers in (*SIZES, *(LARGE if setting.thorough else ())):
-            sizes = Sizes(numbers, DTYPES[name], setting.device)
+            sizes = Sizes(numbers, dtype, setting.device)
             label = "x".join(map(str, numbers))
             yield Check(f"agrees_with_float64-{label}-{name}", partial(_agrees, subject, sizes))
-        sizes = Sizes(SIZES[1], DTYPES[name], setting.device)
+        sizes = Sizes(SIZES[1], dtype, setting.device)
         yield Check(f"weight_of_zero_adds_nothing-{name}", partial(_zero_weights, subject, sizes))
         yield Check(f"one_expert_for_all-{name}", partial(_one_expert, subject, sizes))
         yield Check(f"a_token_stands_alone-{name}", partial(_alone, subject, sizes))
+        yield Check(f"parts_add_up-{name}", partial(_parts_add_up, subject, sizes))
+        yield Check(f"steps_of_two_layers-{name}", partial(_steps, subject, sizes))
+        if dtype != torch.float16:  # whose largest number these values exceed
+            yield Check(f"large_values-{name}", partial(_large_values, subject, sizes))
 
 
-def reference(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """[tokens, hidden] in float64: the weighted sum over each token's experts."""
-    gate, up = torch.einsum("th,tkih->tki", x.double(), gate_up.double()[ids]).chunk(2, dim=-1)
-    out = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, down.double()[ids])
-    return (out * weights.double()[..., None]).sum(1)
+def _make(subject: Subject, sizes: Sizes) -> MoERunner:
+    runner: MoERunner = subject.target(build_context(sizes.device, sizes.dtype, 16), subject.options)
+    return runner
 
 
-def _draw(sizes: Sizes) -> tuple[torch.Tensor, ...]:
-    tokens, experts, k, hidden, inner = sizes.numbers
-    generator = torch.Generator().manual_seed(tokens)
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(sizes.dtype)
-
-    x = normal(tokens, hidden)
-    ids = torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices
-    weights = torch.rand(tokens, k, generator=generator)
-    gate_up = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
-    down = normal(experts, hidden, inner, scale=inner**-0.5)
-    return x, ids, weights, gate_up, down
-
-
-def _run(
-    subject: Subject, sizes: Sizes, parts: tuple[torch.Tensor, ...], hidden_first: bool = False, skip: slice = slice(0)
-) -> torch.Tensor:
-    """The runner's result in float64 on the host; tokens of `skip` become NaN."""
+def _run(runner: MoERunner, sizes: Sizes, parts: Parts, experts: PlainExperts | None = None, poison: slice = slice(0)) -> torch.Tensor:
+    """The runner's result in float64 on the host; tokens of `poison` become NaN."""
     x, ids, weights, gate_up, down = (part.to(sizes.device) for part in parts)
     x = x.clone()
-    x[skip] = torch.nan
-    runner: MoERunner = subject.target(build_context(sizes.device, sizes.dtype, 16), subject.options)
-    before = x.clone(), ids.clone(), weights.clone()
-    out = runner.run(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first))
+    x[poison] = torch.nan
+    experts = experts or PlainExperts(gate_up, down, hidden_first=False)
+    given = {"x": x, "ids": ids, "weights": weights, "gate_up": experts.gate_up, "down": experts.down}
+    with unchanged(given, "the runner"):
+        out = runner.run(DispatchOutput(x, ids, weights), experts)
     assert out.shape == x.shape, f"the result's shape is {tuple(out.shape)}, not {tuple(x.shape)}"
     assert out.dtype == sizes.dtype, f"the result's dtype is {out.dtype}, not {sizes.dtype}"
-    same = [torch.equal(torch.nan_to_num(now), torch.nan_to_num(then)) for now, then in zip((x, ids, weights), before, strict=True)]
-    assert all(same), "the runner changed what it was given"
     return out.double().cpu()
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, sizes: Sizes) -> None:
-    error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
     assert torch.isfinite(got).all(), f"the result is not finite ({sizes})"
+    error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
     assert error <= TOLERANCE[sizes.dtype], f"largest relative error {error:.2e}, allowed {TOLERANCE[sizes.dtype]:.0e} ({sizes})"
 
 
 def _agrees(subject: Subject, sizes: Sizes) -> None:
-    parts = _draw(sizes)
+    parts = draw(sizes.numbers, sizes.dtype)
     expected = reference(*parts)
     for hidden_first in (False, True):
-        _close(_run(subject, sizes, parts, hidden_first), expected, sizes)
+        experts = PlainExperts(parts[3].to(sizes.device), parts[4].to(sizes.device), hidden_first)
+        _close(_run(_make(subject, sizes), sizes, parts, experts), expected, sizes)
 
 
 def _zero_weights(subject: Subject, sizes: Sizes) -> None:
-    x, ids, weights, gate_up, down = _draw(sizes)
-    weights[::2, 0] = 0  # as for experts that live on another rank
-    _close(_run(subject, sizes, (x, ids, weights, gate_up, down)), reference(x, ids, weights, gate_up, down), sizes)
+    parts = draw(sizes.numbers, sizes.dtype)
+    parts[2][::2, 0] = 0  # as for experts of another rank
+    _close(_run(_make(subject, sizes), sizes, parts), reference(*parts), sizes)
 
 
 def _one_expert(subject: Subject, sizes: Sizes) -> None:
-    x, ids, weights, gate_up, down = _draw(sizes)
+    x, ids, *rest = draw(sizes.numbers, sizes.dtype)
     ids = torch.full_like(ids, sizes.numbers[1] - 1)
-    _close(_run(subject, sizes, (x, ids, weights, gate_up, down)), reference(x, ids, weights, gate_up, down), sizes)
+    _close(_run(_make(subject, sizes), sizes, (x, ids, *rest)), reference(x, ids, *rest), sizes)
 
 
 def _alone(subject: Subject, sizes: Sizes) -> None:
-    parts = _draw(sizes)
-    got = _run(subject, sizes, parts, skip=slice(1, None))
+    parts = draw(sizes.numbers, sizes.dtype)
+    got = _run(_make(subject, sizes), sizes, parts, poison=slice(1, None))
     _close(got[:1], reference(*parts)[:1], sizes)
 
 
-def _capability(device: str) -> tuple[int, int] | None:
-    return open_platform(device).compute_capability
+def _parts_add_up(subject: Subject, sizes: Sizes) -> None:
+    parts = draw(sizes.numbers, sizes.dtype)
+    x, ids, weights, gate_up, down = (part.to(sizes.device) for part in parts)
+    out = _make(subject, sizes).run_parts(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first=False))
+    assert out.dim() in (2, 3), f"`run_parts` returns {list(out.shape)}, neither [tokens, hidden] nor [tokens, parts, hidden]"
+    _close((out.double().sum(1) if out.dim() == 3 else out.double()).cpu(), reference(*parts), sizes)
+
+
+def _steps(subject: Subject, sizes: Sizes) -> None:
+    """Steps of changing tokens and sizes through two layers, by one runner."""
+    _, experts, k, hidden, inner = sizes.numbers
+    runner = _make(subject, sizes)
+    layers = [draw((1, experts, k, hidden, inner), sizes.dtype, seed)[3:] for seed in (1, 2)]
+    modules = [PlainExperts(gate_up.to(sizes.device), down.to(sizes.device), hidden_first=False) for gate_up, down in layers]
+    for step, tokens in enumerate((9, 9, 1, 70, 9)):
+        for layer, module in enumerate(modules):
+            parts = (*draw((tokens, experts, k, hidden, inner), sizes.dtype, 10 * step + layer)[:3], *layers[layer])
+            _close(_run(runner, sizes, parts, module), reference(*parts), sizes)
+
+
+def _large_values(subject: Subject, sizes: Sizes) -> None:
+    """Products of gates and values above 65504, the maximum of float16."""
+    parts = draw(sizes.numbers, sizes.dtype, scale=300.0)
+    _close(_run(_make(subject, sizes), sizes, parts), reference(*parts), sizes)

@@ -36,8 +36,9 @@ from frame.kernels.moe.grouped_gemm import (
 from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
 from frame.models.layers.router import Router, RoutingRule
 from frame.plugins.moe_runners.triton import Triton
-from frame.testing.conformance_moe import PlainExperts, reference
+from frame.testing.conformance_moe import PlainExperts
 from frame.testing.devices import open_platform
+from frame.testing.suites.experts import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # relative to the largest value; the interpreter truncates instead of rounding

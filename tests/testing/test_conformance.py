@@ -1,4 +1,4 @@
-"""Every in-tree plugin that runs on a CPU passes the suite of its family."""
+"""Every in-tree plugin that runs on a CPU passes the suite of its kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
 REGISTRY = load_registry(installed=False)
-SMALL = ("quantization_method", "moe_runner", "logits_processor", "tool_call_parser", "reasoning_parser")
+SMALL = ("quantization_method", "moe_runner", "moe_dispatcher", "logits_processor", "tool_call_parser", "reasoning_parser")
 
 
 def _selectors() -> list[str]:

@@ -1,4 +1,5 @@
-"""The MoE suite notices what it is there for: each broken runner here breaks one law."""
+"""The suites of MoE runners and dispatchers: their reference, their ranks, and what they ask for.
+`test_mutants` shows what they find."""
 
 from __future__ import annotations
 
@@ -7,64 +8,67 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from frame.core.interfaces.moe import DispatchOutput, MoERunner
-from tests.testing.failures import failures
-
-
-class Loop(MoERunner):
-    """The definition, token by token; the broken ones below differ in one thing each."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return F.silu(gate) * up
-
-    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
-        out = torch.zeros_like(tokens.x)
-        for token, (ids, weights) in enumerate(zip(tokens.ids.tolist(), tokens.weights, strict=True)):
-            for expert, weight in zip(ids, weights, strict=True):
-                gate, up = F.linear(tokens.x[token], experts.gate_up[expert]).chunk(2)
-                out[token] += (F.linear(self.activate(gate, up), experts.down[expert]) * weight).to(out.dtype)
-        return out
+from frame.core.interfaces.moe import MoECapabilities
+from frame.core.interfaces.plugin import PluginRecord
+from frame.testing import conformance
+from frame.testing.mutants import load_mutants
+from frame.testing.suites import moe_dispatcher
+from frame.testing.suites.experts import draw, reference, split
+from frame.testing.suites.thread_group import ThreadGroup, run_ranks
 
 
-class SwappedHalves(Loop):
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return F.silu(up) * gate
+def test_reference_is_the_definition() -> None:
+    x, ids, weights, gate_up, down = draw((5, 4, 2, 16, 8), torch.float32)
+    expected = torch.zeros_like(x)
+    for token in range(5):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            expected[token] += weight * (down[expert] @ (F.silu(gate) * up))
+    torch.testing.assert_close(reference(x, ids, weights, gate_up, down).float(), expected)
 
 
-class InPlace(Loop):
-    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
-        return tokens.x.copy_(super().run(tokens, experts))
+def test_slices_add_up() -> None:
+    x, ids, weights, *layer = draw((5, 4, 2, 16, 12), torch.float32)
+    parts = [reference(x, ids, weights, *split(*layer, rank, 3)) for rank in range(3)]
+    torch.testing.assert_close(sum(parts), reference(x, ids, weights, *layer))
 
 
-class Unweighted(Loop):
-    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
-        return super().run(DispatchOutput(tokens.x, tokens.ids, torch.ones_like(tokens.weights)), experts)
+@pytest.mark.parametrize("kind", ["moe_runner", "moe_dispatcher"])
+def test_only_stated_types_are_checked(kind: str) -> None:
+    target = load_mutants(kind).reference.make()
+
+    def names(capabilities: MoECapabilities) -> list[str]:
+        record = PluginRecord(kind, "x", "m:X", f"{kind}/2", capabilities)
+        subject = conformance.Subject(record, target, None, conformance.Setting())
+        return [check.name for check in conformance.checks(kind, subject)]
+
+    assert all(name.endswith("bfloat16") for name in names(MoECapabilities(devices=("cpu",), dtypes=("bfloat16",))))
+    with pytest.raises(conformance.PluginError, match="No conformance check"):
+        names(MoECapabilities(devices=("cuda",)))
 
 
-class ContiguousOnly(Loop):
-    """Takes the memory of `down` for its shape."""
+def test_ranks_meet() -> None:
+    def work(group: ThreadGroup) -> list[Any]:
+        own = torch.tensor([float(group.rank + 1)])
+        return [group.all_reduce(own).tolist(), group.all_gather(own).tolist(), group.broadcast(own, 1).tolist(), own.tolist()]
 
-    def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
-        flat = torch.as_strided(experts.down, experts.down.shape, torch.empty(experts.down.shape, device="meta").stride())
-        holder = nn.Module()
-        holder.gate_up, holder.down = experts.gate_up, nn.Parameter(flat, requires_grad=False)
-        return super().run(tokens, holder)
+    assert run_ranks(2, work) == [[[3.0], [1.0, 2.0], [2.0], [1.0]], [[3.0], [1.0, 2.0], [2.0], [2.0]]]
 
 
-@pytest.mark.parametrize(
-    ("target", "sentence"),
-    [
-        (SwappedHalves, "relative error"),
-        (InPlace, "changed what it was given"),
-        (Unweighted, "relative error"),
-        (ContiguousOnly, "relative error"),
-    ],
-)
-def test_a_broken_moe_runner_is_caught(target: type, sentence: str) -> None:
-    assert any(sentence in text for text in failures("moe_runner", target).values())
+def test_ranks_that_part_are_told() -> None:
+    with pytest.raises(AssertionError, match="different calls: all_gather of .*, all_reduce of"):
+        run_ranks(2, lambda group: (group.all_reduce if group.rank else group.all_gather)(torch.ones(1)))
+    with pytest.raises(ValueError, match="own fault"):  # not the barrier that it broke for the others
+        run_ranks(2, lambda group: group.all_reduce(torch.ones(1)) if group.rank else (_ for _ in ()).throw(ValueError("own fault")))
 
 
-def test_the_plain_definition_passes() -> None:
-    assert failures("moe_runner", Loop) == {}
+def test_dispatched_ids_are_checked() -> None:
+    class Outside(load_mutants("moe_dispatcher").reference.make()):  # type: ignore[misc]
+        def dispatch(self, x: Any, ids: Any, weights: Any) -> Any:
+            return super().dispatch(x, ids + 100, weights)
+
+    record = PluginRecord("moe_dispatcher", "outside", "m:X", "moe_dispatcher/2")
+    first = next(iter(moe_dispatcher.suite(conformance.Subject(record, Outside, None, conformance.Setting()))))
+    with pytest.raises(AssertionError, match="not indices of the rank's 8 experts"):
+        first.run()

@@ -211,6 +211,8 @@ class AttentionBackend(ABC):
     - A batch may have the extension `AttentionOutput`. A result that `run` or `run_mla` writes to
       `AttentionOutput.get_buffer` is not
       copied.
+    - Plans of two steps may exist at once: `run` reads the plan of its batch and no other.
+    - `plan` and `run` write to none of their arguments, and to the cache only under `stores_kv`.
     - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities
       say `batch_invariant`).
     - One backend object serves all layers of one model on one rank.

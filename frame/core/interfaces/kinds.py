@@ -112,6 +112,7 @@ _ALL = (
         interface="moe:MoEDispatcher",
         context="rank_context:RankContext",
         key="moe.dispatcher",
+        suite="suites.moe_dispatcher:suite",
     ),
     Kind(
         name="scheduling_policy",

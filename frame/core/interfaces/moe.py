@@ -71,7 +71,7 @@ class MoERunner(ABC):
 
     Contract: the result is the weighted sum over each token's experts, before any reduction over
     ranks. `experts` holds `gate_up` and `down` as its `ExpertsMethod` created them. The activation
-    is SiLU(gate) * up.
+    is SiLU(gate) * up. One runner serves all layers, and writes to none of its arguments.
 
     `takes_fp8`: the weights may be e4m3, with float32 scales `gate_up_fp8_scale` and
     `down_fp8_scale` beside them, in these forms:
@@ -98,7 +98,9 @@ class MoEDispatcher(ABC):
     """Moves tokens to the ranks of their experts and the results back.
 
     Contract: combine(run(dispatch(x))) is the layer's output on every rank that needs it, for any
-    placement of the experts.
+    placement of the experts. Neither writes to the layer's tensors. All that `combine` needs is in
+    `DispatchOutput`, because another batch may be dispatched before. On one rank, `combine` also
+    takes the summands of `run_parts`, [tokens, parts, hidden].
     """
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:

@@ -1,0 +1,164 @@
+"""What every MoE dispatcher must satisfy, checked with one, two and three ranks against float64.
+
+Ranks are threads. As in `frame.models.layers.moe`, each rank has all tokens and a slice of every
+expert. Must not know a runner: the experts are computed by their definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from frame.core.interfaces.moe import DispatchOutput, MoEDispatcher
+from frame.core.interfaces.rank_context import Limits, RankContext
+from frame.testing.conformance import Check, Subject
+from frame.testing.devices import open_platform
+from frame.testing.suites.experts import DTYPES, TOLERANCE, draw, reference, split, supports
+from frame.testing.suites.thread_group import ThreadGroup, run_ranks
+from frame.testing.suites.unchanged import unchanged
+
+SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12))  # tokens, experts, k, hidden, inner
+Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a dispatcher is checked."""
+
+    subject: Subject
+    dtype: torch.dtype
+
+    def make(self, group: ThreadGroup) -> MoEDispatcher:
+        limits = Limits(max_running_requests=64, max_tokens_per_step=8192, max_context=131072, page_size=16)
+        device = self.subject.setting.device
+        context = RankContext(platform=open_platform(device), device=torch.device(device), dtype=self.dtype, tp=group, limits=limits)
+        dispatcher: MoEDispatcher = self.subject.target(context, self.subject.options)
+        return dispatcher
+
+    def draw(self, numbers: tuple[int, int, int, int, int], seed: int = 0) -> Parts:
+        x, ids, weights, gate_up, down = draw(numbers, self.dtype, seed)
+        weights[1::3, 0] = 0  # tokens of which an expert counts for nothing
+        return tuple(part.to(self.subject.setting.device) for part in (x, ids, weights, gate_up, down))
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of MoE dispatchers, in every dtype of the capabilities."""
+    for name, dtype in DTYPES.items():
+        if not supports(subject, name):
+            continue
+        place = Place(subject, dtype)
+        for ranks in (1, 2, 3):
+            yield Check(f"ranks-{ranks}-{name}", partial(_agrees, place, ranks))
+        yield Check(f"two_batches_at_once-{name}", partial(_two_at_once, place))
+        yield Check(f"steps_of_two_layers-{name}", partial(_steps, place))
+        yield Check(f"a_token_stands_alone-{name}", partial(_alone, place))
+        yield Check(f"takes_parts_on_one_rank-{name}", partial(_parts, place))
+
+
+def _dispatch(dispatcher: MoEDispatcher, parts: Parts) -> DispatchOutput:
+    x, ids, weights, gate_up, _ = parts
+    with unchanged({"x": x, "ids": ids, "weights": weights}, "dispatch"):
+        tokens = dispatcher.dispatch(x, ids, weights)
+    count, experts = tokens.x.shape[0], gate_up.shape[0]
+    assert tokens.x.dtype == x.dtype and tokens.x.shape[1:] == x.shape[1:], f"dispatched tokens are {tokens.x.dtype} {list(tokens.x.shape)}"
+    found = f"dispatched ids are {tokens.ids.dtype} {list(tokens.ids.shape)}"
+    assert tokens.ids.dtype == torch.int64 and tokens.ids.shape[0] == count, f"{found}, not one row for each of {count} tokens"
+    assert tokens.weights.dtype == torch.float32, f"dispatched weights are {tokens.weights.dtype}, not torch.float32"
+    assert tokens.weights.shape == tokens.ids.shape, "dispatched weights and ids have different shapes"
+    assert bool(((tokens.ids >= 0) & (tokens.ids < experts)).all()), f"dispatched ids are not indices of the rank's {experts} experts"
+    return tokens
+
+
+def _run(tokens: DispatchOutput, parts: Parts, group: ThreadGroup) -> torch.Tensor:
+    """This rank's part of the experts' results."""
+    gate_up, down = split(parts[3], parts[4], group.rank, group.size)
+    return reference(tokens.x, tokens.ids, tokens.weights, gate_up, down).to(tokens.x.dtype)
+
+
+def _combine(dispatcher: MoEDispatcher, out: torch.Tensor, tokens: DispatchOutput, parts: Parts) -> torch.Tensor:
+    x, ids, weights, *_ = parts
+    with unchanged({"the layer's input": x, "ids": ids, "weights": weights}, "combine"):
+        return dispatcher.combine(out, tokens)
+
+
+def _compare(results: list[torch.Tensor], parts: Parts, what: str) -> None:
+    expected, shape = reference(*parts), tuple(parts[0].shape)
+    for rank, found in enumerate(results):
+        assert found.shape == shape, f"{what}, rank {rank}: the result's shape is {tuple(found.shape)}, not {shape}"
+        assert found.dtype == parts[0].dtype, f"{what}, rank {rank}: the result's dtype is {found.dtype}, not {parts[0].dtype}"
+        error = float((found.double() - expected).abs().max() / expected.abs().max())
+        assert error <= TOLERANCE[found.dtype], f"{what}, rank {rank}: largest relative error {error:.2e} ({list(found.shape)})"
+
+
+def _agrees(place: Place, ranks: int) -> None:
+    for numbers in SIZES:
+        parts = place.draw(numbers)
+
+        def work(group: ThreadGroup, parts: Parts = parts) -> torch.Tensor:
+            dispatcher = place.make(group)
+            tokens = _dispatch(dispatcher, parts)
+            return _combine(dispatcher, _run(tokens, parts, group), tokens, parts)
+
+        _compare(list(run_ranks(ranks, work)), parts, f"{ranks} ranks")
+
+
+def _two_at_once(place: Place) -> None:
+    """Two batches of one size are dispatched before the first is combined: what `combine` needs is
+    in the `DispatchOutput`."""
+    first, second = place.draw(SIZES[0], seed=1), place.draw(SIZES[0], seed=2)
+
+    def work(group: ThreadGroup) -> list[torch.Tensor]:
+        dispatcher = place.make(group)
+        tokens = [_dispatch(dispatcher, parts) for parts in (first, second)]
+        outs = [_run(each, parts, group) for each, parts in zip(tokens, (first, second), strict=True)]
+        return [_combine(dispatcher, out, each, parts) for out, each, parts in zip(outs, tokens, (first, second), strict=True)]
+
+    for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
+        _compare(list(results), (first, second)[index], f"batch {index} of two at once")
+
+
+def _steps(place: Place) -> None:
+    """Steps of different sizes through two layers of different experts."""
+    steps = [[place.draw((tokens, 6, 2, 16, 12), seed) for seed in (1, 2)] for tokens in (9, 1, 40, 9)]
+
+    def work(group: ThreadGroup) -> list[torch.Tensor]:
+        dispatcher, results = place.make(group), []
+        for parts in (layer for step in steps for layer in step):
+            tokens = _dispatch(dispatcher, parts)
+            results.append(_combine(dispatcher, _run(tokens, parts, group), tokens, parts).clone())
+        return results
+
+    for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
+        _compare(list(results), steps[index // 2][index % 2], f"step {index // 2}, layer {index % 2}")
+
+
+def _alone(place: Place) -> None:
+    """The first token's result does not change when all others are NaN."""
+    x, *rest = place.draw(SIZES[0])
+    poisoned = x.clone()
+    poisoned[1:] = torch.nan
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        dispatcher = place.make(group)
+        tokens = _dispatch(dispatcher, (poisoned, *rest))
+        return _combine(dispatcher, _run(tokens, (x, *rest), group), tokens, (poisoned, *rest))
+
+    results = [found[:1] for found in run_ranks(2, work)]
+    _compare(results, (x[:1], *(part[:1] for part in rest[:2]), *rest[2:]), "the first token while all others are NaN")
+
+
+def _parts(place: Place) -> None:
+    """On one rank a layer may pass the summands of `run_parts`, [tokens, parts, hidden]."""
+    parts = place.draw(SIZES[0])
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        dispatcher = place.make(group)
+        tokens = _dispatch(dispatcher, parts)
+        out = _run(tokens, parts, group)
+        return _combine(dispatcher, torch.stack((out / 4, out * 3 / 4), dim=1), tokens, parts)
+
+    (found,) = run_ranks(1, work)
+    _compare([found.sum(1) if found.dim() == 3 else found], parts, "summands on one rank")

@@ -1,0 +1,79 @@
+"""A tensor-parallel group whose ranks are threads of one process
+(`frame.core.interfaces.rank_context.Collective`). For suites that need several ranks.
+
+Every call waits for the same call of all ranks, and raises AssertionError where a rank makes
+another one, or none within `PATIENCE` seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+PATIENCE = 3.0  # seconds
+T = TypeVar("T")
+
+
+class _Exchange:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.calls: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * size
+
+
+class ThreadGroup:
+    """One rank of the group."""
+
+    def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
+        self.rank = rank
+        self.size = size
+        self._exchange = exchange
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._meet("all_reduce", tensor)).sum(0)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._meet("all_gather", tensor), dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return self._meet(f"broadcast from {source}", tensor)[source].clone()
+
+    def _meet(self, call: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks."""
+        exchange = self._exchange
+        exchange.calls[self.rank] = (f"{call} of {tensor.dtype} {list(tensor.shape)}", tensor.clone())
+        try:
+            exchange.barrier.wait()
+            found = list(exchange.calls)
+            exchange.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise AssertionError(f"rank {self.rank} waits in {exchange.calls[self.rank][0]}, and another rank makes no such call") from None
+        assert len({name for name, _ in found}) == 1, f"the ranks make different calls: {', '.join(name for name, _ in found)}"
+        return [tensor for _, tensor in found]
+
+    def abort(self) -> None:
+        """Let ranks that wait fail at once."""
+        self._exchange.barrier.abort()
+
+
+def run_ranks(size: int, work: Callable[[ThreadGroup], T]) -> Sequence[T]:
+    """The results of `work` on all ranks; raises the error of the first rank that failed."""
+    exchange = _Exchange(size)
+    groups = [ThreadGroup(rank, size, exchange) for rank in range(size)]
+
+    def run(group: ThreadGroup) -> T:
+        try:
+            return work(group)
+        except BaseException:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, group) for group in groups]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: "waits in" in str(error)):  # the cause before those that it stopped
+        raise error
+    return [future.result() for future in futures]
