@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from frame.core.blame import explain
 from frame.core.interfaces.runner import DeviceLost, ProfileError, ProfileRequest, UnsampledStep
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, StepTokens
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import ModelRunner, PendingStep
     from frame.core.interfaces.sampling import Grammar
+    from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.ipc.transport import Transport
     from frame.core.messages import AnyMessage
     from frame.core.scheduling.scheduler import Scheduler
@@ -45,6 +47,7 @@ class EngineOptions:
     heartbeat: float | None = None  # seconds between heartbeats; None: none are sent
     info: dict[str, Any] = field(default_factory=dict)  # added to the answer to `server_info`
     device_memory: Callable[[], int] = int  # -> bytes of device memory that this process holds
+    check_params: Callable[[SamplingParams], Finish | None] | None = None  # -> how a request ends whose parameters a plugin refuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Engine:
         try:
             self._loop()
         except BaseException as error:
-            self.transport.send(Fatal(process="engine", error=_sentence(error), trace=traceback.format_exc()))
+            self.transport.send(Fatal(process="engine", error=explain(error), trace=traceback.format_exc()))
             raise
         finally:
             if self.observers.on_stop is not None:
@@ -157,7 +160,7 @@ class Engine:
             except Exception as error:
                 log.exception("dropped a %s that could not be handled", type(message).__name__)
                 if isinstance(message, Generate):
-                    self._refuse(message, Finish("error", error=f"the request could not be started: {_sentence(error)}"))
+                    self._refuse(message, Finish("error", error=f"the request could not be started: {explain(error)}"))
         if self.grammars is not None:
             for request, grammar, arrival in self.grammars.take_ready():
                 self._add(request, grammar, arrival)
@@ -166,7 +169,9 @@ class Engine:
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Generate):
-            if self.grammars is None or not self.grammars.hold_request(message):
+            if (refusal := self._check_params(message)) is not None:
+                self._refuse(message, refusal)
+            elif self.grammars is None or not self.grammars.hold_request(message):
                 self._add(message)
         elif isinstance(message, Abort):
             if self.grammars is not None:
@@ -180,6 +185,10 @@ class Engine:
             self.transport.send(self._control(message))
         else:
             log.warning("the engine does not take %s", type(message).__name__)
+
+    def _check_params(self, message: Generate) -> Finish | None:
+        """How the request ends if a plugin refuses its parameters."""
+        return None if self.options.check_params is None else self.options.check_params(message.params)
 
     def _add(self, message: Generate, grammar: Grammar | Finish | None = None, arrival: float | None = None) -> None:
         self._audit = None  # the scheduler's state changes: the self-check starts again later
@@ -227,7 +236,7 @@ class Engine:
         except ProfileError as error:
             return ControlReply(id=control.id, ok=False, error=str(error), code="conflict")
         except Exception as error:  # noqa: BLE001 - a failed command is answered and does not end the engine
-            return ControlReply(id=control.id, ok=False, error=_sentence(error))
+            return ControlReply(id=control.id, ok=False, error=explain(error))
         return ControlReply(id=control.id, ok=True, data=data)
 
     def _settle(self) -> None:
@@ -245,7 +254,7 @@ class Engine:
             self._settled, self._audit = True, None
             if self.options.check_integrity == "fatal":
                 raise
-            for sentence in [_sentence(error), *self.scheduler.repair_integrity()]:
+            for sentence in [explain(error), *self.scheduler.repair_integrity()]:
                 log.error("self-check: %s", sentence)
 
     # steps ----------------------------------------------------------------------------------------
@@ -296,15 +305,10 @@ class Engine:
         """End the requests of a step that raised, and continue. Raises DeviceLost if the device is
         lost: its requests are not ended, so that they can be recovered in another engine."""
         if isinstance(error, DeviceLost):
-            raise DeviceLost(f"the device is lost in step {batch.step}: {_sentence(error)}") from error
-        ended = self.scheduler.fail_step(batch, f"the model failed on this request's batch: {_sentence(error)}")
-        log.error("step %d failed: %s; its requests: %s", batch.step, _sentence(error), ", ".join(ended.rids) or "none", exc_info=error)
+            raise DeviceLost(f"the device is lost in step {batch.step}: {explain(error)}") from error
+        ended = self.scheduler.fail_step(batch, f"the model failed on this request's batch: {explain(error)}")
+        log.error("step %d failed: %s; its requests: %s", batch.step, explain(error), ", ".join(ended.rids) or "none", exc_info=error)
         self._failures += bool(ended.rids)  # a step whose requests ended with the step before counts no failure
         self._send(ended)
         if self._failures >= MAX_FAILURES:
-            raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {_sentence(error)}") from error
-
-
-def _sentence(error: BaseException) -> str:
-    text = str(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+            raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {explain(error)}") from error

@@ -7,10 +7,11 @@ plain callables.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distribution, distributions
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions, version
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
 from frame.plugins.files import add_class, add_classes, find_classes, load_file
+from frame.plugins.manifests import guarded
 from frame.plugins.registry import BrokenPlugin, Provenance, Registry, cause_chain
 from frame.plugins.renames import FORMER_KINDS, describe_import
 
@@ -38,7 +40,8 @@ def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Re
     Raises PluginError for a file or a class that cannot be read."""
     registry = load_registry(plugins.allow, plugins.deny)
     for path in plugins.paths:
-        module, version = load_file(path)
+        with guarded(path):
+            module, version = load_file(path)
         owner = Provenance(path, version)
         hooked = [name for name, value in vars(module).items() if hasattr(value, f"{hookspecs.PROJECT}_impl")]
         if hooked:
@@ -102,8 +105,11 @@ def _name_of(entry: EntryPoint) -> str:
 
 def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, entry: EntryPoint) -> None:
     """Load one entry point and add its records, all or none."""
+    is_own = _normalise(owner.name) == OWN_DISTRIBUTION
+    who = f"{owner.name} {owner.version} (entry point {entry.name} = {entry.value})"
     try:
-        _add_manifest(registry, hooks, entry.load(), Provenance(owner.name, owner.version), entry.name)
+        with contextlib.nullcontext() if is_own else guarded(who):
+            _add_manifest(registry, hooks, entry.load(), Provenance(owner.name, owner.version), entry.name)
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
@@ -178,7 +184,7 @@ def observers(registry: Registry) -> Observers:
     for event in EVENTS:
         impls = getattr(registry.hooks.hook, event).get_hookimpls()
         if impls:
-            listeners = [_Listener(impl.plugin_name, impl.function, tuple(impl.argnames)) for impl in impls]
+            listeners = [_Listener(_owner(impl.plugin_name), impl.function, tuple(impl.argnames)) for impl in impls]
             setattr(found, event, _Event(event, listeners))
     return found
 
@@ -192,9 +198,17 @@ def observed_events(registry: Registry) -> dict[str, list[str]]:
     return found
 
 
+def _owner(plugin: str) -> str:
+    """The package and version of a plugin that is registered as DISTRIBUTION:ENTRY."""
+    name = plugin.partition(":")[0]
+    with contextlib.suppress(PackageNotFoundError):
+        name = f"{name} {version(name)}"
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    plugin: str
+    owner: str  # package and version
     function: Callable[..., object]
     arguments: tuple[str, ...]
 
@@ -212,4 +226,9 @@ class _Event:
                 listener.function(*(arguments[name] for name in listener.arguments))
             except Exception:  # noqa: BLE001 - an observer must never harm a step
                 self.listeners.remove(listener)
-                _log.exception("observer %s of plugin %s raised and is switched off", self.name, listener.plugin)
+                _log.exception(
+                    "observer %s of %s raised and is switched off until the next start; update or uninstall the package, or exclude "
+                    "it with plugins.deny",
+                    self.name,
+                    listener.owner,
+                )

@@ -13,12 +13,13 @@ import importlib.util
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel
 
+from frame.core.blame import note_origin
 from frame.core.config.resolve_plugins import plugin_options
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS, Kind
@@ -217,6 +218,9 @@ class Registry:
             missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
             renames = describe_missing(record.api, getattr(loaded, "__abstractmethods__", ()))
             raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}{f'; {renames}' if renames else ''}.")
+        _check_signatures(who, record, loaded, base)
+        _check_capabilities(who, record, loaded)
+        note_origin(loaded, record)
         return loaded
 
     def options(self, record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
@@ -226,12 +230,20 @@ class Registry:
     def choose(self, choice: PluginChoice) -> tuple[type, BaseModel | None]:
         """Return class and options of a resolved choice, after checking that this process finds the
         same plugin."""
-        record = self.get(choice.kind, choice.name)
+        try:
+            record = self.get(choice.kind, choice.name)
+        except PluginError as error:
+            owner = f"{choice.distribution} {choice.version}"
+            raise PluginError(
+                f"{choice.kind} {choice.name!r} ({owner}) is missing in this process: {error} Start every process in the same "
+                "environment."
+            ) from None
         found = (record.target, record.distribution, record.version)
         if found != (choice.target, choice.distribution, choice.version):
             raise PluginError(
                 f"{choice.kind} {choice.name!r} was resolved as {choice.distribution} {choice.version} ({choice.target}), "
-                f"but this process finds {record.distribution} {record.version} ({record.target}); restart after the installation changed."
+                f"but this process finds {record.distribution} {record.version} ({record.target}); restart after the "
+                "installation changed."
             )
         return self.load(record), self.options(record, choice.options)
 
@@ -248,7 +260,12 @@ class Registry:
         known = self._records[kind]
         names = ", ".join(f"{n} ({' and '.join(r.distribution or '?' for r in same)})" for n, same in sorted(known.items()))
         listed = f" Installed: {names}." if names else f" No {kind} is installed."
-        return f"Unknown {kind} {name!r}{did_you_mean(name, known) or '.'}{listed}{self._broken_note()}"
+        return f"Unknown {kind} {name!r}{did_you_mean(name, known) or '.'}{listed}{self._denied_note()}{self._broken_note()}"
+
+    def _denied_note(self) -> str:
+        if not self.excluded:
+            return ""
+        return f" plugins.allow or plugins.deny excludes these packages, which may contain it: {', '.join(sorted(self.excluded))}."
 
     def _broken_note(self) -> str:
         if not self.broken:
@@ -285,6 +302,37 @@ def _kind(kind: str) -> Kind:
 def _import(target: str) -> Any:
     module, _, path = target.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def _check_signatures(who: str, record: PluginRecord, loaded: type, base: type) -> None:
+    """Raise PluginError for a constructor or a method that does not take the arguments of its
+    interface."""
+    try:
+        inspect.signature(loaded).bind(None, None)
+    except TypeError as error:
+        raise PluginError(f"{who}: {record.target} does not take (context, options) of {record.api}: {error}.") from None
+    for name, declared in vars(base).items():
+        own = inspect.getattr_static(loaded, name, declared)
+        if name.startswith("_") or own is declared or not (inspect.isfunction(declared) and inspect.isfunction(own)):
+            continue
+        parameters = inspect.signature(declared).parameters.values()
+        given = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        try:
+            inspect.signature(own).bind(*given, **{each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY})
+        except TypeError as error:
+            wanted = ", ".join(each.name for each in given)
+            raise PluginError(f"{who}: {record.target}.{name} does not take ({wanted}) of {record.api}: {error}.") from None
+
+
+def _check_capabilities(who: str, record: PluginRecord, loaded: type) -> None:
+    """Raise PluginError where the class says other capabilities than its record."""
+    said: object = record.capabilities
+    own: Any = getattr(loaded, "capabilities", None)
+    if isinstance(said, Anything) or not is_dataclass(own) or isinstance(own, type) or said == own:
+        return
+    names = [each.name for each in fields(own) if getattr(own, each.name) != getattr(said, each.name, None)]
+    differ = "; ".join(f"{name} is {getattr(own, name)!r} in the class and {getattr(said, name, None)!r} in the record" for name in names)
+    raise PluginError(f"{who}: {record.target} and its record disagree: {differ}. Register the class's own capabilities.")
 
 
 def _with_clash(record: PluginRecord, same: Sequence[PluginRecord]) -> PluginRecord:

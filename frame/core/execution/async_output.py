@@ -59,6 +59,7 @@ class StepOutput:
     sampled: Sampled
     plan: SamplingPlan
     prompts: PromptResult | None
+    faults: dict[int, str] | None = None  # see `StepResult.faults`
 
     def tensors(self) -> list[torch.Tensor]:
         sampled = self.sampled
@@ -80,6 +81,7 @@ class StepOutput:
             token_ids=token_ids.astype(np.int32),
             invalid=None if is_finite.all() else ~is_finite,
             prompt_logprobs=prompts,
+            faults=self.faults,
             **values,
         )
 

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
 from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 from frame.core.execution.torch_compile import Forward, keep_out
+from frame.core.finite_check import check_finite
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.quantization import QuantizationContext
@@ -153,11 +155,14 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Pla
     runner.settle_backend()
     phases["attention"] = time.perf_counter() - clock
     clock = time.perf_counter()
-    runner.warm_up()
+    with blaming("in a warm-up step"):
+        runner.warm_up()
+        check_finite(runner)
     if user.execution.torch_compile:  # after an uncompiled warm-up, in which backends set up their persistent state
         keep_out(context.attention, "run", "run_mla")
         runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
-        runner.warm_up()
+        with blaming("in a warm-up step with torch.compile"):
+            runner.warm_up()
     phases["warm_up"] = time.perf_counter() - clock
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()

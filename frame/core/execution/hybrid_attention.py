@@ -118,6 +118,7 @@ class HybridAttention(AttentionBackend):
         self.capabilities = decodes.capabilities  # type: ignore[misc]  # a class attribute of other backends
         self._extends = extends
         self._decodes = decodes
+        self.backends = (extends, decodes)
         self._stand_in: AttentionBackend | None = None  # computes all rows while the other backend prepares
         self._preparation: BackgroundPreparation | None = None
 

@@ -62,7 +62,7 @@ class TorchModelRunner(ModelRunner):
         self._stream = platform.create_stream()
         self._set_stream = platform.set_stream
         self.inputs = InputBatch(context, pool, processors, selects_tokens=model.supports_token_selection)
-        self._processors = processors
+        self.processors = processors
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
@@ -185,8 +185,9 @@ class TorchModelRunner(ModelRunner):
         if isinstance(inputs, ReplayInputs):
             outputs = self._replay(inputs)
             if inputs.draws:  # the graph drew the tokens
-                sampled = Sampled(outputs.token_ids, outputs.best)
-                return fetch(StepOutput(batch.step, sampled, inputs.plans.sampling, None), self.context.platform)
+                drawn, sampling = Sampled(outputs.token_ids, outputs.best), inputs.plans.sampling
+                output = StepOutput(batch.step, drawn, sampling, None, self.processors.find_faults(sampling.slots))
+                return fetch(output, self.context.platform)
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
         else:
             logits, prompts = self._forward_logits(inputs)
@@ -243,7 +244,8 @@ class TorchModelRunner(ModelRunner):
             return self._fetch_sampled(step, inputs, logits, prompts)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:
-        output = StepOutput(step, self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling, prompts)
+        sampled, sampling = self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling
+        output = StepOutput(step, sampled, sampling, prompts, self.processors.find_faults(sampling.slots))
         return fetch(output, self.context.platform)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
@@ -258,5 +260,5 @@ class TorchModelRunner(ModelRunner):
             sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:
-            self._processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
+            self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled

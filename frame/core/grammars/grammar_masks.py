@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.blame import explain
 from frame.core.grammars.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
 from frame.core.messages import Finish
 from frame.core.scheduling.request import GrammarState, queue_full
@@ -41,7 +42,7 @@ def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
     if isinstance(error, ValueError):
         kind = params.grammar[0] if params.grammar is not None else None
         return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
-    return Finish("error", error=f"the grammar backend failed: {type(error).__name__}: {error}")
+    return Finish("error", error=f"the grammar backend failed: {explain(error)}")
 
 
 class GrammarMeter:

@@ -74,6 +74,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: np.ndarray | None = None  # float32 [sampling rows, k]
     prompt_logprobs: list[PromptLogprobs | None] | None = None  # one per batch row
     invalid: np.ndarray | None = None  # bool [sampling rows]; whether a logit was not finite; None: no row has one
+    faults: dict[int, str] | None = None  # by sampling row: why a logits processor failed on its request, which ends
     pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of pooling tasks, whose `token_ids` are empty
 
 

@@ -40,10 +40,17 @@ class LogitsProcessor(ABC):
     by slot, allocated on first use. `apply` is called only if the processor applies to a row of the
     batch; it works on tensors, without a loop over requests, and never synchronises.
     `observe_tokens` gets every token sampled for its slots, so that a resumed request has the same
-    state.
+    state. An error that `add_slot` raises ends that request alone. One that `apply` or
+    `observe_tokens` raises ends the requests of the batch that the processor applies to; the others
+    continue.
     """
 
     def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None: ...
+
+    def validate_params(self, params: SamplingParams) -> None:
+        """Raise ValueError with one sentence that names the field for parameters that the processor
+        cannot use; the request is refused with status 400. Called before admission, for requests
+        that it applies to. By default every parameter is taken."""
 
     @abstractmethod
     def applies_to(self, params: SamplingParams) -> bool: ...

@@ -7,17 +7,25 @@ processor by name.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.blame import describe, remedy
+from frame.core.messages import Finish
+
 if TYPE_CHECKING:
     import torch
 
     from frame.core.interfaces.batch import SlotSetup
     from frame.core.interfaces.sampling import LogitsProcessor
+    from frame.core.interfaces.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +51,49 @@ class Processors:
         self._processors = tuple(processors)
         self._uses = np.zeros((len(self._processors), num_slots), np.bool_)
         self._num_uses = 0
+        self._faults: dict[int, str] = {}  # by slot: why the request ends
+
+    def check_params(self, params: SamplingParams) -> Finish | None:
+        """How a request ends whose parameters a processor refuses or fails on; None: all take
+        them."""
+        for processor in self._processors:
+            try:
+                if processor.applies_to(params):
+                    processor.validate_params(params)
+            except ValueError as error:
+                sentence = str(error).strip().split("\n", 1)[0]
+                return Finish("error", error=sentence, code="invalid_request", param=_field(params, sentence))
+            except Exception as error:  # noqa: BLE001 - the request is refused, the engine goes on
+                return Finish("error", error=_fault(processor, error))
+        return None
+
+    def describe_all(self) -> str:
+        """The names of all processors, with their packages."""
+        return ", ".join(map(describe, self._processors))
+
+    def find_faults(self, slots: np.ndarray) -> dict[int, str] | None:
+        """The faults of processors on these sampling rows, by row; None for none."""
+        if not self._faults:
+            return None
+        return {row: self._faults[slot] for row, slot in enumerate(slots.tolist()) if slot in self._faults} or None
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
-        """Remove released slots, then add the new ones."""
-        if self._num_uses:
+        """Remove released slots, then add the new ones. A processor that fails on a request ends
+        that request alone."""
+        if self._num_uses or self._faults:
             for slot in released:
                 self._release(slot)
         for setup in setups:
-            if self._num_uses:
+            if self._num_uses or self._faults:
                 self._release(setup.slot)
             for index, processor in enumerate(self._processors):
-                if processor.applies_to(setup.params):
-                    processor.add_slot(setup)
-                    self._uses[index, setup.slot] = True
-                    self._num_uses += 1
+                try:
+                    if processor.applies_to(setup.params):
+                        processor.add_slot(setup)
+                        self._uses[index, setup.slot] = True
+                        self._num_uses += 1
+                except Exception as error:  # noqa: BLE001 - the fault of one request must not end the others of its batch
+                    self._faults[setup.slot] = _fault(processor, error)
 
     def plan(self, slots: np.ndarray, positions: np.ndarray) -> ProcessorPlan | None:
         """The processors to call for the sampling rows with these slots and positions, both int64
@@ -83,16 +120,48 @@ class Processors:
         for index in plan.indices:
             names = ("places" if changed_only else "rows", "slots", "positions")
             rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in names)
-            self._processors[index].apply(logits, rows, slots, positions)
+            try:
+                self._processors[index].apply(logits, rows, slots, positions)
+            except Exception as error:  # noqa: BLE001 - as in `update`
+                self._end_requests(index, plan, error)
 
     def observe_tokens(self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pass the sampled tokens, int64 [rows], to the processors of the step."""
         for index in plan.indices:
             chosen = token_ids.index_select(0, tensors[f"processor.{index}.rows"])
-            self._processors[index].observe_tokens(tensors[f"processor.{index}.slots"], chosen)
+            try:
+                self._processors[index].observe_tokens(tensors[f"processor.{index}.slots"], chosen)
+            except Exception as error:  # noqa: BLE001 - as in `update`
+                self._end_requests(index, plan, error)
+
+    def _end_requests(self, index: int, plan: ProcessorPlan, error: Exception) -> None:
+        """Let the requests of a step that a processor failed on end. Raises an error of the device
+        again."""
+        if type(error).__name__ == "AcceleratorError":
+            raise error
+        sentence = _fault(self._processors[index], error)
+        self._faults.update(dict.fromkeys(plan.arrays[f"processor.{index}.slots"].tolist(), sentence))
 
     def _release(self, slot: int) -> None:
+        self._faults.pop(slot, None)
         for index in np.flatnonzero(self._uses[:, slot]).tolist():
-            self._processors[index].remove_slot(slot)
             self._uses[index, slot] = False
             self._num_uses -= 1
+            try:
+                self._processors[index].remove_slot(slot)
+            except Exception as error:  # noqa: BLE001 - the request has ended
+                _fault(self._processors[index], error)
+
+
+def _fault(processor: LogitsProcessor, error: Exception) -> str:
+    """Log the fault; returns the sentence for the client."""
+    sentence = f"{describe(processor)} failed on this request: {type(error).__name__}: {error}"
+    _log.error("%s; %s", sentence, remedy(processor), exc_info=error)
+    return f"{sentence}; send it without the parameters of this logits processor"
+
+
+def _field(params: SamplingParams, sentence: str) -> str:
+    """The field of the request that a sentence names: a key of `custom`, or a parameter."""
+    words = re.findall(r"\w+", sentence)
+    known = (*params.custom, *params.__struct_fields__)
+    return next((word for word in words if word in known), "custom")

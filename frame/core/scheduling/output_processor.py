@@ -117,7 +117,7 @@ class OutputProcessor:
 
     def _find_finished(self, sampled: SampledRows, num_committed: np.ndarray, result: StepResult) -> None:
         """Note in `sampled.finishes` the requests that end by a stop token, by their length or
-        because of non-finite logits."""
+        because of non-finite logits or a fault of a logits processor."""
         a, slots, tokens = self._table.arrays, sampled.slots, sampled.tokens
         stops = (a.stop_ids[slots] == tokens[:, None]).any(axis=1)
         stops &= (num_committed >= a.min_num_tokens[slots]) & sampled.is_new
@@ -128,6 +128,10 @@ class OutputProcessor:
         if result.invalid is not None:
             for i in np.flatnonzero(result.invalid[sampled.entries]).tolist():
                 sampled.finishes[i] = NON_FINITE
+                sampled.discarded.add(i)
+        for i, entry in enumerate(sampled.entries.tolist()) if result.faults else ():
+            if result.faults is not None and entry in result.faults:
+                sampled.finishes[i] = Finish("error", error=result.faults[entry])
                 sampled.discarded.add(i)
 
     def _add_details(self, sampled: SampledRows, result: StepResult, message: StepTokens) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from frame.core.blame import describe, remedy
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
 
@@ -73,8 +74,7 @@ class GuardedPolicy:
         if now < self._no_log_until:
             return
         self._no_log_until = now + LOG_INTERVAL
-        kind = type(self._policy)
-        log.error("the scheduling policy %s.%s, asked for %s", kind.__module__, kind.__qualname__, sentence, exc_info=error)
+        log.error("%s, asked for %s; %s", describe(self._policy), sentence, remedy(self._policy), exc_info=error)
 
 
 def _named(error: Exception) -> str:

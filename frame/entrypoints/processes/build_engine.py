@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.components import Loaded, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
@@ -73,8 +74,9 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
 
 def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:
     """The model runner of a rank: joins the process group, loads the rank's part of the weights,
-    allocates its KV cache."""
-    return _build_rank(resolved, registry, place or Place())[0]
+    allocates its KV cache. Raises PluginError for the fault of a plugin."""
+    with blaming("at start"):
+        return _build_rank(resolved, registry, place or Place())[0]
 
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
@@ -162,7 +164,21 @@ def build_engine(
     heartbeat: float | None = None,
     tracing: Tracing | None = None,
 ) -> tuple[Engine, dict[str, Any]]:
-    """The engine of rank 0, and the data of its `Ready` message."""
+    """The engine of rank 0, and the data of its `Ready` message. Raises PluginError for the fault
+    of a plugin."""
+    with blaming("at start"):
+        return _build_engine(resolved, registry, transport, place, followers, heartbeat, tracing)
+
+
+def _build_engine(
+    resolved: Resolved,
+    registry: Registry,
+    transport: Transport,
+    place: Place | None,
+    followers: BatchSender | None,
+    heartbeat: float | None,
+    tracing: Tracing | None,
+) -> tuple[Engine, dict[str, Any]]:
     clock = time.perf_counter()
     rank, kernels = _build_rank(resolved, registry, place or Place())
     capacity = rank.capacity
@@ -188,6 +204,7 @@ def build_engine(
         heartbeat=heartbeat,
         info=info,
         device_memory=rank.context.platform.count_reserved,
+        check_params=rank.processors.check_params,
     )
     engine = Engine(
         build_scheduler(resolved, registry, capacity.num_pages, _join_callbacks(callbacks)),

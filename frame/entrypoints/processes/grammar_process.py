@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from frame.core.blame import describe
 from frame.core.config.resolved import Resolved
 from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
@@ -206,7 +207,7 @@ def compile_one(backend: GrammarBackend, kind: str, source: str) -> tuple[bool, 
             return False, f"{kind} takes more memory to compile than sampling.grammar_memory allows; simplify it".encode()
         return False, str(error).encode()
     except Exception as error:  # noqa: BLE001 - a third-party compiler's fault is its grammar's error
-        return False, f"{kind} does not compile: {type(error).__name__}: {error}".encode()
+        return False, f"{kind} does not compile with {describe(backend)}: {type(error).__name__}: {error}".encode()
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
-from frame.core.errors import ConfigurationError
+from frame.core.errors import ConfigurationError, PluginError
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
@@ -69,7 +69,9 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     try:
         {**ROLES, **(roles or {})}[options.role](resolved, options, transport, name)
     except ConfigurationError as error:
-        transport.send(Fatal(process=name, error=str(error)))
+        if error.__cause__ is not None:
+            logging.getLogger(__name__).error("%s failed", name, exc_info=error)
+        transport.send(Fatal(process=name, error=f"{name}: {error}" if isinstance(error, PluginError) else str(error)))
         code = EXIT_CONFIGURATION
     except Exception as error:
         logging.getLogger(__name__).exception("%s failed", name)
