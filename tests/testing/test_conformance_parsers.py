@@ -1,100 +1,52 @@
-"""The parsers' suite finds what is wrong."""
+"""The parsers' suites say skipped where they know no text, and take each text for what it is."""
 
 from __future__ import annotations
 
-import json
+import sys
 
-from pydantic import BaseModel
+import pytest
 
-from frame.core.interfaces.parsing import (
-    CallRule,
-    Format,
-    ParserContext,
-    ReasoningDelta,
-    ReasoningParser,
-    ToolCallDelta,
-    ToolCallParser,
-    ToolDelta,
-)
+from frame.core.interfaces.parsing import CallRule, Format
 from frame.testing import conformance_parsers
-from tests.testing.failures import failures
+from frame.testing.conformance import SkipCheck
+from frame.testing.contexts import PARSER
+from frame.testing.mutants import Mutant, run_suite
+from frame.testing.mutants.reasoning_parser import ThinkTags
+from frame.testing.mutants.tool_call_parser import Hermes
+from frame.testing.suites import parser_texts
 
 
-class Fine(ToolCallParser):
-    """A call is a line `name arguments` after a mark; the text is read when it is whole."""
+class HasNoGrammar(Hermes):
+    """Has calls that cannot be constrained."""
 
-    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
-        self.pieces: list[str] = []
-
-    def grammar(self, rule: CallRule) -> Format | None:
-        calls = [
-            {
-                "type": "tag",
-                "begin": f"!{function.name} ",
-                "content": {"type": "json_schema", "json_schema": function.parameters, "max_whitespace_cnt": 1},
-                "end": "\n",
-            }
-            for function in rule.functions
-        ]
-        return {"type": "or", "elements": calls}
-
-    def feed(self, text: str) -> ToolDelta:
-        self.pieces.append(text)
-        return ToolDelta()
-
-    def finish(self) -> ToolDelta:
-        text = "".join(self.pieces)
-        name, _, arguments = text.removeprefix("!").partition(" ")
-        try:
-            json.loads(arguments)
-        except ValueError:
-            return ToolDelta(text)
-        return ToolDelta("", (ToolCallDelta(0, name, arguments),)) if text.startswith("!") else ToolDelta(text)
+    def grammar(self, rule: CallRule) -> Format | None:  # type: ignore[override]
+        return None
 
 
-class LooksAtPieces(Fine):
-    def feed(self, text: str) -> ToolDelta:
-        return ToolDelta(text.strip())
-
-    def finish(self) -> ToolDelta:
-        return ToolDelta()
-
-
-class ReadsAgain(ReasoningParser):
-    """Forgets the format of the answer, and looks through all that it holds for each piece."""
-
-    def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
-        self.held = ""
-
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        return {"type": "any_text"}
-
-    def feed(self, text: str) -> ReasoningDelta:
-        self.held += text
-        sum(character == "x" for character in self.held)
-        return ReasoningDelta()
-
-    def finish(self) -> ReasoningDelta:
-        return ReasoningDelta(self.held)
+def test_what_cannot_be_known_is_skipped() -> None:
+    outcomes = run_suite(Mutant("none", "tool_call_parser", lambda: HasNoGrammar, "").subject())
+    found = {outcome.check: outcome.result for outcome in outcomes}
+    assert found["known_calls_are_read"] == found["cut_calls_leave_no_content"] == "skipped"
+    assert found["splits_change_nothing"] == "passed"
+    assert "failed" not in found.values()
 
 
-def test_a_sound_parser_passes() -> None:
-    assert failures("tool_call_parser", Fine) == {}
-
-
-def test_what_is_wrong_is_found(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    found = failures("tool_call_parser", LooksAtPieces)
-    assert "in one piece" in found["splits"]
-    assert "is read as content" in found["grammar_is_read"]
-    monkeypatch.setattr(conformance_parsers, "LIMIT", 0.01)
-    monkeypatch.setattr(conformance_parsers, "LONG", 4_000)
-    found = failures("reasoning_parser", ReadsAgain)
-    assert "again and again" in found["long_texts"]
-    assert "loses" in found["grammar_keeps_the_answer"]
-    assert "splits" not in found
+def test_without_xgrammar_known_texts_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    parser_texts._compiled.cache_clear()
+    with pytest.raises(SkipCheck, match="is not installed"):
+        conformance_parsers.known_calls_are_read(lambda: Hermes(PARSER))
+    with pytest.raises(SkipCheck, match="is not installed"):
+        conformance_parsers.known_answers_are_read(lambda: ThinkTags(PARSER))
 
 
 def test_texts_are_drawn_from_a_format() -> None:
-    texts = conformance_parsers.draw({"type": "regex", "pattern": "[ab]{3}"}, 5)
+    texts = parser_texts.draw({"type": "regex", "pattern": "[ab]{3}"}, 5)
     assert len(texts) == 5
     assert all(len(text) == 3 and set(text) <= {"a", "b"} for text in texts)
+
+
+def test_known_answers_cover_all_prompts() -> None:
+    known = conformance_parsers._known(lambda: ThinkTags(PARSER))
+    assert {end for _, end, _ in known} == set(conformance_parsers.PROMPT_ENDS)
+    assert any(parser_texts.THOUGHT in text for text, *_ in known)

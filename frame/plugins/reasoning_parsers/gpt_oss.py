@@ -47,16 +47,19 @@ class GptOss(ReasoningParser):
             self._open(header.partition(MESSAGE)[0])
 
     def grammar(self, answer: Format, *, is_calls: bool) -> Format:
+        is_open = self._is_thinking and not self._is_header  # the prompt ends within the reasoning
+        if not (self._is_header or is_open or is_calls):
+            return answer  # the prompt ends within the final message
         thinking: Format = {
             "type": "sequence",
             "elements": [
-                {"type": "tag", "begin": ANALYSIS, "content": {"type": "any_text"}, "end": ENDS[0]},
+                {"type": "tag", "begin": "" if is_open else ANALYSIS, "content": {"type": "any_text"}, "end": ENDS[0]},
                 {"type": "const_string", "value": START + "assistant"},
             ],
         }
         header: list[Format] = [] if is_calls else [{"type": "const_string", "value": FINAL}]
         optional: list[Format] = [{"type": "optional", "content": thinking}] if self._may_think else []
-        return {"type": "sequence", "elements": [*optional, *header, answer]}
+        return {"type": "sequence", "elements": [*([thinking] if is_open else optional), *header, answer]}
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text

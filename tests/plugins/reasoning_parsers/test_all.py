@@ -82,6 +82,13 @@ def test_a_prompt_that_ends_in_a_harmony_message():
     assert parse("gpt-oss", ["<|channel|>final<|message|>b"], "<|start|>user<|message|>x<|end|><|start|>assistant") == ("", "b")
 
 
+def test_the_grammar_continues_an_open_harmony_message():
+    answer = {"type": "const_string", "value": "7"}
+    form = make("gpt-oss", "<|start|>assistant<|channel|>analysis<|message|>").grammar(answer, is_calls=False)
+    assert form["elements"][0]["elements"][0]["begin"] == ""
+    assert make("gpt-oss", "<|start|>assistant<|channel|>final<|message|>").grammar(answer, is_calls=False) == answer
+
+
 def test_harmony_passes_calls_on():
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>"
     assert parse("gpt-oss", text) == ("hm", "<|channel|>commentary to=functions.f<|message|>{}<|call|>")
