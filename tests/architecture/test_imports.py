@@ -33,6 +33,7 @@ CONFIGURATION = (
 SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
     "frame.plugins.grammar_backends",
+    "frame.plugins.http_extensions",
     "frame.plugins.logits_processors",
     "frame.plugins.moe_dispatchers",
     "frame.plugins.moe_runners",
@@ -61,6 +62,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
     ("frame.plugins.platforms", (*DATA, "frame.core.execution.host_memory", MARKER)),
+    ("frame.plugins.http_extensions", (*DATA, MARKER, "frame.entrypoints.http")),  # the routers of the server's own APIs
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),

@@ -80,6 +80,11 @@ UNTESTED: dict[str, str] = {
         ("frame.entrypoints.http.response_models.dialects", "frame.entrypoints.http.response_models.operations"),
         "tests/entrypoints/http/protocol/test_response_docs.py validates responses against its schemas",
     ),
+    **dict.fromkeys(
+        ("frame.entrypoints.http.extensions.middleware", "frame.entrypoints.http.extensions.plugin_routes"),
+        "tests/entrypoints/http/extensions/test_loading.py serves requests through them",
+    ),
+    "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of frame.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",

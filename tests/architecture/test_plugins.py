@@ -30,7 +30,8 @@ FOLDERS = {
     **{kind: f"frame/plugins/{KINDS[kind].plural}/" for kind in KINDS if (ROOT / "frame/plugins" / KINDS[kind].plural).is_dir()},
 }
 # Words that mean something else too, in a kind's vocabulary.
-ORDINARY = {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
+APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
+ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",

@@ -17,6 +17,7 @@ FOLDER = 15  # modules beside `__init__`
 FAMILIES = (
     "frame/core/interfaces",
     "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/eviction_policies", "frame/plugins/grammar_backends",
+    "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/reasoning_parsers",
     "frame/plugins/scheduling_policies", "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants",

@@ -27,6 +27,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
+from frame.entrypoints.http.extensions.loading import load_extensions
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
@@ -124,7 +125,7 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)
     thread.start()
     try:
-        yield InProcess(App(services), services, engine)
+        yield InProcess(App(services, extensions=load_extensions(resolved, prepared.registry)), services, engine)
     finally:
         near.send(Control(id="end", action="shutdown"))
         await asyncio.to_thread(thread.join, 10)

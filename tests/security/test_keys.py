@@ -11,10 +11,10 @@ import pytest
 
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.http.app import ROUTES
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.keys import KeyRing, check_exposure, load_keys
 from tests.entrypoints.inprocess import serving
+from tests.entrypoints.published import ROUTES
 
 PROMPT = list(range(3, 100))
 

@@ -12,10 +12,10 @@ import pytest
 
 from frame.core.config.schema import LoadFormat
 from frame.core.kv_cache.radix_cache import RadixCache
-from frame.entrypoints.http.app import ROUTES
 from frame.testing.scheduler_rig import OldestFirst
 from tests.architecture.source import ROOT, is_under, package
 from tests.entrypoints.inprocess import serving
+from tests.entrypoints.published import ROUTES
 
 KNOWN = (
     "2024-8768", "2024-8939", "2025-24357", "2025-25183", "2025-29770", "2025-29783", "2025-32444", "2025-30165", "2025-30202",

@@ -24,12 +24,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
-from frame.entrypoints.http.app import ADMIN_ROUTES, ROUTES, body_limits
+from frame.entrypoints.http.app import ADMIN_ROUTES, body_limits
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import ApiRoute
 from frame.entrypoints.http.protocol.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
+from tests.entrypoints.published import ROUTES
 
 STALL, ANSWER = 0.05, 0.1  # seconds, on an idle machine
 NOMINAL = 0.004  # seconds that `yardstick` takes there

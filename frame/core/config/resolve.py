@@ -18,7 +18,15 @@ from frame.core.config.resolve_attention import choose_attention, shared_page_si
 from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes, indivisible
 from frame.core.config.resolve_moe import pair_experts
 from frame.core.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
-from frame.core.config.resolve_plugins import KEYS, Choices, check_option_names, choose_parser, choose_processors, plugin_choice
+from frame.core.config.resolve_plugins import (
+    KEYS,
+    Choices,
+    check_option_names,
+    choose_extensions,
+    choose_parser,
+    choose_processors,
+    plugin_choice,
+)
 from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.config.resolved import PluginChoice, Resolved
 from frame.core.config.schema import PHASES, FrameConfig
@@ -341,6 +349,8 @@ class _Solver:
         if config.cache.prefix != "none":
             with self._collect():
                 self._select("eviction_policy", requirements, config.cache.eviction, "")
+        with self._collect():
+            choose_extensions(self.chosen, self.records, config.server.extensions, requirements)
         if task != "generate":  # nothing is sampled
             return
         with self._collect():

@@ -24,6 +24,7 @@ from frame.core.interfaces.plugin import PluginRecord
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values()})
 
+BUILT_IN = "builtin"  # in `server.extensions`: all in-tree HTTP extensions
 OWN_DISTRIBUTION = "frame-serve"  # its logits processors are always active
 
 
@@ -74,6 +75,25 @@ def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginReco
         if found is None:
             raise UnknownPluginError(KEYS["logits_processor"], kind, name, ())
         chosen.selected[kind].append(Selection(found.record, found.reason))
+
+
+def choose_extensions(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:
+    """Choose the named HTTP extensions in their order; `BUILT_IN` stands for all in-tree ones.
+    Raises ResolveError if one is unknown or unfit."""
+    kind = "http_extension"
+    key, candidates = KEYS[kind], sorted(records.get(kind, ()), key=by_rank)
+    found: dict[str, Selection] = {}
+    for name in named:
+        if name == BUILT_IN:
+            own = [record for record in candidates if record.distribution == OWN_DISTRIBUTION and not objections(record, requirements)]
+            found = {record.name: Selection(record, "built in") for record in own} | found
+            continue
+        selection = select(key, candidates, requirements, name) if candidates else None
+        if selection is None:
+            raise UnknownPluginError(key, kind, name, ())
+        found.setdefault(name, selection)
+    chosen.selected[kind] = list(found.values())
+    chosen.reasons[key] = f"in this order: {', '.join(found) or 'none'}"
 
 
 def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:

@@ -328,6 +328,10 @@ class ServerSection(Section):
         32 * 1024 * 1024, "Maximum size of a request body or uploaded file, in bytes; routes also limit bodies by model.max_context.",
         flag="max-body-bytes", ge=1024,
     )  # fmt: skip
+    extensions: tuple[str, ...] = setting(
+        ("builtin",), "HTTP extensions (APIs, middleware, hooks), by plugin name and in order; builtin: all in-tree APIs.",
+        flag="http-extensions",
+    )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
         (), "Origins whose web pages may use the API, such as https://app.example; *: all origins.", flag="cors-origins"
     )

@@ -155,6 +155,17 @@ _ALL = (
         key="sampling.grammar",
     ),
     Kind(
+        name="http_extension",
+        plural="http_extensions",
+        version=1,
+        summary="routes, middleware and request hooks of the HTTP server",
+        interface="http:HttpExtension",
+        context="http:HttpContext",
+        key="server.extensions",
+        suite="conformance_http:suite",
+        is_list=True,
+    ),
+    Kind(
         name="reasoning_parser",
         plural="reasoning_parsers",
         version=3,

@@ -15,17 +15,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
-from frame.entrypoints.http.anthropic import messages as anthropic
-from frame.entrypoints.http.dialects import cohere, ollama, sagemaker, sglang, tei, vllm
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
+from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
+from frame.entrypoints.http.extensions.loading import Extensions, load_built_in
+from frame.entrypoints.http.extensions.middleware import GuardedMiddleware, InnermostChannel
 from frame.entrypoints.http.failures import too_many
-from frame.entrypoints.http.native import classify, rerank
-from frame.entrypoints.http.native import generate as native
-from frame.entrypoints.http.openai import batches, conversations, embeddings, moderations, responses
-from frame.entrypoints.http.openai import completions as openai
-from frame.entrypoints.http.operations import admin, api_docs, page
 from frame.entrypoints.http.protocol.access import Access, Gate
-from frame.entrypoints.http.protocol.api_route import MAX_PATH_CHARS, ApiRoute, ApiRouter, count_response
+from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, MAX_PATH_CHARS, ApiRoute, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
 from frame.entrypoints.http.protocol.origin import Cors, is_preflight, read_cors
 from frame.entrypoints.http.protocol.response_docs import add_responses
@@ -40,39 +36,32 @@ from frame.entrypoints.version import package_version
 NO_ROUTE = "none"
 ANY_METHOD = ("GET", "POST", "DELETE")  # of a path without a route, whose 404 a page may read
 
-ROUTERS: tuple[ApiRouter, ...] = (
-    openai.router, responses.router, conversations.router, embeddings.router, rerank.router, classify.router, moderations.router,
-    anthropic.router, batches.router, vllm.router, sglang.router, cohere.router, tei.router, tei.rerank_router, ollama.router,
-    sagemaker.router, sagemaker.public_router, native.router, native.health_router, native.metrics_router, page.router,
-    page.public_router, admin.router, admin.own_router, api_docs.router, api_docs.public_router,
-)  # fmt: skip
-ADMIN_ROUTERS: tuple[ApiRouter, ...] = (
-    admin.router, admin.own_router, native.health_router, native.metrics_router, page.router, page.public_router, api_docs.router,
-    api_docs.public_router,
-)  # fmt: skip
-
-
-def routes_of(routers: Sequence[ApiRouter]) -> tuple[ApiRoute, ...]:
-    """The routes of these routers, in their order."""
-    return tuple(route for router in routers for route in router.api_routes)
-
-
-ROUTES, ADMIN_ROUTES = routes_of(ROUTERS), routes_of(ADMIN_ROUTERS)
+ADMIN_ROUTES = CORE_ROUTES
 
 
 class App(FastAPI):
     """The whole application. A path without a route has the access level `USER`, so that a client
     without a key cannot find out which paths exist.
 
-    `is_admin`: the application of the operators' own listener, where users' keys mean nothing.
+    `is_admin`: the application of the operators' own listener, where users' keys mean nothing and
+    extensions add nothing. `extensions`: None: all in-tree APIs. `hooks`: None where no extension
+    has one.
     Routes and dependencies read `services`, `gate`, `bodies` and `body_limits`.
     """
 
-    def __init__(self, services: Services, is_admin: bool = False, routes: Sequence[ApiRoute] | None = None) -> None:
+    def __init__(
+        self,
+        services: Services,
+        is_admin: bool = False,
+        routes: Sequence[ApiRoute] | None = None,
+        extensions: Extensions | None = None,
+    ) -> None:
         super().__init__(title="frame", version=package_version(), openapi_url=None, docs_url=None, redoc_url=None)
         server, context = services.resolved.user.server, services.resolved.max_context
         self._cors = None if is_admin else read_cors(server)
-        self.api_routes = routes or (ADMIN_ROUTES if is_admin else ROUTES)
+        self.extensions = Extensions(()) if is_admin else extensions or load_built_in()
+        self.hooks = self.extensions.hooks or None
+        self.api_routes = routes or (ADMIN_ROUTES if is_admin else (*self.extensions.routes, *CORE_ROUTES))
         self.dispatcher = Dispatcher(self.api_routes, self._cors)
         self.services = services
         self.gate = Gate(server, is_admin, self._cors)
@@ -112,8 +101,12 @@ class App(FastAPI):
         each request.
         """
         app: Any = self.dispatcher
-        for kind, arguments, options in reversed(self.user_middleware):
-            app = kind(app, *arguments, **options)
+        if self.extensions.middleware:
+            app = InnermostChannel(app)
+        for kind, options, owner in reversed(self.extensions.middleware):
+            app = GuardedMiddleware(app, kind, options, owner)
+        for added, arguments, keywords in reversed(self.user_middleware):
+            app = added(app, *arguments, **keywords)
         return app
 
     async def run_for_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +124,9 @@ class App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI 3.1 description of all routes."""
         if self.openapi_schema is None:
-            self.openapi_schema = described(get_openapi(title=self.title, version=self.version, routes=self.api_routes), self.api_routes)
+            shown = [route for route in self.api_routes if route.include_in_schema]
+            schema = get_openapi(title=self.title, version=self.version, routes=[*shown, *self.extensions.documented])
+            self.openapi_schema = described(schema, shown)
         return self.openapi_schema
 
 
@@ -208,7 +203,10 @@ async def _refuse(scope: Scope, error: ApiError) -> None:
     context = RequestContext(scope, receive, send, 0, scope.get("errors", OPENAI))
     with suppress(DisconnectedError):
         await context.fail(error)
-    count_response(scope["app"].services.metrics, NO_ROUTE, context)
+    app = scope["app"]
+    count_response(app.services.metrics, NO_ROUTE, context)
+    if app.hooks is not None:
+        await app.hooks.record_response(context, NO_ROUTE, context.status or CLIENT_GONE)
 
 
 async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) -> None:

@@ -221,6 +221,14 @@ class RequestContext:
                 found.append((self.errors.id_header, self.request_id.encode()))
         return [*found, ignored_header(self.ignored)] if self.ignored else found
 
+    async def send_message(self, message: MutableMapping[str, Any]) -> None:
+        """Send an ASGI message of an application that this request was given to, with the headers
+        of every response of this server."""
+        if message["type"] == "http.response.start":
+            self.started, self.status = True, message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self._identity()]}
+        await self._put(message)
+
     async def _put(self, message: MutableMapping[str, Any]) -> None:
         try:
             await self.send(message)

@@ -30,6 +30,7 @@ from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
+from frame.entrypoints.http.extensions.loading import load_extensions
 from frame.entrypoints.http.openai.batch_files import make_folder
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.operations.metrics import ServerMetrics
@@ -87,11 +88,12 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
             info = wait_ready(deployment, report)
             start_seconds = time.perf_counter() - spawned
         services = _services(prepared, deployment, tokenizer, info)
+        app = App(services, extensions=load_extensions(resolved, prepared.registry))
         services.watch = start_monitor(deployment.pids, resolved.user.server)
         supervisor = _supervisor(services, deployment, start_seconds)
         user = resolved.user
         reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, deployment.set_log_settings)
-        server = Server(services, deployment, supervisor, (listener, admin), started, reload)
+        server = Server(app, deployment, supervisor, (listener, admin), started, reload)
         return _run(server.run())
     finally:
         deployment.kill()
@@ -202,14 +204,14 @@ class Server:
 
     def __init__(
         self,
-        services: Services,
+        app: App,
         deployment: Deployment,
         supervisor: Supervisor,
         listeners: tuple[socket.socket, AdminListener],
         started: float,
         reload: Reload,
     ) -> None:
-        self._services = services
+        self._services = services = app.services
         self._deployment = deployment
         self._supervisor = supervisor
         self._listener, self._admin = listeners
@@ -219,7 +221,6 @@ class Server:
         server = services.resolved.user.server
         self._certificate = load_certificate(server)
         limits = ConnectionLimits(server.max_connections, server.client_timeout)
-        app = App(services)
         self._http = HttpServer(app, limits, self._certificate)
         self._reload = reload
         if app.keys is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from frame.entrypoints.http.app import ROUTES
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.generate import DetokenizeRequest, TokenizeRequest
 from frame.entrypoints.http.openai.completions_schema import CompletionRequest
 from frame.entrypoints.http.request_options import RequestOptions
+from tests.entrypoints.published import ROUTES
 
 RUNNING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/v1/score",
            "/v1/classify", "/v1/moderations", "/generate")  # fmt: skip

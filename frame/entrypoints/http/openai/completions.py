@@ -38,6 +38,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
 
 router = ApiRouter(access=Access.USER)
+models_router = ApiRouter(access=Access.USER)  # clients of Anthropic use it too
 
 
 class Response(ABC):
@@ -335,7 +336,7 @@ class CompletionResponse(Response):
 # models -------------------------------------------------------------------------------------------
 
 
-@router.get("/v1/models", responses=responds_with(ModelList | AnthropicModelList))
+@models_router.get("/v1/models", responses=responds_with(ModelList | AnthropicModelList))
 async def models(context: ContextDep, services: ServicesDep) -> Any:
     """List the served models, in Anthropic's shape for its clients."""
     names = services.model_names
@@ -346,7 +347,7 @@ async def models(context: ContextDep, services: ServicesDep) -> Any:
         return {"object": "list", "data": [_card(services, name) for name in names]}
 
 
-@router.get("/v1/models/{name:path}", responses=responds_with(ModelCard | AnthropicModel))
+@models_router.get("/v1/models/{name:path}", responses=responds_with(ModelCard | AnthropicModel))
 async def model(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a served model."""
     services.check_model(name)

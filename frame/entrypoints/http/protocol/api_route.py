@@ -122,27 +122,29 @@ class ApiRoute(APIRoute):
         try:
             if self._readers is not None:
                 values = {name: value for name, read in self._readers if (value := read(scope)) is not None}
-                await self._run(context, values, (), app.services)
+                await self._run(context, values, (), app)
                 return
             async with AsyncExitStack() as stack:
                 scope["fastapi_inner_astack"] = scope["fastapi_function_astack"] = stack
                 solved = await solve_dependencies(
                     request=Request(scope, receive, send), dependant=self.dependant, async_exit_stack=stack, embed_body_fields=False
                 )
-                await self._run(context, solved.values, solved.errors, app.services)
+                await self._run(context, solved.values, solved.errors, app)
         finally:
             await context.close()
             if (lease := scope.get("lease")) is not None and "admitted" not in scope:
                 lease.close()
 
-    async def _run(self, context: RequestContext, values: dict[str, Any], errors: Sequence[Any], services: Any) -> None:
+    async def _run(self, context: RequestContext, values: dict[str, Any], errors: Sequence[Any], app: Any) -> None:
         """Run the endpoint for a request that was admitted, and answer when it raises."""
-        scope, tracing = context.scope, services.tracing
+        scope, tracing, hooks = context.scope, app.services.tracing, app.hooks
         span = None
         if tracing is not None and scope["method"] == "POST":
             span = tracing.start(f"{scope['method']} {self.path}", scope["headers"])
         with suppress(DisconnectedError):
             try:
+                if hooks is not None and self.access is not Access.OPEN and "admitted" not in scope:
+                    await hooks.check_request(context, self.path)
                 if self._has_query:
                     check_query(scope)
                 if errors:
@@ -160,9 +162,11 @@ class ApiRoute(APIRoute):
                 log.exception("%s %s failed", scope["method"], scope["path"])
                 await context.fail(ApiError(500, "the server failed on this request; its log says why"))
             finally:
-                count_response(services.metrics, self.path, context)
+                count_response(app.services.metrics, self.path, context)
                 if span is not None:
                     _end_span(span, self.path, context)
+                if hooks is not None:
+                    await hooks.record_response(context, self.path, context.status or CLIENT_GONE)
 
     async def _read_body(self, context: RequestContext) -> BaseModel | None:
         assert self.body_model is not None

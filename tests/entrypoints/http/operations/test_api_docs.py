@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import msgspec
 
-from frame.entrypoints.http.app import ROUTES
 from tests.entrypoints.inprocess import serving
+from tests.entrypoints.published import ROUTES
 
 
 async def description() -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.entrypoints.http.app import ROUTES
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
 from tests.entrypoints.inprocess import InProcess, Response, serving
+from tests.entrypoints.published import ROUTES
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from frame.core.interfaces.parsing import ParserContext, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
-from frame.entrypoints.http.app import ROUTES
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
-from tests.entrypoints.published import check_response, description
+from tests.entrypoints.published import ROUTES, check_response, description
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "f", "parameters": {"type": "object"}}

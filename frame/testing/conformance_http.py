@@ -1,0 +1,394 @@
+"""Conformance checks for HTTP extensions: constructor, routes, hooks and middleware, without a
+server.
+
+Used by `frame plugins check` and the pytest plugin. An extension that refuses requests is checked
+with the suite's own; give the class `conformance_requests` to add some that it accepts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
+from frame.testing.conformance import Check, SkipCheck, Subject
+
+CONTEXT = HttpContext("model", max_context=4096)
+MAX_SENTENCE = 4096  # characters of a refusal
+MAX_BLOCKING = 0.2  # seconds that the event loop may stand still
+FEW, MANY = 3000, 6000  # requests before memory is compared
+MAX_GROWTH = 200  # objects that an extension may hold more after MANY requests than after FEW
+HEADERS: tuple[dict[str, str], ...] = (
+    {},
+    {"authorization": "Bearer key"},
+    {"authorization": "Basic !!! no base64"},
+    {"authorization": ""},
+    {"authorization": "Bearer", "x-api-key": "ü\x80"},
+    {"content-type": "application/json", "user-agent": "x" * 8000, "x-forwarded-for": "::1, 10.0.0.1"},
+)
+STATUSES = (200, 204, 304, 400, 401, 404, 429, 499, 500, 503)
+CHUNKS = (b"data: one\n\n", b"", b"data: \xff\xfe\n\n", b"data: [DONE]\n\n")
+Decision = tuple[str, int, str]
+
+
+def example_requests(target: type) -> list[HttpRequest]:
+    """The suite's requests, then those of the class."""
+    chat = "/v1/chat/completions"
+    paths = (("POST", chat, chat), ("GET", "/v1/models/a/b ü", "/v1/models/{name:path}"), ("PUT", "/", "none"))
+    found = [
+        HttpRequest(method, path, route, MappingProxyType(headers), f"id-{number}", tenant, client)
+        for number, headers in enumerate(HEADERS)
+        for method, path, route in paths
+        for tenant, client in (("", ""), ("tenant", "127.0.0.1"))
+    ]
+    return [*found, *getattr(target, "conformance_requests", ())]
+
+
+async def decide(extension: HttpExtension, request: HttpRequest) -> Decision:
+    """What `on_request` makes of a request. Raises AssertionError for anything but None and a
+    valid refusal."""
+    hook: Any = extension.on_request
+    try:
+        returned = await hook(request)
+    except RefuseRequest as refusal:
+        status, sentence = refusal.status, refusal.sentence
+        assert type(status) is int and MIN_REFUSAL <= status <= MAX_REFUSAL, f"on_request refuses with status {status!r}"
+        assert isinstance(sentence, str) and sentence.strip(), "on_request refuses without a sentence"
+        assert len(sentence) <= MAX_SENTENCE and "\n" not in sentence, "on_request refuses with a long sentence, or several lines"
+        pairs = [*refusal.headers.items()]
+        assert all("\n" not in text and "\r" not in text and text.isascii() for pair in pairs for text in pair), "a header is not one line"
+        return "refused", status, sentence
+    except Exception as error:
+        raise AssertionError(f"on_request raises {type(error).__name__} ({error}) for headers {dict(request.headers)!r:.200}") from error
+    assert returned is None, f"on_request returns {returned!r:.100}; return None or raise RefuseRequest"
+    return "accepted", 0, ""
+
+
+def suite(subject: Subject) -> Iterable[Check]:
+    """The checks of one extension: those of the methods that its class has."""
+    target = subject.target
+
+    def make() -> Any:
+        return target(CONTEXT, subject.options)
+
+    def has(*names: str) -> bool:
+        return any(getattr(target, name) is not getattr(HttpExtension, name) for name in names)
+
+    by_method: tuple[tuple[tuple[str, ...], tuple[Callable[[Callable[[], Any], Any], None], ...]], ...] = (
+        (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_answer)),
+        (("on_request",), (check_decisions, check_requests_stand_alone, check_objects_are_independent)),
+        (("on_response",), (check_responses,)),
+        (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_memory)),
+        (("make_middleware",), (check_middleware,)),
+    )
+    yield Check("constructor", lambda: make() and None)
+    for names, found in by_method:
+        for check in found if has(*names) else ():
+            yield Check(check.__name__.removeprefix("check_"), lambda check=check: check(make, target))  # type: ignore[misc]
+
+
+# routes -------------------------------------------------------------------------------------------
+
+
+def _routes(extension: HttpExtension) -> list[Any]:
+    from fastapi import APIRouter
+
+    routers = list(extension.make_routers())
+    assert all(isinstance(router, APIRouter) for router in routers), "make_routers returns something else than APIRouter objects"
+    return [route for router in routers for route in router.routes]
+
+
+def check_routes(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Routes are plain HTTP routes with paths of their own, and can be described."""
+    from fastapi.openapi.utils import get_openapi
+    from fastapi.routing import APIRoute
+
+    from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
+    from frame.entrypoints.http.extensions.loading import load_built_in
+
+    extension = make()
+    routes = _routes(extension)
+    served = {(route.path, method): route for route in load_built_in().routes for method in route.methods or ()}
+    core = {(route.path, method) for route in CORE_ROUTES for method in route.methods or ()}
+    seen = set()
+    for route in routes:
+        assert isinstance(route, APIRoute), f"{route!r} is no plain HTTP route"
+        for method in route.methods or ():
+            key = (route.path, method)
+            assert served.get(key, route) is route and key not in core, f"{method} {route.path} is a route of the server"
+            assert key not in seen, f"{method} {route.path} is declared twice"
+            seen.add(key)
+    unknown = extension.open_paths - {route.path for route in routes}
+    assert not unknown, f"open_paths has {sorted(unknown)}, which is no path of the extension"
+    get_openapi(title="extension", version="1", routes=routes)
+
+
+def check_routes_are_repeatable(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """`make_routers` adds nothing to what it returned before."""
+    first = [(route.path, sorted(route.methods or ())) for route in _routes(make())]
+    extension = make()
+    for _ in range(2):
+        found = [(route.path, sorted(route.methods or ())) for route in _routes(extension)]
+        assert found == first, f"make_routers returned {len(first)} routes, later {len(found)}"
+
+
+def check_own_routes_answer(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Routes that need no parameter answer without an error of the server."""
+    from frame.entrypoints.http.protocol.api_route import ApiRouter
+
+    extension = make()
+    routes = [route for router in extension.make_routers() if not isinstance(router, ApiRouter) for route in router.routes]
+    plain: list[Any] = [route for route in routes if "GET" in (getattr(route, "methods", None) or ())]
+    plain = [route for route in plain if "{" not in route.path]
+    if not plain:
+        raise SkipCheck("the extension has no route of its own that GET reads without parameters")
+    for route in plain:
+        status, _ = asyncio.run(_get(route))
+        assert status < 500, f"GET {route.path} answers {status}"
+
+
+async def _get(route: Any) -> tuple[int, bytes]:
+    from contextlib import AsyncExitStack
+
+    from fastapi import HTTPException
+
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with AsyncExitStack() as stack:
+        scope = _scope(route.path) | {"path_params": {}, "fastapi_middleware_astack": stack}
+        try:
+            await asyncio.wait_for(route.app(scope, receive, send), 10)
+        except HTTPException as error:
+            return error.status_code, b""
+        except TimeoutError:
+            raise AssertionError(f"GET {route.path} does not answer") from None
+        except Exception as error:
+            from fastapi.exceptions import RequestValidationError
+
+            if isinstance(error, RequestValidationError):
+                return 400, b""
+            raise AssertionError(f"GET {route.path} raises {type(error).__name__}: {error}") from error
+    assert sent and sent[0]["type"] == "http.response.start", f"GET {route.path} sends no response"
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+# hooks --------------------------------------------------------------------------------------------
+
+
+def check_hooks_are_coroutines(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Hooks are `async def` functions."""
+    for name in ("on_request", "on_response"):
+        assert inspect.iscoroutinefunction(getattr(make(), name)), f"{name} is no async def"
+
+
+def check_decisions(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """`on_request` accepts or refuses every request, whatever its headers."""
+
+    async def run() -> None:
+        for request in example_requests(target):
+            await decide(make(), request)
+
+    asyncio.run(run())
+
+
+def check_requests_stand_alone(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """The decision about a request is the same alone and among others at once."""
+    if getattr(target, "is_stateful", False):
+        raise SkipCheck("is_stateful: the decision depends on earlier requests")
+
+    async def run() -> None:
+        requests = example_requests(target)
+        alone = [await decide(make(), request) for request in requests]
+        extension = make()
+        for order in (requests, requests[::-1]):
+            found = await asyncio.gather(*(decide(extension, request) for request in order))
+            expected = alone if order is requests else alone[::-1]
+            wrong = next((i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None)
+            assert wrong is None, f"alone the decision is {expected[wrong or 0]}, among other requests {found[wrong or 0]}"
+
+    asyncio.run(run())
+
+
+def check_objects_are_independent(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """What one object saw changes nothing for another, as of a second server."""
+
+    async def run() -> None:
+        requests = example_requests(target)
+        before = [await decide(make(), request) for request in requests]
+        first = make()
+        for request in requests * 3:
+            await decide(first, request)
+            await first.on_response(request, HttpResponse(200, 0.1))
+        after = [await decide(make(), request) for request in requests]
+        assert before == after, "a new object decides otherwise after another one served requests"
+
+    asyncio.run(run())
+
+
+def check_responses(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """`on_response` raises for no status, for requests that `on_request` did not see either."""
+    async def run() -> None:
+        extension = make()
+        for request in example_requests(target):
+            for status in STATUSES:
+                try:
+                    await extension.on_response(request, HttpResponse(status, 0.0, 0, 0))
+                except Exception as error:
+                    raise AssertionError(f"on_response raises {type(error).__name__} ({error}) for status {status}") from error
+
+    asyncio.run(run())
+
+
+def check_event_loop(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Hooks do not block the event loop: files, other servers and long computations belong in
+    threads."""
+
+    async def run() -> None:
+        extension, request = make(), example_requests(target)[0]
+        for hook in (lambda: decide(extension, request), lambda: extension.on_response(request, HttpResponse(200, 0.1))):
+            least = float("inf")
+            for _ in range(2):  # a busy machine may stop the process once
+                least = min(least, await _longest_pause(hook))
+            assert least < MAX_BLOCKING, f"a hook blocks the event loop for {least:.2f} s"
+
+    asyncio.run(run())
+
+
+async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
+    """The longest time, in seconds, that the event loop stands still during `act`."""
+    longest, is_over = 0.0, False
+
+    async def tick() -> None:
+        nonlocal longest
+        while not is_over:
+            started = time.perf_counter()
+            await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - started)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    await act()
+    await asyncio.sleep(0)
+    is_over = True
+    await ticking
+    return longest
+
+
+def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """What an extension holds does not grow with the number of requests."""
+    async def serve(extension: HttpExtension, numbers: range) -> int:
+        examples = example_requests(target)
+        for number in numbers:
+            request = replace(examples[number % len(examples)], request_id=f"request-{number}", tenant=f"tenant-{number}")
+            await decide(extension, request)
+            await extension.on_response(request, HttpResponse(200, 0.1))
+        return _count_objects(extension)
+
+    async def run() -> None:
+        extension = make()
+        few = await serve(extension, range(FEW))
+        many = await serve(extension, range(FEW, MANY))
+        sentence = f"the extension holds {few} objects after {FEW} requests, {many} after {MANY}; keep a bounded number"
+        assert many - few <= MAX_GROWTH, sentence
+
+    asyncio.run(run())
+
+
+def _count_objects(root: Any) -> int:
+    """Objects that can be reached from `root` and its class, without modules, other classes and
+    functions."""
+    gc.collect()
+    seen: dict[int, Any] = {}
+    pending = [root.__dict__ if hasattr(root, "__dict__") else root]
+    pending += [value for kind in type(root).__mro__[:-1] for value in vars(kind).values() if isinstance(value, list | dict | set)]
+    while pending:
+        found = pending.pop()
+        if id(found) in seen or isinstance(found, type | type(gc)) or callable(found):
+            continue
+        seen[id(found)] = found
+        pending += gc.get_referents(found)
+    return len(seen)
+
+
+# middleware ---------------------------------------------------------------------------------------
+
+
+def check_middleware(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Middleware hands on the request and each part of the response as they come."""
+    found: Sequence[Any] = list(make().make_middleware())
+    for pair in found:
+        is_pair = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
+        assert is_pair, "make_middleware returns no (class, arguments) pairs"
+    for kind, arguments in found:
+        asyncio.run(_check_stream(kind, dict(arguments)))
+        asyncio.run(_check_failure(kind, dict(arguments)))
+
+
+async def _check_stream(kind: type, arguments: dict[str, Any]) -> None:
+    sent: list[Any] = []
+    seen: list[Any] = []
+    scope = _scope("/v1/completions") | {"headers": [(b"authorization", b"Bearer key"), (b"x-one", b"1")]}
+    pieces = [{"type": "http.request", "body": b"bo", "more_body": True}, {"type": "http.request", "body": b"d", "more_body": False}]
+    given = [*pieces, {"type": "http.disconnect"}]
+    inbox = given[::-1]
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["type"], scope["method"], scope["path"], dict(scope["headers"]).get(b"authorization")))
+        seen.append([await receive() for _ in range(3)])
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"content-type", b"text/event-stream"), (b"x-a", b"b")]})
+        for place, chunk in enumerate(CHUNKS):
+            await send({"type": "http.response.body", "body": chunk, "more_body": place < len(CHUNKS) - 1})
+            bodies = b"".join(message.get("body", b"") for message in sent)
+            assert bodies == b"".join(CHUNKS[: place + 1]), "middleware holds back or changes a part of a stream"
+
+    async def receive() -> Any:
+        return inbox.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    try:
+        await asyncio.wait_for(kind(inner, **arguments)(scope, receive, send), 10)
+    except TimeoutError:
+        raise AssertionError("middleware does not return") from None
+    assert seen, "middleware does not call the application"
+    assert seen[0] == ("http", "POST", "/v1/completions", b"Bearer key"), f"middleware changes the request: {seen[0]}"
+    assert seen[1] == given, "middleware changes the body, or hides that the client left"
+    assert sent[0]["status"] == 201, f"middleware changes the status to {sent[0]['status']}"
+    headers = {tuple(pair) for pair in sent[0]["headers"]}
+    assert {(b"content-type", b"text/event-stream"), (b"x-a", b"b")} <= headers, "middleware drops headers"
+    assert not sent[-1].get("more_body", False), "middleware does not end the response"
+
+
+async def _check_failure(kind: type, arguments: dict[str, Any]) -> None:
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        raise asyncio.CancelledError
+
+    async def nothing(*_: Any) -> Any:
+        return {"type": "http.disconnect"}
+
+    try:
+        await kind(inner, **arguments)(_scope("/v1/completions"), nothing, nothing)
+    except asyncio.CancelledError:
+        return
+    raise AssertionError("middleware hides that a request was cancelled")
+
+
+def _scope(path: str) -> dict[str, Any]:
+    return {
+        "type": "http", "http_version": "1.1", "method": "POST" if path == "/v1/completions" else "GET", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [], "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2), "state": {},
+    }  # fmt: skip
