@@ -153,6 +153,7 @@ _ALL = (
         interface="sampling:GrammarBackend",
         context="sampling:GrammarContext",
         key="sampling.grammar",
+        suite="conformance_grammars:suite",
     ),
     Kind(
         name="http_extension",

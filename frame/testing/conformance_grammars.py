@@ -1,0 +1,338 @@
+"""The conformance suite of grammar backends.
+
+Each check is a function without arguments that raises AssertionError with one sentence. Masks of
+finite languages are compared token by token with the texts of the language; texts of other grammars
+are validated with `re`, `json` and jsonschema. Used by the conformance option of the pytest plugin.
+Must not know a backend by name.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, CompiledGrammar, Grammar, GrammarBackend
+from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.suites.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
+
+MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
+WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
+MAX_SENTENCE = 400  # characters of an error, which a client reads
+THREADS = 4
+
+Make = Callable[[], GrammarBackend]
+
+
+class Run:
+    """A backend under test: its kinds, and a vocabulary of which each token's bytes are known."""
+
+    def __init__(self, make: Make, kinds: Sequence[str], vocabulary: Vocabulary) -> None:
+        self.make, self.kinds, self.vocabulary = make, kinds, vocabulary
+        self.backend = make()
+
+    def of(self, cases: Iterable[Language]) -> list[Language]:
+        """The cases of the kinds that the backend declares. Raises SkipCheck without one."""
+        found = [case for case in cases if case.kind in self.kinds]
+        if not found:
+            raise SkipCheck(f"no case of the kinds {', '.join(self.kinds)}")
+        return found
+
+    def compile(self, case: Language) -> CompiledGrammar:
+        try:
+            return self.backend.compile(case.kind, case.source)
+        except ValueError as error:
+            raise AssertionError(f"{case.name} is valid, and is refused: {error}") from error
+
+    def start(self, case: Language, tokens: Iterable[int] = ()) -> Grammar:
+        """A constraint after some tokens."""
+        grammar = self.compile(case).start()
+        for token in tokens:
+            assert grammar.accept(token), f"{case.name}: accept() refuses a token that the mask allows"
+        return grammar
+
+    def allowed(self, grammar: Grammar, before: int = 0) -> np.ndarray:
+        """bool [vocab]: the tokens of the mask, written over words of `before`."""
+        mask = np.full(-(-self.vocabulary.size // 32), before, np.int32)
+        if not grammar.fill(mask):
+            return np.ones(self.vocabulary.size, np.bool_)
+        return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocabulary.size].astype(np.bool_)
+
+
+def suite(subject: Subject) -> Iterable[Check]:
+    """The suite of the kind `grammar_backend`."""
+    from frame.core.interfaces.sampling import GrammarContext
+
+    vocabulary = Vocabulary.load()
+    context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
+    kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
+    return checks_of(Run(lambda: subject.target(context, subject.options), kinds, vocabulary))
+
+
+def checks_of(run: Run) -> Iterator[Check]:
+    """All checks of a backend."""
+    for check in (
+        declared_kinds_compile,
+        invalid_grammars_are_refused,
+        masks_are_filled_in_time,
+        masks_equal_a_reference,
+        characters_may_be_split,
+        accept_agrees_with_the_mask,
+        masks_are_written_whole,
+        random_texts_follow_the_grammar,
+        known_texts_are_judged,
+        requests_stand_alone,
+        grammars_stand_alone,
+        loaded_grammars_are_equal,
+        masks_are_filled_in_threads,
+    ):
+        yield Check(check.__name__, partial(check, run))
+
+
+# sources ------------------------------------------------------------------------------------------
+
+
+def declared_kinds_compile(run: Run) -> None:
+    for kind in run.kinds:
+        assert kind in GRAMMAR_KINDS, f"the record declares the kind {kind!r}, which does not exist"
+    for case in run.of((*FINITE, *OPEN)):
+        began = time.process_time()
+        compiled = run.compile(case)
+        taken = time.process_time() - began
+        assert taken < MAX_COMPILE, f"{case.name} takes {taken:.1f} s to compile"
+        assert compiled.num_bytes > 0, f"num_bytes of {case.name} is {compiled.num_bytes}: grammars are evicted by it"
+
+
+def invalid_grammars_are_refused(run: Run) -> None:
+    """An invalid grammar, a kind that the record does not declare, and an unknown kind raise
+    ValueError with one sentence, and leave the backend as it was."""
+    others = [(kind, "x") for kind in GRAMMAR_KINDS if kind not in run.kinds]
+    for kind, source in [*(bad for bad in INVALID if bad[0] in run.kinds), *others, ("unknown", "x")]:
+        try:
+            run.backend.compile(kind, source).start()
+        except ValueError as error:
+            text = str(error)
+            assert text and "\n" not in text and len(text) <= MAX_SENTENCE, f"the error for {kind} {source!r} is no sentence: {text!r}"
+        except Exception as error:
+            raise AssertionError(f"{kind} {source!r} raises {type(error).__name__} and not ValueError") from error
+        else:
+            raise AssertionError(f"{kind} {source!r} is invalid, and compiles")
+    case = run.of(FINITE)[0]
+    assert run.allowed(run.start(case)).any(), "an invalid grammar breaks those that follow"
+
+
+# masks --------------------------------------------------------------------------------------------
+
+
+def masks_equal_a_reference(run: Run) -> None:
+    """At each step of random texts the mask has the tokens that continue a text of the language, an
+    end token where one ends, and nothing else: no special token, no id past the tokenizer. Where
+    all texts continue alike, one token of these bytes suffices."""
+    for case in run.of(FINITE):
+        for seed in range(WALKS):
+            _compare(run, case, random.Random(seed), is_split=False)
+
+
+def characters_may_be_split(run: Run) -> None:
+    """The same with tokens of one byte, which split the characters of the text."""
+    for case in run.of(FINITE):
+        for seed in range(2):
+            _compare(run, case, random.Random(seed), is_split=True)
+
+
+def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> None:
+    vocabulary, grammar, done = run.vocabulary, run.start(case), b""
+    for _ in range(MAX_TOKENS):
+        rest = case.rest(done)
+        wanted, found = vocabulary.allowed(rest), run.allowed(grammar)
+        where = f"{case.name} after {done.decode(errors='replace')!r}"
+        is_forced = len({text[:1] for text in rest}) == 1
+        for token in np.flatnonzero(found & ~wanted if is_forced else found != wanted)[:1].tolist():
+            is_wrong = "allows" if found[token] else "does not allow"
+            raise AssertionError(f"{where}: the mask {is_wrong} token {token} ({vocabulary.show(token)})")
+        assert found.any(), f"{where}: the mask is empty"
+        assert grammar.is_finished() == (rest == {b""}), f"{where}: is_finished() is {grammar.is_finished()}"
+        continues = [token for token in np.flatnonzero(found).tolist() if token in vocabulary.tokens]
+        if b"" in rest and (not continues or dice.random() < 0.3):
+            end = dice.choice(vocabulary.ends)
+            assert grammar.accept(end), f"{where}: accept() refuses the end token {end}"
+            assert grammar.is_finished(), f"{where}: is_finished() is False after the end token"
+            return
+        short = [token for token in continues if token in vocabulary.single_bytes] if is_split else []
+        token = dice.choice(short or continues)
+        assert grammar.accept(token), f"{where}: accept() refuses token {token} ({vocabulary.show(token)}), which the mask allows"
+        done += vocabulary.tokens[token]
+
+
+def accept_agrees_with_the_mask(run: Run) -> None:
+    """`accept` takes a token where the mask has it, else returns False and changes nothing."""
+    dice = random.Random(0)
+    for case in run.of(FINITE):
+        tokens: list[int] = []
+        done = b""
+        for _ in range(4):
+            refused = dice.sample(np.flatnonzero(~run.vocabulary.allowed(case.rest(done))).tolist(), 12)
+            grammar = run.start(case, tokens)
+            before = run.allowed(grammar)
+            for token in refused:
+                shown = run.vocabulary.show(token)
+                assert not grammar.accept(token), f"{case.name}: accept() takes token {token} ({shown}), which the mask does not have"
+            assert np.array_equal(before, run.allowed(grammar)), f"{case.name}: a token that is refused changes the state"
+            continues = [token for token in np.flatnonzero(before).tolist() if token in run.vocabulary.tokens]
+            for token in continues[:8]:
+                assert run.start(case, tokens).accept(token), f"{case.name}: accept() refuses token {token}, which the mask has"
+            if not continues:
+                break
+            tokens.append(dice.choice(continues))
+            done += run.vocabulary.tokens[tokens[-1]]
+
+
+def masks_are_written_whole(run: Run) -> None:
+    """`fill` writes all words of its row and no other, whatever they held, and twice the same."""
+    for case in run.of((*FINITE, *OPEN)):
+        grammar = run.start(case)
+        first = run.allowed(grammar)
+        assert np.array_equal(first, run.allowed(grammar, before=-1)), f"{case.name}: fill() leaves bits that were in the mask before"
+        words = -(-run.vocabulary.size // 32)
+        batch = np.full((3, words), 7, np.int32)
+        grammar.fill(batch[1])
+        assert (batch[[0, 2]] == 7).all(), f"{case.name}: fill() writes outside of its row"
+
+
+# texts --------------------------------------------------------------------------------------------
+
+
+def random_texts_follow_the_grammar(run: Run) -> None:
+    """Texts drawn from the masks are in the language."""
+    ended = 0
+    for case in run.of(OPEN):
+        for seed in range(WALKS):
+            text = _wander(run, case, random.Random(seed))
+            if text is not None:
+                ended += 1
+                assert case.holds(text), f"{case.name}: the masks allow {text!r}"
+    assert ended, "no random text of any grammar ends: is the end token allowed?"
+
+
+def _wander(run: Run, case: Language, dice: random.Random) -> str | None:
+    """A random text; None where it does not end. Prefers what ends it."""
+    vocabulary, grammar, data = run.vocabulary, run.start(case), b""
+    closing = [token for token, text in vocabulary.tokens.items() if text in (b'"', b"}", b"]", b")", b">")]
+    for _ in range(3 * MAX_TOKENS):
+        allowed = run.allowed(grammar)
+        ends = [token for token in vocabulary.ends if allowed[token]]
+        assert allowed.any(), f"{case.name} after {data!r}: the mask is empty"
+        if ends and dice.random() < 0.4:
+            assert grammar.accept(ends[0]), f"{case.name} after {data!r}: accept() refuses the end token that the mask has"
+            return data.decode(errors="replace")
+        near = [token for token in closing if allowed[token]]
+        continues = [token for token in np.flatnonzero(allowed).tolist() if token in vocabulary.tokens]
+        if not continues:
+            assert grammar.accept(ends[0]), f"{case.name} after {data!r}: accept() refuses the end token that the mask has"
+            return data.decode(errors="replace")
+        token = dice.choice(near) if near and dice.random() < 0.5 else dice.choice(continues)
+        assert grammar.accept(token), f"{case.name} after {data!r}: accept() refuses token {token}, which the mask has"
+        data += vocabulary.tokens[token]
+    return None
+
+
+def known_texts_are_judged(run: Run) -> None:
+    """Texts in the language are taken as the tokenizer writes them; texts outside are refused
+    before their end."""
+    for case in run.of((*OPEN, *JSON_CASES)):
+        for texts in case.valid:  # ways to write one text, such as whitespace in JSON
+            assert any(_takes(run, case, text) for text in texts), f"{case.name}: {texts[0]!r} is valid, and is refused"
+        for text in case.invalid:
+            assert not _takes(run, case, text), f"{case.name}: {text!r} is invalid, and is taken"
+
+
+def _takes(run: Run, case: Language, text: str) -> bool:
+    grammar = run.start(case)
+    tokens = run.vocabulary.encode(text)
+    for token in (*tokens, run.vocabulary.ends[0]):
+        is_allowed = bool(run.allowed(grammar)[token])
+        is_taken = grammar.accept(token)
+        assert is_taken or not is_allowed, f"{case.name}: accept() refuses token {token} of {text!r}, which the mask has"
+        if not is_taken:
+            return False
+    return True
+
+
+# requests -----------------------------------------------------------------------------------------
+
+
+def requests_stand_alone(run: Run) -> None:
+    """Constraints of one grammar share no state."""
+    for case in run.of((*FINITE, *OPEN)):
+        compiled = run.compile(case)
+        one, other = compiled.start(), compiled.start()
+        first = run.allowed(other)
+        token = next(token for token in np.flatnonzero(first).tolist() if token in run.vocabulary.tokens)
+        assert one.accept(token)
+        assert np.array_equal(first, run.allowed(other)), f"{case.name}: a token of one request changes the mask of another"
+        assert np.array_equal(first, run.allowed(compiled.start())), f"{case.name}: a new request begins where another is"
+
+
+def grammars_stand_alone(run: Run) -> None:
+    """A grammar stays what it is when others are compiled, of its kind and of others."""
+    cases = run.of((*FINITE, *OPEN))
+    compiled = [run.compile(case) for case in cases]
+    others = [run.make(), run.make()]  # of which each compiles half of the grammars, in another order
+    for number, (case, each) in enumerate(zip(reversed(cases), reversed(compiled), strict=True)):
+        found = run.allowed(each.start())
+        alone = run.allowed(others[number % 2].compile(case.kind, case.source).start())
+        assert np.array_equal(found, alone), f"{case.name}: its mask is another when other grammars are compiled"
+
+
+def loaded_grammars_are_equal(run: Run) -> None:
+    """`load(dump(compiled))` in another process has the masks of the compiled grammar."""
+    loader = run.make()
+    cases = run.of((*FINITE, *OPEN))
+    dumped = [run.backend.dump(run.compile(case)) for case in cases]
+    loaded = [loader.load(case.kind, case.source, data) for case, data in zip(cases, dumped, strict=True)]
+    for case, each in zip(cases, loaded, strict=True):
+        here, there, dice = run.start(case), each.start(), random.Random(1)
+        for _ in range(10):
+            allowed = run.allowed(here)
+            assert np.array_equal(allowed, run.allowed(there)), f"{case.name}: a grammar that was dumped and loaded has another mask"
+            continues = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
+            if not continues:
+                break
+            token = dice.choice(continues)
+            assert here.accept(token) == there.accept(token) is True, f"{case.name}: a loaded grammar refuses a token of its mask"
+
+
+def masks_are_filled_in_threads(run: Run) -> None:
+    """Threads fill masks of different requests at once."""
+    cases = run.of((*FINITE, *OPEN))
+    compiled = [run.compile(case) for case in cases] * 3
+    alone = [run.allowed(each.start()) for each in compiled]
+    begin = threading.Barrier(THREADS)
+
+    def fill(first: int) -> list[np.ndarray]:
+        begin.wait(timeout=60)
+        return [run.allowed(each.start()) for each in compiled[first:] + compiled[:first]]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for first, found in enumerate(pool.map(fill, range(THREADS))):
+            for mask, wanted in zip(found, alone[first:] + alone[:first], strict=True):
+                assert np.array_equal(mask, wanted), "a mask differs when threads fill several at once"
+
+
+def masks_are_filled_in_time(run: Run) -> None:
+    for case in run.of((*FINITE, *OPEN)):
+        grammar, dice, taken = run.start(case), random.Random(2), []
+        for _ in range(12):
+            began = time.perf_counter()
+            allowed = run.allowed(grammar)
+            taken.append(time.perf_counter() - began)
+            continues = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
+            if not continues or not grammar.accept(dice.choice(continues)):
+                break
+        median = sorted(taken)[len(taken) // 2]
+        assert median < MAX_FILL, f"{case.name}: a mask takes {median * 1e3:.0f} ms, and each step waits for it"

@@ -1,0 +1,440 @@
+"""Grammar backends with one deliberate bug each. Used by the tests of the conformance suite.
+
+They are derived from `llguidance`: each wraps its constraints or its sources.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from frame.core.interfaces.sampling import Grammar, GrammarCapabilities
+from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
+from frame.testing.mutants import MutantList
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.sampling import CompiledGrammar
+
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "choice")
+
+
+class Constraint:
+    """One request's constraint, as the library gives it (`Grammar`)."""
+
+    def __init__(self, inner: Grammar, compiled: Compiled) -> None:
+        self.inner, self.compiled = inner, compiled
+
+    def fill(self, mask: np.ndarray) -> bool:
+        return self.inner.fill(mask)
+
+    def accept(self, token_id: int) -> bool:
+        return self.inner.accept(token_id)
+
+    def is_finished(self) -> bool:
+        return self.inner.is_finished()
+
+
+class Compiled:
+    """A compiled grammar that starts a `Request` of the backend (`CompiledGrammar`)."""
+
+    def __init__(self, inner: CompiledGrammar, backend: Wrapped) -> None:
+        self.inner, self.backend = inner, backend
+        self.num_bytes = inner.num_bytes
+
+    def start(self) -> Grammar:
+        return self.backend.Request(self.inner.start(), self)
+
+
+class Wrapped(LLGuidanceBackend):
+    """`llguidance`, wrapped."""
+
+    Request: ClassVar[type[Constraint]] = Constraint
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.ends = list(context.tokenizer.eos_token_ids)
+
+    def compile(self, kind: str, source: str) -> Any:
+        return Compiled(super().compile(kind, source), self)
+
+
+mutant = MUTANTS = MutantList("grammar_backend", reference=Wrapped, capabilities=GrammarCapabilities(KINDS))
+
+
+def _set(mask: np.ndarray, tokens: list[int], value: bool) -> None:
+    for token in tokens:
+        bit = np.uint32(1 << (token % 32))
+        words = mask.view(np.uint32)
+        words[token // 32] = words[token // 32] | bit if value else words[token // 32] & ~bit
+
+
+@mutant
+class AllowsAll(Wrapped):
+    """Never limits a token."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            return False
+
+
+@mutant
+class ShiftsTheMask(Wrapped):
+    """Allows the token after the one that continues the text."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            mask[:] = np.packbits(np.roll(np.unpackbits(mask.view(np.uint8), bitorder="little"), 1), bitorder="little").view(np.int32)
+            return found
+
+
+@mutant
+class AddsToTheMask(Wrapped):
+    """Sets bits of allowed tokens, and leaves those that were set before."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            before = mask.copy()
+            found = super().fill(mask)
+            mask |= before
+            return found
+
+
+@mutant
+class WritesTheNextRow(Wrapped):
+    """Writes one word more than the mask has."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            if isinstance(mask.base, np.ndarray) and mask.base.ndim == 2:
+                mask.base[-1, 0] = 0
+            return found
+
+
+@mutant
+class KeepsTheFirstMask(Wrapped):
+    """Computes the mask once for each request."""
+
+    class Request(Constraint):
+        mask: np.ndarray | None = None
+
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            if self.mask is None:
+                self.mask = mask.copy()
+            mask[:] = self.mask
+            return found
+
+
+@mutant
+class HasNoEnd(Wrapped):
+    """Never allows an end token."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            _set(mask, self.compiled.backend.ends, False)
+            return found
+
+
+@mutant
+class HasOneEnd(Wrapped):
+    """Allows the first end token alone, and not the others of the model."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            _set(mask, self.compiled.backend.ends[1:], False)
+            return found
+
+
+@mutant
+class EndsAnywhere(Wrapped):
+    """Always allows an end token."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            _set(mask, self.compiled.backend.ends, True)
+            return found
+
+
+@mutant
+class AllowsPadding(Wrapped):
+    """Allows the ids past the tokenizer's."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            mask[-1] = -1
+            return found
+
+
+@mutant
+class AllowsSpecialTokens(Wrapped):
+    """Takes special tokens for text."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            _set(mask, [3], True)
+            return found
+
+
+@mutant
+class NeedsWholeCharacters(Wrapped):
+    """Bans tokens that are a part of a character."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            whole = mask.copy()
+            _set(whole, list(range(100, 262)), False)
+            if whole.any():
+                mask[:] = whole
+            return found
+
+
+@mutant
+class AcceptsAll(Wrapped):
+    """Accepts tokens that the mask does not have."""
+
+    class Request(Constraint):
+        def accept(self, token_id: int) -> bool:
+            super().accept(token_id)
+            return True
+
+
+@mutant
+class RefusesTheEnd(Wrapped):
+    """Refuses the end token that its mask allows."""
+
+    class Request(Constraint):
+        def accept(self, token_id: int) -> bool:
+            return token_id not in self.compiled.backend.ends and super().accept(token_id)
+
+
+@mutant
+class RefusesOnceMore(Wrapped):
+    """Refuses all tokens after one that was refused."""
+
+    class Request(Constraint):
+        has_failed = False
+
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            if self.has_failed:
+                mask[:] = 0
+            return found
+
+        def accept(self, token_id: int) -> bool:
+            self.has_failed |= not super().accept(token_id)
+            return not self.has_failed
+
+
+@mutant
+class NeverFinishes(Wrapped):
+    """Does not say that only an end token may follow."""
+
+    class Request(Constraint):
+        def is_finished(self) -> bool:
+            return False
+
+
+@mutant
+class FinishesEarly(Wrapped):
+    """Says that it is finished wherever the text may end."""
+
+    class Request(Constraint):
+        def is_finished(self) -> bool:
+            mask = np.zeros(65, np.int32)
+            super().fill(mask)
+            return super().is_finished() or bool(mask[0] >> 1 & 1)
+
+
+@mutant
+class SharesOneState(Wrapped):
+    """Gives all requests of a grammar the same constraint."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        compiled = super().compile(kind, source)
+        first = compiled.start()
+        compiled.start = lambda: first
+        return compiled
+
+
+@mutant
+class CachesByKind(Wrapped):
+    """Keeps one compiled grammar for each kind."""
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.cache: dict[str, Any] = {}
+
+    def compile(self, kind: str, source: str) -> Any:
+        found = super().compile(kind, source)
+        return self.cache.setdefault(kind, found)
+
+
+@mutant
+class CachesByPrefix(Wrapped):
+    """Keeps compiled grammars by the first 20 characters of their source."""
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.cache: dict[str, Any] = {}
+
+    def compile(self, kind: str, source: str) -> Any:
+        found = super().compile(kind, source)
+        return self.cache.setdefault(kind + source[:20], found)
+
+
+@mutant
+class LoadsTheLast(Wrapped):
+    """Loads the grammar that was dumped last."""
+
+    last: ClassVar[tuple[str, str]] = ("regex", "a")
+
+    def compile(self, kind: str, source: str) -> Any:
+        found = super().compile(kind, source)
+        found.key = (kind, source)
+        return found
+
+    def dump(self, compiled: CompiledGrammar) -> bytes:
+        type(self).last = compiled.key  # type: ignore[attr-defined]
+        return b"x"
+
+    def load(self, kind: str, source: str, data: bytes) -> Any:
+        return super().compile(*self.last)
+
+
+@mutant
+class SharesABuffer(Wrapped):
+    """Computes masks in one buffer of the grammar backend, which threads overwrite."""
+
+    buffer: ClassVar[dict[int, np.ndarray]] = {}
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            buffer = SharesABuffer.buffer.setdefault(len(mask), np.zeros(len(mask), np.int32))
+            found = super().fill(buffer)
+            time.sleep(1e-4)
+            mask[:] = buffer
+            return found
+
+
+@mutant
+class ForgetsAThread(Wrapped):
+    """Works in the thread alone that made the backend."""
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.thread = threading.get_ident()
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            found = super().fill(mask)
+            return found and self.compiled.backend.thread == threading.get_ident()  # type: ignore[attr-defined]
+
+
+@mutant
+class AllowsInvalid(Wrapped):
+    """Compiles an invalid grammar as free text."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        try:
+            return super().compile(kind, source)
+        except ValueError:
+            return super().compile("regex", "(.|\n)*")
+
+
+@mutant
+class RaisesAnotherError(Wrapped):
+    """Raises the error of its library for an invalid grammar."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        try:
+            return super().compile(kind, source)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
+
+
+@mutant
+class RaisesATrace(Wrapped):
+    """Raises an error of many lines for an invalid grammar."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        try:
+            return super().compile(kind, source)
+        except ValueError as error:
+            raise ValueError(f"error:\n  in {source}\n{error}") from error
+
+
+@mutant
+class ChoicesAreExpressions(Wrapped):
+    """Joins the choices to a regular expression without escaping them."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        if kind == "choice":
+            return super().compile("regex", "|".join(f"({text})" for text in json.loads(source)))
+        return super().compile(kind, source)
+
+
+@mutant
+class SearchesExpressions(Wrapped):
+    """Lets any text follow a regular expression, as a search does."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        return super().compile(kind, f"({source})[a-z]*" if kind == "regex" else source)
+
+
+@mutant
+class IgnoresRequired(Wrapped):
+    """Ignores which properties are required."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        source = re.sub(r'"required": \[[^]]*\]', '"title": "x"', source) if kind == "json_schema" else source
+        return super().compile(kind, source)
+
+
+@mutant
+class IgnoresBounds(Wrapped):
+    """Ignores the largest number, length and count."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        source = re.sub(r'"(maximum|maxLength|maxItems)"', r'"x-\1"', source) if kind == "json_schema" else source
+        return super().compile(kind, source)
+
+
+@mutant
+class AnyJsonIsAnObject(Wrapped):
+    """Allows any JSON value where an object was asked for."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        return super().compile("json_schema", "{}") if kind == "json_object" else super().compile(kind, source)
+
+
+@mutant
+class TakesTooLong(Wrapped):
+    """Takes 30 ms for a mask."""
+
+    class Request(Constraint):
+        def fill(self, mask: np.ndarray) -> bool:
+            time.sleep(0.03)
+            return super().fill(mask)
+
+
+@mutant
+class HasNoSize(Wrapped):
+    """Says that its grammars take no memory, so that none is evicted."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        found = super().compile(kind, source)
+        found.num_bytes = 0
+        return found

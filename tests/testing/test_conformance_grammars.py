@@ -1,0 +1,64 @@
+"""Every grammar backend passes its suite, and the suite's own cases are what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from frame.core.interfaces.sampling import GrammarContext
+from frame.plugins.loader import load_registry
+from frame.testing import conformance
+from frame.testing.conformance_grammars import Run, masks_equal_a_reference
+from frame.testing.mutants import Mutant, run_suite
+from frame.testing.mutants.grammar_backend import Wrapped
+from frame.testing.suites.grammar_cases import FINITE, OPEN, Vocabulary
+
+REGISTRY = load_registry(installed=False)
+
+
+@pytest.mark.parametrize("name", [record.name for record in REGISTRY.records("grammar_backend")])
+def test_in_tree(name: str) -> None:
+    for library in ("xgrammar", "llguidance"):
+        pytest.importorskip(library)
+    subject = conformance.find(REGISTRY, f"grammar_backend:{name}", conformance.Setting())
+    for check in conformance.checks("grammar_backend", subject):
+        check.run()
+
+
+def test_tokens_spell_their_bytes() -> None:
+    vocabulary = Vocabulary.load()
+    assert len(vocabulary.single_bytes) == 256
+    for text in ("naïve 😀 日本", "\n\t x", "a.b"):
+        assert b"".join(vocabulary.tokens[token] for token in vocabulary.encode(text)) == text.encode()
+    allowed = vocabulary.allowed({b"ab", b""})
+    assert set(np.flatnonzero(allowed)) == {*vocabulary.ends, *(i for i, text in vocabulary.tokens.items() if text in (b"a", b"ab"))}
+
+
+def test_cases_hold_what_they_say() -> None:
+    for case in FINITE:
+        assert case.texts
+        if case.kind == "regex":
+            assert all(re.fullmatch(case.source, text.decode()) for text in case.texts), case.name
+    for case in OPEN:
+        assert all(case.holds(text) for texts in case.valid for text in texts), case.name
+        assert not any(case.holds(text) for text in case.invalid), case.name
+
+
+def test_a_kind_that_no_case_covers_is_skipped() -> None:
+    vocabulary = Vocabulary.load()
+    run = Run(lambda: Wrapped(GrammarContext(vocabulary.tokenizer, vocabulary.size)), ("json_object",), vocabulary)
+    with pytest.raises(conformance.SkipCheck, match="json_object"):
+        masks_equal_a_reference(run)
+
+
+def test_the_record_decides_which_kinds_are_checked() -> None:
+    """A backend that compiles a kind beyond its record is found."""
+    from frame.core.interfaces.sampling import GrammarCapabilities
+
+    mutant = Mutant("regex", "grammar_backend", lambda: Wrapped, "", capabilities=GrammarCapabilities(("regex", "choice")))
+    failed = {outcome.check: outcome.message for outcome in run_suite(mutant.subject()) if outcome.result == "failed"}
+    assert set(failed) == {"invalid_grammars_are_refused"}
+    assert json.dumps(failed).count("compiles") == 1
