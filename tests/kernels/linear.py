@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.quantization import QuantizationContext
 from frame.kernels.linear.linear import skinny_linear
 from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_plan, choose_plans
 from frame.models.layers.mlp import GatedMLP
@@ -154,9 +155,8 @@ def test_float32_uses_pytorch() -> None:
 @each_type
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS + 1])
 def test_a_feed_forward_layer(dtype: torch.dtype, rows: int) -> None:
-    context = BuildContext(
-        platform=open_platform(DEVICE), device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=Limits(8, 512, 256, 4), quantization=Plain()
-    )
+    plain, limits = Plain(QuantizationContext()), Limits(8, 512, 256, 4)
+    context = BuildContext(platform=open_platform(DEVICE), device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=limits, quantization=plain)
     with torch.device(DEVICE):
         layer = GatedMLP(context, "mlp", 96, 64)
     weights = []

@@ -21,6 +21,7 @@ from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilit
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.model import CausalLM, ModelConfig, ModelContext
+from frame.core.interfaces.quantization import QuantizationContext
 from frame.core.loading.loader import WeightSource, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
@@ -186,10 +187,11 @@ def build_context(
     def part(kind: str, name: str) -> Any:
         return registry.load(registry.get(kind, name))
 
+    quantized = QuantizationContext(model_config.config.get("quantization_config"))
     return BuildContext(
         **base,
         attention=(part("attention_backend", attention) if isinstance(attention, str) else attention)(bare),
-        quantization=part("quantization_method", names.get("quantization", "none"))(model_config.config.get("quantization_config")),
+        quantization=part("quantization_method", names.get("quantization", "none"))(quantized),
         moe_runner=part("moe_runner", "torch_native")(bare) if model_config.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if model_config.num_experts else None,
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from frame.core.interfaces.quantization import QuantizationContext
 from frame.core.loading.safetensors_reader import read_weights
 from frame.models.layers.packed import can_pack
 from frame.models.layers.parameter import load_parameters
@@ -84,12 +85,12 @@ def test_a_quantized_model_stays_close(architecture: str, dtype: torch.dtype, bo
 
 
 def test_ignored_layers_stay_unquantized() -> None:
-    method = Int8WeightOnly(options=Int8Options(ignore=("layers.0.", "o_proj$")))
+    method = Int8WeightOnly(QuantizationContext(), Int8Options(ignore=("layers.0.", "o_proj$")))
     assert isinstance(method.linear("model.layers.0.mlp.up_proj"), PlainLinear)
     assert isinstance(method.linear("model.layers.1.self_attn.o_proj"), PlainLinear)
     assert isinstance(method.linear("lm_head", "head"), PlainLinear)
     assert isinstance(method.linear("model.layers.1.mlp.up_proj"), Int8Linear)
-    assert isinstance(Int8WeightOnly(options=Int8Options(ignore=())).linear("a"), Int8Linear)
+    assert isinstance(Int8WeightOnly(QuantizationContext(), Int8Options(ignore=())).linear("a"), Int8Linear)
 
 
 def test_a_checkpoint_with_scalar_tensors(tmp_path: Path) -> None:
