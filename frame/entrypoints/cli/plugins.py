@@ -78,13 +78,17 @@ def info(name: str, is_json: bool, paths: tuple[str, ...]) -> None:
 @click.command(help="Load one plugin in a process of its own. NAME or KIND/NAME; reports success or the cause.")
 @click.argument("name")
 @click.option("--conformance", is_flag=True, help="Run the conformance suite of its interface too.")
+@click.option("--against", "reference", metavar="REFERENCE", help="Serve five tiny models with it and with this one, and compare.")
 @_PLUGIN_FILES
-def check(name: str, conformance: bool, paths: tuple[str, ...]) -> None:
-    for record in load_configured(PluginsSection(paths=paths)).find(name):
+def check(name: str, conformance: bool, reference: str | None, paths: tuple[str, ...]) -> None:
+    registry = load_configured(PluginsSection(paths=paths))
+    for record in registry.find(name):
         _check(record, paths)
         click.echo(f"{record.kind}/{record.name}: loads ({record.target})")
         if conformance:
             _conformance(record, paths)
+        if reference is not None:
+            _compare(record, registry.get(record.kind, reference), paths)
 
 
 @click.command(help="Write an installable package with a new plugin. Of KIND and called NAME; it works, and brings its tests.")
@@ -158,6 +162,17 @@ def _check(record: PluginRecord, paths: Sequence[str]) -> None:
     result = json.loads(lines[-1])
     if not result["ok"]:
         raise PluginError(result["error"])
+
+
+def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ...]) -> None:
+    """Raises PluginError where the two do not serve the same tokens, or cannot be compared."""
+    who = f"{record.kind}/{record.name}"
+    arguments = [sys.executable, "-m", "frame.testing.compare", record.kind, record.name, reference.name, *paths]
+    code = subprocess.run(arguments, check=False).returncode
+    if code < 0:
+        raise PluginError(f"{who} or {reference.name} kills its process with {signal.Signals(-code).name} while it serves.")
+    if code:
+        raise PluginError(f"{who} does not serve what {reference.name} serves (see above).")
 
 
 def _conformance(record: PluginRecord, paths: Sequence[str]) -> None:

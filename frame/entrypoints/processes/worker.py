@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
+from frame.core.blame import explain
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError, PluginError
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
         code = EXIT_CONFIGURATION
     except Exception as error:
         logging.getLogger(__name__).exception("%s failed", name)
-        transport.send(Fatal(process=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
+        transport.send(Fatal(process=name, error=explain(error), trace=traceback.format_exc()))
         code = EXIT_FAILED
     transport.close()
     return code

@@ -38,7 +38,7 @@ def pid_of(process: GrammarProcess) -> int:
 def test_one_process_compiles_one_after_another(process: GrammarProcess) -> None:
     pid = pid_of(process)
     assert process.compile("regex", "print") == f"regex:print:{pid}".encode()
-    for source, words in (("bad", "^unbalanced bracket$"), ("odd", "regex does not compile: KeyError"), ("large", "memory")):
+    for source, words in (("bad", "^unbalanced bracket$"), ("odd", "regex does not compile with .*: KeyError"), ("large", "memory")):
         with pytest.raises(ValueError, match=words):
             process.compile("regex", source)
     assert pid_of(process) == pid

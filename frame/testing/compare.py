@@ -1,0 +1,276 @@
+"""Compares a plugin with a reference plugin of its kind: serves models with each and finds the
+first token, step and layer where they differ.
+
+`python -m frame.testing.compare KIND NAME REFERENCE [FILE…]` prints one line a model; `frame
+plugins check NAME --against REFERENCE` runs it. Exit codes: 0 equal, 1 different or nothing
+compared, 78 a plugin failed. Must not know a plugin by name.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from frame.core.blame import blaming
+from frame.core.config.schema import FrameConfig, PluginsSection
+from frame.core.config.selection import ResolveError
+from frame.core.errors import ConfigurationError, PluginError
+from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.model import ModelCapabilities
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import InProcessTransport
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_engine
+from frame.plugins.loader import load_configured
+from frame.testing.checkpoints import TINY, make_checkpoint
+from frame.testing.local_loop import LocalLoop
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.plugin import PluginRecord
+
+TOKENS = 200
+PLAIN: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("LlamaForCausalLM", {}),
+    ("Qwen3ForCausalLM", {}),
+    ("MistralForCausalLM", {"sliding_window": 48}),
+    ("MixtralForCausalLM", {}),
+    ("DeepseekV2ForCausalLM", {}),
+)
+EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+# The kinds whose plugins compute or order what the engine serves; greedy tokens must not depend on
+# them.
+COMPARED = (
+    "model",
+    "attention_backend",
+    "quantization_method",
+    "moe_runner",
+    "moe_dispatcher",
+    "scheduling_policy",
+    "eviction_policy",
+)
+_PROMPTS = (3, 40, 130, 70)  # tokens; the last one begins with the second
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of a layer's greatest value
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the comparison of one model found. `problem`: where the two differ; `skipped`: why they
+    were not compared."""
+
+    model: str
+    milliseconds: tuple[float, float] = (0.0, 0.0)  # of a step: the plugin's, the reference's
+    problem: str = ""
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"{self.model}: skipped: {self.skipped}"
+        own, other = self.milliseconds
+        speed = f"{own:.2f} ms a step, the reference {other:.2f} ms"
+        return f"{self.model}: {self.problem or 'equal'}; {speed}"
+
+
+@dataclass(slots=True)
+class _Run:
+    """Served tokens of every prompt, seconds and steps, and where recorded the hidden states:
+    by step, by layer, float32 [tokens, hidden]."""
+
+    tokens: list[list[int]]
+    seconds: float
+    steps: int
+    dtype: str
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def compare(
+    record: PluginRecord,
+    reference: PluginRecord,
+    folders: Mapping[str, Path],
+    settings: Mapping[str, Mapping[str, Any]],
+    num_tokens: int = TOKENS,
+) -> Iterator[Verdict]:
+    """Serve each model of `folders` with the plugin and with the reference, greedily, `num_tokens`
+    tokens a prompt. `settings`: further settings, by section.
+
+    Raises PluginError for a kind that is not compared, and for a plugin that fails.
+    """
+    check_kind(record)
+    for name, folder in folders.items():
+        try:
+            runs = [_serve(each, folder, settings, num_tokens) for each in (record, reference)]
+        except ResolveError as error:
+            yield Verdict(name, skipped=str(error).splitlines()[0])
+            continue
+        own, other = runs
+        speeds = (1000 * own.seconds / own.steps, 1000 * other.seconds / other.steps)
+        problem = ""
+        if own.tokens != other.tokens:
+            recorded = [_serve(each, folder, settings, num_tokens, is_recorded=True) for each in (record, reference)]
+            problem = _describe(recorded[0], recorded[1]) if recorded[0].tokens != recorded[1].tokens else _part(own, other)
+        yield Verdict(name, speeds, problem)
+
+
+def check_kind(record: PluginRecord) -> None:
+    """Raise PluginError unless plugins of the kind can be compared."""
+    if record.kind not in COMPARED:
+        raise PluginError(f"--against compares {', '.join(COMPARED)}; check a {record.kind} with --conformance.")
+
+
+def make_models(record: PluginRecord, folder: Path) -> dict[str, Path]:
+    """Five tiny checkpoints that the plugin can be compared on, by name: for a model plugin its own
+    architectures, with different weights; for plugins of experts, models with experts."""
+    disable_progress_bar()
+    wanted: Sequence[tuple[str, Mapping[str, Any]]] = PLAIN
+    if record.kind.startswith("moe_"):
+        wanted = [(name, {}) for name in EXPERTS]
+    if isinstance(record.capabilities, ModelCapabilities) and record.capabilities.architectures is not None:
+        own = [name for name in record.capabilities.architectures if name in TINY]
+        if not own:
+            raise PluginError(f"no tiny checkpoint of {' or '.join(record.capabilities.architectures)} can be made; use --conformance")
+        wanted = [(own[seed % len(own)], {"seed": seed}) for seed in range(5)]
+    return {_name(*each): make_checkpoint(each[0], folder / str(number), **each[1]) for number, each in enumerate(wanted)}
+
+
+def _name(architecture: str, changes: Mapping[str, Any]) -> str:
+    return " ".join([architecture, *(f"{key}={value}" for key, value in changes.items())])
+
+
+def _serve(
+    record: PluginRecord, folder: Path, settings: Mapping[str, Mapping[str, Any]], num_tokens: int, *, is_recorded: bool = False
+) -> _Run:
+    """Serve the prompts with one plugin. The KV cache is too small for all of them, so that
+    requests are preempted, and a second round finds cached prefixes."""
+    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in settings.items()}
+    longest = max(_PROMPTS) + 1 + num_tokens
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "skip_tokenizer_init": True, "max_context": longest + 1},
+        "cache": {"max_total_tokens": 2 * longest + 64},
+        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64},
+        "execution": {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0} if is_recorded else {},
+    }
+    for name, values in defaults.items():
+        sections[name] = {**values, **sections.get(name, {})}
+    section, _, setting = KINDS[record.kind].key.partition(".")
+    sections.setdefault(section, {})[setting] = record.name
+    prepared = prepare(FrameConfig.model_validate(sections))
+    far = InProcessTransport.pair(lambda _: None)[1]
+    engine = build_engine(prepared.resolved, prepared.registry, far)[0]
+    loop = LocalLoop(engine.scheduler, engine.runner)
+    prompts = _make_prompts(prepared.resolved.model.vocab_size)
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    try:
+        with blaming("while it serves"), _recording(engine.runner) as states:
+            began = time.perf_counter()
+            tokens = loop.generate(prompts, params) + loop.generate(prompts[1:], params)
+            seconds = time.perf_counter() - began
+            return _Run(tokens, seconds, loop.stats["steps"], prepared.resolved.dtype, states=states if is_recorded else [])
+    finally:
+        engine.scheduler.close()
+        engine.runner.close()
+
+
+def _make_prompts(vocab_size: int) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    prompts = [random.integers(6, vocab_size, size).tolist() for size in _PROMPTS]
+    prompts[3][: _PROMPTS[1]] = prompts[1]
+    return prompts
+
+
+@contextmanager
+def _recording(runner: Any) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Record the hidden states of the model's layers in every step, float32 on the CPU."""
+    states: list[dict[str, torch.Tensor]] = []
+    launch = runner.launch
+
+    def launching(batch: Any) -> Any:
+        states.append({})
+        return launch(batch)
+
+    def hook(name: str) -> Any:
+        def noting(module: Any, inputs: Any, output: Any) -> None:
+            states[-1][name] = _hidden(output).float().cpu().clone()
+
+        return noting
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in runner.model.named_modules() if _LAYER.search(name)]
+    runner.launch = launching
+    try:
+        yield states
+    finally:
+        del runner.launch
+        for handle in handles:
+            handle.remove()
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """The hidden states [tokens, hidden] of a layer's output, whose parts are summands."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    tensors = [part.sum(1) if part.dim() == 3 and len(parts) > 1 else part for part in parts if isinstance(part, torch.Tensor)]
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor if tensor.shape == total.shape else total
+    return total
+
+
+def _describe(own: _Run, other: _Run) -> str:
+    """Where two runs part: the first token, and the first step and layer whose hidden states are
+    further apart than rounding explains."""
+    problem = _part(own, other)
+    tolerance = _TOLERANCE[own.dtype]
+    for step, (mine, theirs) in enumerate(zip(own.states, other.states, strict=False)):
+        for layer, right in theirs.items():
+            left = mine.get(layer)
+            if left is None or left.shape != right.shape:
+                return f"{problem}; the steps differ from step {step} on"
+            apart = float((left - right).abs().max() / right.abs().max().clamp_min(1e-6)) if right.numel() else 0.0
+            if not apart <= tolerance:
+                share = f"{apart:.2g} of the largest value"
+                return f"{problem}; the first different hidden states are those of step {step}, {layer}, by {share}"
+    return f"{problem}; no hidden states differ by more than rounding before that"
+
+
+def _part(own: _Run, other: _Run) -> str:
+    """The first token, by position, that differs between two runs."""
+    places = [
+        (place, number)
+        for number, (mine, theirs) in enumerate(zip(own.tokens, other.tokens, strict=True))
+        for place, pair in enumerate(zip(mine, theirs, strict=True))
+        if pair[0] != pair[1]
+    ]
+    place, number = min(places)
+    return f"differs: token {place} of request {number} is {own.tokens[number][place]} instead of {other.tokens[number][place]}"
+
+
+def main(kind: str, name: str, reference: str, *paths: str) -> int:
+    """Compare two plugins on five tiny models and print the verdicts; returns the exit code."""
+    try:
+        registry = load_configured(PluginsSection(paths=paths))
+        record = registry.get(kind, name)
+        check_kind(record)
+        with tempfile.TemporaryDirectory(prefix="frame-compare-") as folder:
+            verdicts = []
+            models = make_models(record, Path(folder))
+            for verdict in compare(record, registry.get(kind, reference), models, {"plugins": {"paths": paths}}):
+                sys.stdout.write(f"  {verdict}\n")
+                sys.stdout.flush()
+                verdicts.append(verdict)
+    except ConfigurationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 78
+    return int(any(verdict.problem for verdict in verdicts) or all(verdict.skipped for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
