@@ -1,4 +1,5 @@
-"""Writes docs/reference/ from the code: configuration, hooks, capabilities, plugins, command line.
+"""Writes docs/reference/ from the code: configuration, hooks, capabilities, conformance, plugins,
+command line.
 
 `--check` writes nothing and fails when a page is out of date. Imports no torch: records, schemas
 and docstrings hold everything.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -217,6 +219,54 @@ def _cell(value: Any, name: str) -> str:
     return str(value)
 
 
+# ---- conformance ---------------------------------------------------------------------------------
+
+
+def conformance() -> str:
+    """Each kind's interface, scaffold, suite, killed mutants and example, and what each mutant does
+    wrong."""
+    from frame.core.interfaces.kinds import KINDS
+
+    root = REFERENCE.parents[1]
+    results = {name: json.loads(file.read_text()) for name in KINDS if (file := root / f"tests/testing/mutants/{name}.json").is_file()}
+    parts = [
+        "# Conformance",
+        NOTE,
+        ("This page is for plugin authors: what the kit has for each kind of plugin, and what its suites find. A mutant is a correct "
+        "plugin with one deliberate bug, in `frame/testing/mutants/`. It is killed if a check of the suite fails. "
+        "`python -m tests.testing.test_mutants KIND` runs the suites and records the results."),
+        table(
+            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "example"],
+            [[code(kind.name), *_kit(kind, results.get(kind.name), root)] for kind in KINDS.values()],
+        ),
+    ]  # fmt: skip
+    for name, found in results.items():
+        rows = [[code(mutant), result["sentence"], _verdict(result)] for mutant, result in found.items()]
+        parts += [f"## {name}", table(["mutant", "what is wrong", "killed by"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _kit(kind: Any, found: Mapping[str, Any] | None, root: Path) -> list[str]:
+    """The cells of a kind, after its name."""
+    template = root / f"frame/entrypoints/tools/scaffold/templates/{kind.name}.py.tmpl"
+    killed = "none written" if found is None else f"{sum(bool(each['killed_by']) for each in found.values())} / {len(found)}"
+    suite = "none" if kind.suite_path is None else code(kind.suite_path.replace(":", "."))
+    scaffold = code(f"frame plugins new {kind.name}") if template.is_file() else "none"
+    return [code(kind.interface_path.replace(":", ".")), scaffold, suite, killed, _example(kind, root)]
+
+
+def _example(kind: Any, root: Path) -> str:
+    """A plugin of the kind outside of the package."""
+    folders = [folder for place in ("examples", "packages") for folder in sorted((root / place).glob("*/"))]
+    packages = [folder for folder in folders if any(f"def {kind.hook}(" in file.read_text() for file in folder.rglob("*.py"))]
+    files = [file for file in (root / f"tests/plugins/{kind.name}_example.py",) if file.is_file()]
+    return ", ".join(code(path.relative_to(root).as_posix()) for path in [*packages, *files]) or "none"
+
+
+def _verdict(result: Mapping[str, str]) -> str:
+    return code(result["killed_by"]) if result["killed_by"] else f"none: {result['survives']}"
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -234,6 +284,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "backends.md": backends,
     "cli.md": command_line,
     "config.md": configuration,
+    "conformance.md": conformance,
     "hooks.md": hooks,
     "plugins.md": plugins,
 }
