@@ -73,6 +73,7 @@ _ALL = (
         interface="model:Model",
         context="model:ModelContext",
         key="model.implementation",
+        suite="suites.model:suite",
     ),
     Kind(
         name="attention_backend",

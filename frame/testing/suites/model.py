@@ -1,0 +1,270 @@
+"""What every model must satisfy: all weights loaded, and one result however a prompt is cut into
+steps.
+
+The result is that of transformers where the installed one has the architecture, else the model's
+own for the whole prompt. A class names a tiny config.json in its attribute `conformance_config` for
+an architecture that `frame.testing.checkpoints` does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from frame.core.errors import CheckpointError
+from frame.core.loading.loader import finish_modules
+from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.suites.model_session import Checkpoint, Session, build, find_checkpoints, load, read
+
+TOLERANCE = 2e-4  # absolute and relative, in float32
+UNKNOWN = "model.layers.0.conformance_unknown.weight"
+Expected = Callable[[list[int]], torch.Tensor]
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of models, for each tiny checkpoint."""
+    capabilities = subject.record.capabilities
+    found = list(find_checkpoints(subject))
+    if not found:
+        yield Check("has_a_tiny_checkpoint", partial(_no_checkpoint, subject))
+    for checkpoint in found:
+        name = checkpoint.model_config.architecture
+        tools = partial(Tools, subject, checkpoint)
+        own: list[tuple[str, Callable[[Tools], None]]] = [
+            ("weights_are_complete", _weights_are_complete),
+            ("missing_tensors_are_named", _missing_tensors),
+            ("unknown_tensor_is_an_error", _unknown_tensor),
+            ("agrees_with_transformers", _agrees_with_transformers),
+        ]
+        steps = (_rows_of_a_batch,) if getattr(capabilities, "encoder", False) else STEPS
+        own += [(check.__name__.removeprefix("_"), check) for check in steps]
+        for label, check in own:
+            yield Check(f"{label}-{name}", lambda check=check, tools=tools: check(tools()))  # type: ignore[misc]
+
+
+def _no_checkpoint(subject: Subject) -> None:
+    names = ", ".join(getattr(subject.record.capabilities, "architectures", None) or ("any architecture",))
+    raise SkipCheck(
+        f"no tiny checkpoint of {names} is known; "
+        f"give {subject.target.__name__} a class attribute `conformance_config` with the content of a small config.json"
+    )
+
+
+class Tools:
+    """The model of one checkpoint, and what it must compute."""
+
+    def __init__(self, subject: Subject, checkpoint: Checkpoint) -> None:
+        self.subject, self.checkpoint = subject, checkpoint
+
+    def open(self, page_size: int = 16, dtype: torch.dtype = torch.float32) -> Session:
+        return Session(self.subject, self.checkpoint, load(self.subject, self.checkpoint, dtype), page_size)
+
+    def expected(self, tokens: list[int]) -> torch.Tensor:
+        found = self.checkpoint.reference(tokens)
+        return self.open().step((0, tokens))[0] if found is None else found
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        vocab = self.checkpoint.model_config.vocab_size
+        return torch.randint(6, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        assert found.shape == expected.shape, f"{what}: the result's shape is {tuple(found.shape)}, not {tuple(expected.shape)}"
+        assert torch.isfinite(found).all(), f"{what}: the result is not finite; a weight or a page was read that is not set"
+        error = (found - expected).abs() / (1 + expected.abs())
+        worst = int(error.amax(-1).argmax())
+        assert float(error.max()) <= TOLERANCE, f"{what}: largest error {float(error.max()):.2e} at token {worst} of {len(error)}"
+
+
+# weights ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _weights_are_complete(tools: Tools) -> None:
+    """Every parameter has a value after loading, and `load_weights` names no other."""
+    model = build(tools.subject, tools.checkpoint)
+    loaded = model.load_weights(iter(read(model, tools.checkpoint)))
+    known = dict(model.named_parameters())
+    wrong = sorted(set(loaded) - set(known))
+    assert not wrong, f"`load_weights` returns {', '.join(wrong[:4])}, which are no parameters of the model"
+    unnamed = sorted(set(known) - set(loaded))
+    assert not unnamed, f"`load_weights` does not return {', '.join(unnamed[:4])}: the tensors are missing or were not used"
+    finish_modules(model)
+    unset = [name for name, value in model.named_parameters() if value.is_floating_point() and bool(value.isnan().any())]
+    assert not unset, f"{', '.join(unset[:4])} hold values that `load_weights` did not set"
+
+
+@torch.no_grad()
+def _missing_tensors(tools: Tools) -> None:
+    """Without one of its tensors, `load_weights` returns fewer parameters or raises
+    CheckpointError."""
+    weights = read(build(tools.subject, tools.checkpoint), tools.checkpoint)
+    for name in _one_of_each(weights):
+        model = build(tools.subject, tools.checkpoint)
+        if _ignored(model, name):
+            continue
+        try:
+            loaded = model.load_weights(iter([each for each in weights if each[0] != name]))
+        except CheckpointError as error:
+            assert name in str(error), f"the error for a checkpoint without {name} does not name it: {error}"
+            continue
+        missing = set(dict(model.named_parameters())) - set(loaded)
+        assert missing, f"without {name} in the checkpoint, `load_weights` still returns all parameters"
+
+
+def _one_of_each(weights: list[tuple[str, Any]]) -> list[str]:
+    """The names of one layer and one expert, and those outside of layers."""
+    first: dict[str, str] = {}
+    for name, _ in weights:
+        first.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
+    return list(first.values())
+
+
+def _ignored(model: Any, name: str) -> bool:
+    return any(re.match(pattern, name) for pattern in getattr(model, "ignored_weights", ()))
+
+
+@torch.no_grad()
+def _unknown_tensor(tools: Tools) -> None:
+    model = build(tools.subject, tools.checkpoint)
+    if _ignored(model, UNKNOWN):
+        raise SkipCheck("`ignored_weights` matches any name")
+    weights = [*read(model, tools.checkpoint), (UNKNOWN, torch.ones(3))]
+    try:
+        model.load_weights(iter(weights))
+    except Exception as error:  # noqa: BLE001 - of any class: its sentence counts
+        assert "conformance_unknown" in str(error), f"the error for the unknown tensor {UNKNOWN} does not name it: {error}"
+        return
+    raise AssertionError(f"`load_weights` ignores the unknown tensor {UNKNOWN}; name what may be ignored in `ignored_weights`")
+
+
+# steps --------------------------------------------------------------------------------------------
+
+
+def _agrees_with_transformers(tools: Tools) -> None:
+    if tools.checkpoint.folder is None:
+        raise SkipCheck("transformers has no model of this architecture here")
+    tokens = tools.prompt(45, seed=1)
+    tools.compare(tools.open().step((0, tokens))[0], tools.expected(tokens), "a whole prompt, against transformers")
+
+
+def _rows_of_a_batch(tools: Tools) -> None:
+    """Whole prompts in one batch."""
+    prompts = [tools.prompt(length, seed=length) for length in (21, 1, 40, 21)]
+    for tokens, found in zip(prompts, tools.open().step(*enumerate(prompts)), strict=True):
+        tools.compare(found, tools.expected(tokens), f"a prompt of {len(tokens)} tokens among others")
+
+
+def _chunks(tools: Tools) -> None:
+    tokens, session = tools.prompt(45, seed=1), tools.open()
+    found = [session.step((0, part))[0] for part in (tokens[:17], tokens[17:18], tokens[18:40], tokens[40:])]
+    tools.compare(torch.cat(found), tools.expected(tokens), "a prompt in four chunks")
+
+
+def _decodes(tools: Tools) -> None:
+    """Token by token, from the first on."""
+    tokens, session = tools.prompt(24, seed=2), tools.open()
+    found = [session.step((3, [token]))[0] for token in tokens]
+    tools.compare(torch.cat(found), tools.expected(tokens), "a prompt token by token")
+
+
+def _mixed_batches(tools: Tools, page_size: int = 16) -> None:
+    """Three requests in steps of decodes and chunks."""
+    a, b, c = (tools.prompt(length, seed) for length, seed in ((45, 1), (39, 2), (21, 3)))
+    session = tools.open(page_size)
+    script: list[list[tuple[int, list[int]]]] = [
+        [(0, a[:40])],
+        [(0, a[40:41]), (1, b[:5])],
+        [(1, b[5:22]), (0, a[41:42]), (2, c[:1])],
+        [(2, c[1:2]), (1, b[22:38]), (0, a[42:43])],
+        [(0, a[43:44]), (1, b[38:]), (2, c[2:3])],
+        [(2, c[3:]), (0, a[44:])],
+    ]
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    for rows in script:
+        for (slot, _), part in zip(rows, session.step(*rows), strict=True):
+            found[slot].append(part)
+    for slot, tokens in enumerate((a, b, c)):
+        tools.compare(torch.cat(found[slot]), tools.expected(tokens), f"request {slot} of mixed batches with pages of {page_size}")
+
+
+def _pages_of_1(tools: Tools) -> None:
+    _mixed_batches(tools, page_size=1)
+
+
+def _prefix_hit(tools: Tools) -> None:
+    """A request starts with the cached pages of another, in a slot that a third one had."""
+    tokens, session = tools.prompt(40, seed=1), tools.open()
+    session.step((2, tools.prompt(7, seed=3)))
+    session.release(2)
+    other = [*tokens[:32], *tools.prompt(9, seed=5)]
+    session.step((0, tokens))
+    session.share(0, 2, 32)
+    tools.compare(session.step((2, other[32:]))[0], tools.expected(other)[32:], "a prompt after a prefix hit of 32 tokens")
+
+
+def _slots_are_reused(tools: Tools) -> None:
+    """A request in the slot and on the pages of an earlier one, of equal length."""
+    session = tools.open()
+    session.step((1, tools.prompt(20, seed=1)))
+    session.step((1, [9]))
+    session.release(1)
+    tokens = tools.prompt(21, seed=6)
+    found = [session.step((1, tokens[:20]))[0], session.step((1, tokens[20:]))[0]]
+    tools.compare(torch.cat(found), tools.expected(tokens), "a request in the slot of an earlier one")
+
+
+def _long_prompts(tools: Tools) -> None:
+    length = min(700, tools.checkpoint.model_config.max_context)
+    tokens, session = tools.prompt(length, seed=4), tools.open()
+    found = torch.cat([session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]))[0]])
+    tools.compare(found[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
+
+
+def _selected_tokens(tools: Tools) -> None:
+    """Hidden states of `SelectedTokens` alone, and a cache that still gets all tokens."""
+    session = tools.open()
+    if not getattr(session.model, "supports_token_selection", False):
+        raise SkipCheck("the model does not state `supports_token_selection`")
+    tokens = tools.prompt(30, seed=1)
+    expected = tools.expected(tokens)
+    tools.compare(session.step((0, tokens[:25]), selected=[24, 3])[0].float().cpu(), expected[[24, 3]], "two selected tokens")
+    tools.compare(session.step((0, tokens[25:]))[0], expected[25:], "the step after selected tokens")
+
+
+def _logits_of_some_rows(tools: Tools) -> None:
+    """`compute_logits` of some hidden states are the logits of these tokens, over the whole
+    vocabulary."""
+    session, tokens = tools.open(), tools.prompt(12, seed=1)
+    with torch.inference_mode():
+        hidden = session.model.forward(session.batch([(0, tokens)], 0))
+        found = session.model.compute_logits(hidden[[7, 2]]).float().cpu()
+    vocab = tools.checkpoint.model_config.vocab_size
+    assert found.shape[-1] == vocab, f"`compute_logits` returns {found.shape[-1]} logits, the vocabulary has {vocab} tokens"
+    tools.compare(found, tools.expected(tokens)[[7, 2]], "the logits of two rows")
+
+
+def _bfloat16(tools: Tools) -> None:
+    """Hidden states and logits stay bfloat16 or float32, and near those of float32."""
+    tokens, session = tools.prompt(40, seed=4), tools.open(dtype=torch.bfloat16)
+    found = torch.cat([session.step((0, tokens[:30]))[0], session.step((0, tokens[30:]))[0]])
+    expected = tools.expected(tokens)
+    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(distance.median()) <= 0.05, f"in bfloat16, the median relative error is {float(distance.median()):.2e}, allowed 5e-02"
+
+
+STEPS: tuple[Callable[[Tools], None], ...] = (
+    _chunks,
+    _decodes,
+    _mixed_batches,
+    _pages_of_1,
+    _prefix_hit,
+    _slots_are_reused,
+    _long_prompts,
+    _selected_tokens,
+    _logits_of_some_rows,
+    _bfloat16,
+)

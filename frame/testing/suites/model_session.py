@@ -1,0 +1,220 @@
+"""A tiny checkpoint of an architecture, and a model over a plain paged cache, step by step. For the
+suite of models.
+
+Attention is computed row by row in float32, so that a difference is the model's. Must not know the
+scheduler or the model runner.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from frame.core.interfaces.attention import AttentionBackend
+from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
+from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.model import Model, ModelConfig, ModelContext
+from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.loading.dummy_weights import random_weights
+from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
+from frame.core.loading.model_config import read_model_config
+from frame.core.loading.safetensors_reader import read_weights
+from frame.plugins.loader import load_registry
+from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_context, forward_batch
+from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
+from frame.testing.conformance import Subject
+from frame.testing.mutants.plain_attention import PlainAttention
+from frame.testing.suites.attention_steps import LayeredKVCache
+from frame.testing.suites.unchanged import unchanged
+
+LENGTH = 800  # tokens of a slot
+Weights = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The configuration of a tiny model. `folder` holds weights of transformers' model of the same
+    architecture; None: there is none, and weights are random."""
+
+    model_config: ModelConfig
+    folder: Path | None = None
+
+    @torch.no_grad()
+    def reference(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """transformers' result for a prompt: logits [tokens, vocab], of an encoder hidden states
+        [tokens, hidden_size]; None without a model of transformers."""
+        if self.folder is None:
+            return None
+        out = _reference(self.folder)(torch.tensor([list(tokens)]))
+        found: torch.Tensor = out.last_hidden_state if self.model_config.encoder else out.logits
+        return found[0]
+
+
+_reference = lru_cache(maxsize=2)(load_reference)
+
+
+@lru_cache(maxsize=32)
+def make_tiny(architecture: str, is_encoder: bool) -> Checkpoint:
+    """A checkpoint of an architecture in `TINY`, written once in a process."""
+    folder = make_checkpoint(architecture, Path(_folder().name) / architecture)
+    return Checkpoint(replace(read_model_config(folder), encoder=is_encoder), folder)
+
+
+def make_configured(config: Mapping[str, Any], is_encoder: bool) -> Checkpoint:
+    """A model of which there is a config.json alone."""
+    with tempfile.TemporaryDirectory(prefix="frame-conformance-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(config)))
+        return Checkpoint(replace(read_model_config(folder), encoder=is_encoder))
+
+
+@lru_cache(maxsize=1)
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="frame-conformance-")
+
+
+def find_checkpoints(subject: Subject) -> Iterator[Checkpoint]:
+    """Tiny checkpoints of the plugin: of its class attribute `conformance_config`, else of its
+    architectures that `frame.testing.checkpoints` has."""
+    capabilities = subject.record.capabilities
+    is_encoder = bool(getattr(capabilities, "encoder", False))
+    config = getattr(subject.target, "conformance_config", None)
+    if config is not None:
+        yield make_configured(config, is_encoder)
+        return
+    names = getattr(capabilities, "architectures", None)
+    for architecture in ("Olmo2ForCausalLM",) if names is None else names:
+        if architecture in TINY:
+            yield make_tiny(architecture, is_encoder)
+
+
+def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelContext:
+    """The context of a model with plain attention, unquantized weights and one rank."""
+    registry, config = load_registry(installed=False), checkpoint.model_config
+    device = subject.setting.device
+    bare: BuildContext = build_context(device, dtype, 16)
+
+    def part(kind: str, name: str, context: Any) -> Any:
+        return registry.load(registry.get(kind, name))(context)
+
+    backend: AttentionBackend = PlainAttention(bare) if device == "cpu" else part("attention_backend", "torch_native", bare)
+    task = "generate" if "generate" in getattr(subject.record.capabilities, "tasks", ("generate",)) else "embed"
+    context = replace(
+        bare,
+        task=task,
+        attention=backend,
+        quantization=part("quantization_method", "none", QuantizationContext()),
+        moe_runner=part("moe_runner", "torch_native", bare) if config.num_experts else None,
+        moe_dispatcher=part("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
+    )
+    return ModelContext.from_build(context, config)
+
+
+def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Any:
+    """The model with parameters of NaN, except those that a checkpoint need not have."""
+    with torch.device("meta"):
+        model = subject.target(build_parts(subject, checkpoint, dtype), subject.options)
+    assert isinstance(model, nn.Module), f"{type(model).__name__} is no torch.nn.Module"
+    allocate_parameters(model, torch.device(subject.setting.device))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not getattr(parameter, "optional", False):
+                parameter.fill_(torch.nan)
+    return model
+
+
+def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Weights:
+    """The tensors of the checkpoint by name; random ones where it has none."""
+    if checkpoint.folder is None:
+        found: Any = random_weights(expected_shapes(model), 0, torch.device("cpu"), dtype)
+    else:
+        found = read_weights(checkpoint.folder, False, None)
+    return list(found)
+
+
+@torch.no_grad()
+def load(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Any:
+    """The model with the checkpoint's weights, ready to run."""
+    model = build(subject, checkpoint, dtype)
+    model.load_weights(iter(read(model, checkpoint, dtype)))
+    finish_modules(model)
+    return model.eval().requires_grad_(False)
+
+
+class Session:
+    """A model and its requests. Unused pages are NaN."""
+
+    def __init__(self, subject: Subject, checkpoint: Checkpoint, model: Model, page_size: int = 16, slots: int = 5) -> None:
+        config, backend = checkpoint.model_config, getattr(model, "context", None)
+        self.subject, self.model, self.page_size = subject, model, page_size
+        self.backend = backend.attention if backend is not None else PlainAttention(build_context("cpu", torch.float32, page_size))
+        pages = -(-LENGTH // page_size)
+        order = np.random.default_rng(7).permutation(slots * pages).astype(np.int32)
+        self.pages = Pages(page_size, slots * pages, order.reshape(slots, pages), np.zeros(0, np.int32), [])
+        latent = config.kind == "mla" and config.latent and not getattr(subject.record.capabilities, "expands_mla", False)
+        heads = ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.v_head_dim))
+        shapes = ((sum(config.latent or ()),),) if latent else heads
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
+        make = partial(torch.full, fill_value=torch.nan, dtype=dtype, device=subject.setting.device)
+        layers = [
+            PlainKVCache(page_size, [make((self.pages.num_pages, page_size, *shape)) for shape in shapes]) for _ in range(config.num_layers)
+        ]
+        self.kv = LayeredKVCache(page_size, layers)
+        self.computed = [0] * slots
+
+    def batch(self, rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int) -> ForwardBatch:
+        """The batch of one step, with the backend's plan."""
+        size, places = self.page_size, []
+        before = tuple(self.computed[slot] for slot, _ in rows)
+        for (slot, tokens), start in zip(rows, before, strict=True):
+            positions = np.arange(start + len(tokens))
+            places.append(self.pages.table[slot, positions // size].astype(np.int64) * size + positions % size)
+        own = replace(self.pages, slots=np.array([slot for slot, _ in rows], dtype=np.int32), places=places)
+        found = Rows(before, tuple(len(tokens) for _, tokens in rows), num_decodes)
+        batch = forward_batch(found, own, self.kv, self.subject.setting.device)
+        ids = torch.tensor([token for _, tokens in rows for token in tokens], device=batch.token_ids.device)
+        batch = replace(batch, token_ids=ids, logits_indices=torch.arange(len(ids), device=ids.device))
+        return replace(batch, plan=self.backend.plan(batch))
+
+    @torch.inference_mode()
+    def step(self, *rows: tuple[int, Sequence[int]], selected: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """rows: (slot, next tokens); rows of one token with a past become decodes, which come
+        first. The results of all their tokens by row; with `selected`, of these tokens of the step,
+        as one tensor."""
+        decodes = [row for row in rows if len(row[1]) == 1 and self.computed[row[0]]]
+        ordered = [*decodes, *(row for row in rows if row not in decodes)]
+        batch = self.batch(ordered, len(decodes))
+        if selected is not None:
+            batch.extensions[SelectedTokens] = SelectedTokens(torch.tensor(list(selected), dtype=torch.int64))
+        tensors = {name: value for name in ForwardBatch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)}
+        with unchanged(tensors, "forward"):
+            hidden = self.model.forward(batch)
+            out = hidden if getattr(self.subject.record.capabilities, "encoder", False) else self.model.compute_logits(hidden)
+        for slot, tokens in ordered:
+            self.computed[slot] += len(tokens)
+        if selected is not None:
+            return [out]
+        count = sum(len(tokens) for _, tokens in rows)
+        assert out.shape[0] == count, f"the result has {out.shape[0]} rows for {count} tokens"
+        parts = dict(zip([slot for slot, _ in ordered], out.float().cpu().split([len(tokens) for _, tokens in ordered]), strict=True))
+        return [parts[slot] for slot, _ in rows]
+
+    def share(self, leader: int, slot: int, tokens: int) -> None:
+        """A prefix hit: the slot's first pages become those of `leader`."""
+        pages = tokens // self.page_size
+        self.pages.table[slot, :pages] = self.pages.table[leader, :pages]
+        self.computed[slot] = pages * self.page_size
+
+    def release(self, slot: int) -> None:
+        """The request ends, and the next one gets its slot and pages, which are NaN again."""
+        for part in self.kv.parts:
+            part[torch.from_numpy(self.pages.table[slot].astype(np.int64))] = torch.nan
+        self.computed[slot] = 0

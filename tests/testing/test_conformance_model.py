@@ -1,0 +1,50 @@
+"""The suite of models: in-tree models pass, a config.json of one's own is used, and what cannot be
+checked is skipped. `test_mutants` shows what it finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.core.interfaces.model import ModelCapabilities
+from frame.core.interfaces.plugin import PluginRecord
+from frame.models.llama import LlamaForCausalLM
+from frame.plugins.loader import load_registry
+from frame.testing import conformance
+from frame.testing.mutants import run_suite
+from frame.testing.suites import model, model_session
+
+CONFIG = {
+    "architectures": ["OwnForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 900, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def subject(target: type) -> conformance.Subject:
+    record = PluginRecord("model", "own", "m:Own", "model/3", ModelCapabilities(("OwnForCausalLM",)))
+    return conformance.Subject(record, target, None, conformance.Setting())
+
+
+@pytest.mark.parametrize("name", ["bert", "deepseek_v3", "transformers"])
+def test_in_tree_models_conform(name: str) -> None:
+    found = conformance.find(load_registry(installed=False), f"model:{name}", conformance.Setting())
+    outcomes = run_suite(found)
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
+    assert sum(outcome.result == "passed" for outcome in outcomes) >= 5
+
+
+def test_a_config_of_ones_own_is_used_with_random_weights() -> None:
+    own = subject(type("Own", (LlamaForCausalLM,), {"conformance_config": CONFIG}))
+    (checkpoint,) = model_session.find_checkpoints(own)
+    assert checkpoint.folder is None
+    assert checkpoint.model_config.vocab_size == 128
+    results = {outcome.check: outcome for outcome in run_suite(own)}
+    assert results["mixed_batches-OwnForCausalLM"].result == "passed"
+    assert results["agrees_with_transformers-OwnForCausalLM"].result == "skipped"
+    assert [outcome for outcome in results.values() if outcome.result == "failed"] == []
+
+
+def test_without_a_checkpoint_the_suite_is_skipped() -> None:
+    (check,) = model.suite(subject(LlamaForCausalLM))
+    with pytest.raises(conformance.SkipCheck, match="`conformance_config`"):
+        check.run()
