@@ -45,7 +45,7 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--import-mode=importlib", "-c", os.devnull, "--rootdir", str(written))
     result = run(sys.executable, "-m", "pytest", *plain, *tests, PYTHONPATH=str(tmp_path))
     assert " passed" in result.stdout
-    assert "skipped" not in result.stdout
+    assert " 2 skipped" in result.stdout  # the model: transformers does not have it, and it selects no tokens
     suites = [f"--frame-conformance={suite}:my_{suite}" for suite in ("logits_processor", "scheduling_policy")]
     assert " passed" in run(sys.executable, "-m", "pytest", *plain, *suites, PYTHONPATH=str(tmp_path)).stdout
 
