@@ -156,7 +156,7 @@ class TransposedOutput(PlainLlama):
     """Loads o_proj transposed, which its shape permits."""
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return super().load_weights((name, tensor[:].T if "o_proj" in name else tensor) for name, tensor in weights)
+        return super().load_weights((name, tensor[:].T if "o_proj" in name else tensor[:]) for name, tensor in weights)
 
 
 @mutant
@@ -332,9 +332,9 @@ class KeepsPositionsInSlots(PlainLlama):
         self.seen: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        found = []
+        found: list[torch.Tensor] = []
         for slot, count in zip(batch.request_slots.tolist(), batch.query_lens.tolist(), strict=True):
-            start = self.seen.get(slot, int(batch.seq_lens[len(found)]) - count)
+            start: int = self.seen.get(slot, int(batch.seq_lens[len(found)]) - count)
             found.append(torch.arange(start, start + count))
             self.seen[slot] = start + count
         self.found = torch.cat(found)

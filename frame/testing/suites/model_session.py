@@ -24,6 +24,7 @@ from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import Model, ModelConfig, ModelContext
 from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.interfaces.rank_context import Task
 from frame.core.loading.dummy_weights import random_weights
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.core.loading.model_config import read_model_config
@@ -106,7 +107,7 @@ def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) ->
         return registry.load(registry.get(kind, name))(context)
 
     backend: AttentionBackend = PlainAttention(bare) if device == "cpu" else part("attention_backend", "torch_native", bare)
-    task = "generate" if "generate" in getattr(subject.record.capabilities, "tasks", ("generate",)) else "embed"
+    task: Task = "generate" if "generate" in getattr(subject.record.capabilities, "tasks", ("generate",)) else "embed"
     context = replace(
         bare,
         task=task,
