@@ -156,7 +156,11 @@ class TransposedOutput(PlainLlama):
     """Loads o_proj transposed, which its shape permits."""
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return super().load_weights((name, tensor[:].T if "o_proj" in name else tensor[:]) for name, tensor in weights)
+        loaded = super().load_weights(weights)
+        for name in loaded:
+            if "o_proj" in name:
+                self.get_parameter(name).copy_(self.get_parameter(name).T.clone())
+        return loaded
 
 
 @mutant
