@@ -17,13 +17,14 @@ from collections import deque
 import numpy as np
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Generate
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING
 
 VOCAB = 32_000
@@ -60,7 +61,7 @@ def build(running: int, page_size: int, overlap: bool, order: SchedulingPolicy, 
     )
     return Scheduler(
         config,
-        RadixCache(page_size, REGISTRY.load(REGISTRY.get("eviction_policy", "lru"))(EVICTION)),
+        RadixCache(PrefixCacheContext(page_size, config.num_pages, REGISTRY.load(REGISTRY.get("eviction_policy", "lru"))(EVICTION))),
         PagedAllocator(config.num_pages),
         order,
     )

@@ -18,15 +18,14 @@ from unittest import mock
 
 import numpy as np
 
-from frame.core.interfaces.cache import EvictionPolicy
+from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, Subject
 from frame.testing.contexts import EVICTION, SCHEDULING
-from frame.testing.scheduler_rig import SchedulerRig
+from frame.testing.scheduler_rig import SchedulerRig, load_cache_class
 
 MAX_SECONDS = 1e-4  # of one key; a cache computes thousands in one eviction
 LATE = 1 << 40  # accesses of a cache that has run for years
@@ -142,7 +141,7 @@ def key_is_fast(policy: Make) -> None:
 
 def cache_keeps_its_contract(policy: Make) -> None:
     rng = random.Random(0)
-    cache, next_page, locked = RadixCache(2, policy()), 1, []
+    cache, next_page, locked = load_cache_class(reuses=True)(PrefixCacheContext(2, 4096, policy())), 1, []
     for _ in range(300):
         tokens = np.array([rng.randrange(3) for _ in range(rng.randint(2, 14))], np.int32)
         pages = np.arange(next_page, next_page + len(tokens) // 2, dtype=np.int32)

@@ -7,23 +7,30 @@ name.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.batch import ScheduledBatch
-from frame.core.interfaces.cache import EvictableNode, EvictionContext, EvictionPolicy
+from frame.core.interfaces.cache import (
+    EvictableNode,
+    EvictionContext,
+    EvictionPolicy,
+    PrefixCache,
+    PrefixCacheCapabilities,
+    PrefixCacheContext,
+)
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulingPolicy
-from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION
 from frame.testing.fake_runner import FakeRunner, continuation
 
@@ -32,6 +39,16 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 4  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
+
+
+@functools.cache
+def load_cache_class(reuses: bool) -> type[PrefixCache]:
+    """frame's own prefix cache of the highest rank that stores prefixes, or that stores none."""
+    registry = load_registry(installed=False)
+    for record in registry.records("prefix_cache"):
+        if isinstance(record.capabilities, PrefixCacheCapabilities) and record.capabilities.reuses == reuses:
+            return registry.load(record)
+    raise LookupError(f"no prefix cache of frame has reuses={reuses}")
 
 
 class OldestFirst(EvictionPolicy):
@@ -72,12 +89,15 @@ class SchedulerRig:
         eviction: EvictionPolicy | None = None,
         prefix_cache: bool = True,
         is_invalid: Callable[[Sequence[int]], bool] | None = None,
+        cache: PrefixCache | None = None,  # instead of frame's own
     ) -> None:
         self.config = config
         self.now = 0.0
         self.requests: dict[str, Expected] = {}
         self.max_rows = 0
-        cache = RadixCache(config.page_size, eviction or OldestFirst()) if prefix_cache else NoCache(config.page_size)
+        if cache is None:
+            taken = (eviction or OldestFirst()) if prefix_cache else None
+            cache = load_cache_class(prefix_cache)(PrefixCacheContext(config.page_size, config.num_pages, taken))
         self.allocator = PagedAllocator(config.num_pages)
         self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
         self.runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)

@@ -19,8 +19,8 @@ FAMILIES = (
     "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/eviction_policies", "frame/plugins/grammar_backends",
     "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
-    "frame/plugins/reasoning_parsers",
-    "frame/plugins/scheduling_policies", "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants",
+    "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",
+    "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants",
 )  # fmt: skip
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers
 

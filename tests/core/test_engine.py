@@ -14,15 +14,16 @@ import pytest
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.grammars.grammar_compiler import GrammarCompiler
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, StepTokens
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
+from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 
 VOCAB = 64
@@ -91,7 +92,7 @@ class Running:
         config = SchedulerConfig(
             page_size=4, num_pages=65, max_running=8, token_budget=32, max_context=64, vocab_size=VOCAB, overlap=overlap
         )
-        self.scheduler = Scheduler(config, RadixCache(4, Lru()), PagedAllocator(65), Fcfs())
+        self.scheduler = Scheduler(config, RadixCache(PrefixCacheContext(4, 4096, Lru())), PagedAllocator(65), Fcfs())
         self.near, far = InProcessTransport.pair()
         self.runner = runner
         observers = more.pop("observers", None)

@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "frame-attn-example"
+PACKAGES = sorted((ROOT / "tests" / "examples" / "packages").iterdir())
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Installs the example as a user would: `pip install`, by its own build backend."""
+    """Installs the example and the small packages as a user would: `pip install`, by their own
+    build backend."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -48,7 +50,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     outer = sysconfig.get_path("purelib")
     (site / "outer.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*pip, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*pip, str(EXAMPLE), *map(str, PACKAGES)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return Environment(python)
 

@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from frame.core.engine import Engine, EngineOptions
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import BatchReceiver, ZmqTransport
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
@@ -44,7 +44,8 @@ from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.tokenizing import tokenize
 from frame.entrypoints.processes import worker
 from frame.plugins.loader import load_registry
-from frame.testing.contexts import SCHEDULING
+from frame.plugins.prefix_caches.radix import RadixCache
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import FakeRunner
 from frame.testing.scheduler_rig import OldestFirst
 from tests.fuzz.mutations import mutated, spoiled
@@ -111,7 +112,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     config = SchedulerConfig(page_size=4, num_pages=65, max_running=4, token_budget=32, max_context=100, vocab_size=VOCAB, max_queued=50)
     registry = load_registry(installed=False)
     policy = registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING)
-    scheduler = Scheduler(config, RadixCache(4, OldestFirst()), PagedAllocator(65), policy)
+    scheduler = Scheduler(config, RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy)
     runner = FakeRunner(65, 4, 4, config.max_pages, VOCAB)
     engine = Engine(scheduler, runner, ZmqTransport(inbox, outbox), EngineOptions(check_integrity="fatal"))
     thread = threading.Thread(target=engine.run)

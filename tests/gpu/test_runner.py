@@ -14,11 +14,11 @@ from frame.core.config.schema import FrameConfig
 from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
-from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
@@ -26,6 +26,7 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
+from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.devices import open_platform
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
@@ -108,7 +109,7 @@ def test_no_launch_waits_for_the_device():
     model = FakeModel(model_config, context)
     runner = TorchModelRunner(model, model_config, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)
-    loop = LocalLoop(Scheduler(config, NoCache(16), PagedAllocator(600), Fcfs()), runner)
+    loop = LocalLoop(Scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs()), runner)
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
     params = [msgspec.structs.replace(each, bad_words_ids=((7,), (30, 4)) if each.bad_words_ids else ()) for each in EVERYTHING]
     loop.generate(prompts, params)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from frame.core.config.schema import LoadFormat
-from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.interfaces.cache import PrefixCacheContext
+from frame.plugins.prefix_caches.radix import RadixCache
+from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import OldestFirst
 from tests.architecture.source import ROOT, is_under, package
 from tests.entrypoints.inprocess import serving
@@ -66,7 +68,7 @@ async def test_best_of() -> None:
 
 def test_prefixes_are_compared_by_token() -> None:
     """Tokens with equal hashes (-1 and -2 in CPython) or equal sums are different prefixes."""
-    cache = RadixCache(2, OldestFirst())
+    cache = RadixCache(PrefixCacheContext(2, 4096, OldestFirst(EVICTION)))
     for number, tokens in enumerate(([1, 4], [4, 1], [2, 3], [2**31 - 1, 0])):
         given = np.array(tokens, np.int32)
         found = cache.match(given)

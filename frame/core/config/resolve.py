@@ -41,6 +41,7 @@ from frame.core.config.selection import (
 )
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
@@ -134,10 +135,13 @@ class _Solver:
         kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
         task, pooling = self._families(kv_dtype)
         page_size = self._page_size()
+        whole_prompts = pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder)
+        with self._collect():
+            self._prefix_cache(PrefixCacheRequirements(page_size, whole_prompts))
         max_context = self.model_config.max_context
         with self._collect():
             max_context = self._max_context(page_size)
-        sizes = self._sizes(task, pooling, kv_dtype, max_context)
+        sizes = self._sizes(task, whole_prompts, kv_dtype, max_context)
         plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
         with self._collect():
             check_option_names(config, self.records)
@@ -208,10 +212,10 @@ class _Solver:
             with self._collect():
                 pair_experts(self.chosen, self.records, named, requirements)
 
-    def _sizes(self, task: Task, pooling: Pooling | None, kv_dtype: str, max_context: int) -> dict[str, Any]:
+    def _sizes(self, task: Task, whole_prompts: bool, kv_dtype: str, max_context: int) -> dict[str, Any]:
         """The sizes of a step, by name."""
         sizes = self._budgets(kv_dtype)
-        if pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder):
+        if whole_prompts:
             with self._collect():
                 sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
         sizes |= {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
@@ -273,9 +277,7 @@ class _Solver:
         return pooling
 
     def _whole_prompts(self, chunk: int, max_context: int) -> int:
-        """Most tokens of a step if each prompt is computed in one step; records that the prefix
-        cache is not used."""
-        self.reasons["cache.prefix"] = "not used: vectors are pooled from whole prompts, each computed in one step"
+        """Most tokens of a step if each prompt is computed in one step."""
         if self.config.scheduler.chunked_prefill_size is None and chunk < max_context:
             self.reasons["scheduler.chunked_prefill_size"] = "holds the longest prompt, which is computed in one step"
             return max_context
@@ -342,13 +344,19 @@ class _Solver:
             )
         return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
 
+    def _prefix_cache(self, requirements: PrefixCacheRequirements) -> None:
+        """Choose the prefix cache, and the eviction policy if it takes one."""
+        subject = f"No prefix cache stores pages of {requirements.page_size} tokens"
+        found = self._select("prefix_cache", requirements, self.config.cache.prefix, subject).record
+        if isinstance(found.capabilities, PrefixCacheCapabilities) and not found.capabilities.eviction_policy:
+            self.reasons["cache.eviction"] = f"not used: the prefix cache {found.name} takes no eviction policy"
+        else:
+            self._select("eviction_policy", PlainRequirements(self.device), self.config.cache.eviction, "")
+
     def _policies(self, task: Task) -> None:
         config, requirements = self.config, PlainRequirements(self.device, self._compatible)
         with self._collect():
             self._select("scheduling_policy", requirements, config.scheduler.policy, "")
-        if config.cache.prefix != "none":
-            with self._collect():
-                self._select("eviction_policy", requirements, config.cache.eviction, "")
         with self._collect():
             choose_extensions(self.chosen, self.records, config.server.extensions, requirements)
         if task != "generate":  # nothing is sampled

@@ -149,8 +149,8 @@ class AttentionSection(Section):
 class CacheSection(Section):
     """The paged KV cache and the prefix cache."""
 
-    prefix: Literal["radix", "none"] = setting(
-        "radix", "Prefix cache: radix reuses the KV cache of equal prefixes, none disables reuse.", flag="prefix-cache"
+    prefix: Annotated[str | None, Auto] = setting(
+        None, "Prefix cache, by plugin name. none: no reuse. auto: the best that the model can use.", flag="prefix-cache"
     )
     eviction: str = setting("lru", "Eviction policy of the prefix cache, by plugin name.", flag="eviction-policy")
     page_size: Annotated[int | None, Auto] = setting(

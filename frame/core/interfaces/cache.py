@@ -1,5 +1,5 @@
-"""The interfaces of the prefix cache, eviction policies (kind `eviction_policy`) and the
-page allocator.
+"""The interfaces of prefix caches (kind `prefix_cache`), eviction policies (kind
+`eviction_policy`) and the page allocator.
 
 A page is an index into the KV pool; token sequences are int32 arrays. Must not know requests,
 devices or models.
@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +57,44 @@ def owner_of(namespace: str) -> str:
     return owner if colon else ""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixCacheContext:
+    """What a prefix cache is built for."""
+
+    page_size: int  # tokens
+    num_pages: int  # of the KV cache, the reserved page 0 included
+    eviction_policy: EvictionPolicy | None = None  # set if the record's capabilities ask for one
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheRequirements:
+    """What a configuration needs of its prefix cache."""
+
+    page_size: int  # tokens
+    whole_prompts: bool = False  # each prompt is computed in one step, so that no prefix can be reused
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheCapabilities:
+    """What a prefix cache can do. `reuses` must equal the attribute of its class."""
+
+    reuses: bool = True  # it stores prefixes
+    eviction_policy: bool = True  # it evicts in the order of the policy that cache.eviction names
+    page_sizes: tuple[int, ...] | None = None  # in tokens; None: any
+
+    def unsupported(self, requirements: PrefixCacheRequirements) -> list[Reason]:
+        """All reasons why it cannot be used; empty: it can."""
+        found = []
+        if self.page_sizes is not None and requirements.page_size not in self.page_sizes:
+            sizes = " or ".join(map(str, self.page_sizes))
+            found.append(
+                Reason(f"stores pages of {sizes} tokens, not of {requirements.page_size}", f"cache.page_size: {self.page_sizes[0]}")
+            )
+        if self.reuses and requirements.whole_prompts:
+            found.append(Reason("reuses prefixes, and vectors are pooled from whole prompts, each computed in one step"))
+        return found
+
+
 class PrefixCache(ABC):
     """Maps token sequences to the pages of their K and V.
 
@@ -71,9 +111,14 @@ class PrefixCache(ABC):
       does nothing. The caller frees them.
     - num_evictable + num_locked = pages owned; `check_integrity` raises otherwise.
     - A match is valid until the next `insert` or `evict`: lock it at once.
+    - Arrays that are passed in are views that change later: keep copies. `match` may be given more
+      tokens than whole pages, and `insert` more pages.
+    - The first pages of `insert` may be the cache's own, from an earlier match.
     """
 
     reuses: ClassVar[bool] = True  # False: `match` finds nothing, and `insert` returns every page as a duplicate
+
+    def __init__(self, context: PrefixCacheContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
     def match(self, tokens: np.ndarray, namespace: str = "") -> Match: ...

@@ -126,6 +126,16 @@ _ALL = (
         suite="conformance_policies:scheduling_policy",
     ),
     Kind(
+        name="prefix_cache",
+        plural="prefix_caches",
+        version=1,
+        summary="prefix caches",
+        interface="cache:PrefixCache",
+        context="cache:PrefixCacheContext",
+        key="cache.prefix",
+        suite="conformance_prefix_cache:suite",
+    ),
+    Kind(
         name="eviction_policy",
         plural="eviction_policies",
         version=2,

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.cache import EvictionContext
+from frame.core.interfaces.cache import EvictionContext, PrefixCacheContext
 from frame.core.interfaces.scheduling import SchedulingContext
-from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
-    from frame.core.interfaces.cache import PrefixCache
     from frame.core.messages import Finish
     from frame.core.scheduling.request import Request
     from frame.plugins.registry import Registry
@@ -31,10 +28,9 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler over `num_pages` KV pages, the reserved page included."""
     user = resolved.user
-    cache: PrefixCache = NoCache(resolved.page_size)
-    if user.cache.prefix == "radix" and not resolved.computes_whole_prompts:
-        eviction = registry.create(resolved.choice("eviction_policy"), EvictionContext(resolved.page_size, num_pages))
-        cache = RadixCache(resolved.page_size, eviction)
+    eviction = resolved.plugins.get("eviction_policy")
+    eviction_policy = registry.create(eviction[0], EvictionContext(resolved.page_size, num_pages)) if eviction else None
+    cache = registry.create(resolved.choice("prefix_cache"), PrefixCacheContext(resolved.page_size, num_pages, eviction_policy))
     limits = SchedulingContext(
         max_running_requests=resolved.max_running_requests,
         token_budget=resolved.chunked_prefill_size,

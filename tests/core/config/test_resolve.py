@@ -16,6 +16,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import UnknownPluginError
 from frame.core.errors import PluginError
 from frame.core.interfaces.attention import AttentionCapabilities
+from frame.core.interfaces.cache import PrefixCacheCapabilities
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
@@ -97,6 +98,11 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
         ],
         "moe_dispatcher": [record("moe_dispatcher", "local", MoECapabilities(("cpu", "cuda")))],
         "scheduling_policy": [record("scheduling_policy", "fcfs")],
+        "prefix_cache": [
+            record("prefix_cache", "tree", PrefixCacheCapabilities(), rank=50),
+            record("prefix_cache", "none", PrefixCacheCapabilities(reuses=False, eviction_policy=False), rank=-100),
+            record("prefix_cache", "large", PrefixCacheCapabilities(page_sizes=(64, 128), eviction_policy=False), rank=1),
+        ],
         "eviction_policy": [record("eviction_policy", "lru")],
         "logits_processor": [record("logits_processor", "penalties"), record("logits_processor", "theirs", distribution="other")],
         "grammar_backend": [],
@@ -311,8 +317,18 @@ def test_third_party_processors_run_only_if_named() -> None:
         resolve(config(sampling={"processors": ["their"]}), LAPTOP, LLAMA, records())
 
 
-def test_no_prefix_cache_needs_no_eviction_policy() -> None:
-    assert "eviction_policy" not in resolve(config(cache={"prefix": "none"}), LAPTOP, LLAMA, records()).plugins
+def test_a_prefix_cache_is_chosen_by_name_and_capabilities() -> None:
+    resolved = resolve(config(), LAPTOP, LLAMA, records())
+    assert (names(resolved)["prefix_cache"], names(resolved)["eviction_policy"]) == (["tree"], ["lru"])
+    for name, sizes in (("none", {}), ("large", {"page_size": 128})):
+        resolved = resolve(config(cache={"prefix": name, **sizes}), LAPTOP, LLAMA, records())
+        assert names(resolved)["prefix_cache"] == [name]
+        assert "eviction_policy" not in resolved.plugins
+        assert resolved.reasons["cache.eviction"] == f"not used: the prefix cache {name} takes no eviction policy"
+    with pytest.raises(ResolveError, match="large .* stores pages of 64 or 128 tokens, not of 16 .try cache.page_size: 64"):
+        resolve(config(cache={"prefix": "large"}), LAPTOP, LLAMA, records())
+    with pytest.raises(UnknownPluginError, match="did you mean 'tree'"):
+        resolve(config(cache={"prefix": "tre"}), LAPTOP, LLAMA, records())
 
 
 def test_an_installed_grammar_backend_is_used_and_a_missing_one_is_no_error() -> None:
@@ -372,7 +388,7 @@ CONFIGS = st.fixed_dictionaries(
         "attention": st.fixed_dictionaries({"backend": maybe(st.sampled_from(["plain", "fast"]))}),
         "cache": st.fixed_dictionaries(
             {
-                "prefix": st.sampled_from(["radix", "none"]),
+                "prefix": st.sampled_from([None, "tree", "none"]),
                 "page_size": maybe(st.sampled_from([1, 16, 32, 64])),
                 "kv_dtype": maybe(st.sampled_from(["float32", "bfloat16", "fp8_e4m3"])),
                 "mem_fraction": maybe(st.floats(0.1, 1.0)),

@@ -17,18 +17,20 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.decode_graphs import InputBuffers, graph_sizes, uncollected
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
-from frame.core.kv_cache.no_cache import NoCache
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.plugins.prefix_caches.none import NoCache
+from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.contexts import EVICTION
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
@@ -72,7 +74,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
-    return LocalLoop(Scheduler(config, cache or NoCache(4), PagedAllocator(PAGES), Fcfs()), runner)
+    return LocalLoop(Scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs()), runner)
 
 
 @pytest.mark.parametrize("captured", [1, 5, ROWS])
@@ -125,7 +127,7 @@ def test_short_prompts_are_decodes_whose_tokens_are_known(overlap, temperature):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_prompt_that_is_wholly_cached_is_one_decode(overlap):
-    loop = make_loop(8, overlap=overlap, cache=RadixCache(4, OldestFirst()))
+    loop = make_loop(8, overlap=overlap, cache=RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))))
     prompts = [[(7 * row + place) % VOCAB for place in range(40)] for row in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     expected = [continuation(prompt, 6, VOCAB) for prompt in prompts]

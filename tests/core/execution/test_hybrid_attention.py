@@ -23,17 +23,18 @@ from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport, SwitchBackend
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Control, Generate, StepTokens
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
+from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
@@ -269,7 +270,8 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     captured = runner.decode_graphs
     config = SchedulerConfig(page_size=4, num_pages=300, max_running=8, token_budget=64, max_context=128, vocab_size=vocab, overlap=True)
     near, far = InProcessTransport.pair()
-    engine = Engine(Scheduler(config, RadixCache(4, Lru()), PagedAllocator(300), Fcfs()), runner, far, EngineOptions(overlap=True))
+    cache = RadixCache(PrefixCacheContext(4, 300, Lru()))
+    engine = Engine(Scheduler(config, cache, PagedAllocator(300), Fcfs()), runner, far, EngineOptions(overlap=True))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     prompts = {f"r{row}": [(7 * row + place) % vocab for place in range(3 + row * 5)] for row in range(6)}

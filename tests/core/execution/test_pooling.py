@@ -208,7 +208,8 @@ def test_what_resolve_chooses(tmp_path: Path) -> None:
     resolved = prepared(folder).resolved
     assert (resolved.task, resolved.pooling, resolved.max_context) == ("embed", Pooling("mean", normalize=True), 128)
     assert resolved.reasons["model.task"] == "the folder is one of sentence-transformers"
-    assert "not used" in resolved.reasons["cache.prefix"]
+    assert not resolved.plugins.get("eviction_policy")
+    assert "pooled from whole prompts" in resolved.rejected["cache.prefix"]["radix"][0]
     assert prepared(folder, model={"pooling": "cls", "max_context": 200}).resolved.pooling == Pooling("cls", normalize=True)
     again = prepare(pinned(resolved)).resolved
     assert (again.task, again.pooling, again.max_context) == (resolved.task, resolved.pooling, resolved.max_context)

@@ -6,14 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Generate
 from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS, InBatchPrefixSharing
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
+from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.fake_runner import FakeRunner, continuation
 from frame.testing.local_loop import LocalLoop
@@ -61,7 +62,7 @@ def make_loop(overlap, budget=2048, page=PAGE):
     config = SchedulerConfig(
         page_size=page, num_pages=4000, max_running=16, token_budget=budget, max_context=4096, vocab_size=VOCAB, overlap=overlap
     )
-    scheduler = Scheduler(config, RadixCache(page, Lru()), PagedAllocator(4000), Fcfs())
+    scheduler = Scheduler(config, RadixCache(PrefixCacheContext(page, 4096, Lru())), PagedAllocator(4000), Fcfs())
     return LocalLoop(scheduler, FakeRunner(4000, page, 16, 4096 // page, VOCAB))
 
 

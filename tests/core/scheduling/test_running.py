@@ -8,20 +8,23 @@ import pytest
 
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import StepResult
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, MIN_STOP_WIDTH, TOKEN_BUFFER, RequestTable
 from frame.core.scheduling.running import RunningSet, StepRecord
+from frame.plugins.prefix_caches.radix import RadixCache
+from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import OldestFirst
 
 
 def running(num_pages: int = 10, slots: int = 2) -> RunningSet:
     table = RequestTable(slots, max_pages=8)
-    return RunningSet(table, KVCacheManager(table, RadixCache(2, OldestFirst()), PagedAllocator(num_pages), 2))
+    cache = RadixCache(PrefixCacheContext(2, num_pages, OldestFirst(EVICTION)))
+    return RunningSet(table, KVCacheManager(table, cache, PagedAllocator(num_pages), 2))
 
 
 def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), params: SamplingParams | None = None) -> Request:

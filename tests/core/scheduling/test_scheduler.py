@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulerView
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.kv_cache.radix_cache import RadixCache
 from frame.core.messages import Finish, Generate
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW, POLICY_WINDOW
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler
+from frame.plugins.prefix_caches.radix import RadixCache
+from frame.testing.contexts import EVICTION
 from frame.testing.fake_runner import FakeRunner, continuation
 from frame.testing.scheduler_rig import OldestFirst, SchedulerRig
 from tests.core.scheduling.small_rig import GREEDY, VOCAB, Recorder, config, params, policy, prompt, rig
@@ -118,7 +120,7 @@ def test_without_max_tokens_a_request_ends_at_the_context_or_cache_limit() -> No
 
 def test_seeds_derive_from_the_configured_seed() -> None:
     def run(seed: int) -> list[list[int]]:
-        made = Scheduler(config(seed=seed), RadixCache(4, OldestFirst()), PagedAllocator(65), policy())
+        made = Scheduler(config(seed=seed), RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy())
         runner = FakeRunner(65, 4, 4, 25, VOCAB)
         for i in range(3):
             assert made.add_request(Generate(rid=str(i), token_ids=prompt(5), params=SamplingParams(max_tokens=4))) is None

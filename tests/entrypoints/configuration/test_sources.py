@@ -50,7 +50,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     environ = {"FRAME_CACHE__PAGE_SIZE": "2", "FRAME_CACHE__KV_DTYPE": "bfloat16"}
     loaded = load(file, tmp_path, environ=environ, flags={"page-size": "4"})
     cache = loaded.config.cache
-    assert (cache.page_size, cache.kv_dtype, cache.eviction, cache.prefix) == (4, "bfloat16", "mru", "radix")
+    assert (cache.page_size, cache.kv_dtype, cache.eviction, cache.prefix) == (4, "bfloat16", "mru", None)
     assert loaded.source("cache.page_size") == "flag --page-size"
     assert loaded.source("cache.kv_dtype") == "environment FRAME_CACHE__KV_DTYPE"
     assert loaded.source("cache.eviction") == f"{tmp_path}/x.yaml:4"
@@ -91,9 +91,9 @@ def test_types_may_be_spelt_short(tmp_path: Path) -> None:
         ("cache:\n  page_size: many", "x.yaml:2: cache.page_size is 'many'; it should be a valid integer."),
         ("cache:\n  page_size: true", "x.yaml:2: cache.page_size is true; it must not be true or false"),
         ("cache:\n  page_size: 0", "x.yaml:2: cache.page_size is 0; it should be greater than or equal to 1."),
-        ("cache:\n  prefix: tree", "x.yaml:2: cache.prefix is 'tree'; it should be 'radix' or 'none'."),
+        ("log:\n  format: tree", "x.yaml:2: log.format is 'tree'; it should be 'text' or 'json'."),
         ("model:\n  served_name: 12", "x.yaml:2: model.served_name is 12; it should be a valid string."),
-        ("cache:\n  prefix: false", "it must not be true or false; it is one of radix, none."),
+        ("log:\n  format: false", "it must not be true or false; it is one of text, json."),
         ("cache:\n  <<: {page_size: 1}", "x.yaml:2: merge keys (<<) are not supported; write the settings out."),
         ("cache.page_size: 1", "x.yaml:1: cache.page_size is a dotted key; write cache: {page_size: …}."),
         ("model: frame-tiny", "x.yaml:1: model must be a mapping of settings, not 'frame-tiny'; write model: {path: frame-tiny}."),

@@ -26,6 +26,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
+    "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
     "quantization_method": (
         "frame.core.interfaces.quantization",
         'QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,))',

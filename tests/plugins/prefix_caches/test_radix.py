@@ -1,145 +1,46 @@
-"""The radix cache, compared with a dictionary of prefixes."""
+"""The in-tree prefix caches: the conformance suite, and what the radix cache does besides."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
-from frame.core.kv_cache import radix_cache
-from frame.core.kv_cache.no_cache import NoCache
-from frame.core.kv_cache.radix_cache import RadixCache
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy, PrefixCacheContext
 from frame.plugins.loader import load_registry
+from frame.plugins.prefix_caches import radix as radix_cache
+from frame.plugins.prefix_caches.none import NoCache
+from frame.plugins.prefix_caches.radix import RadixCache
+from frame.testing.conformance import Setting, Subject
+from frame.testing.conformance_prefix_cache import suite
 from frame.testing.contexts import EVICTION
+from frame.testing.prefix_cache_machine import run_machine
 
 REGISTRY = load_registry(installed=False)
 POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
-TOKENS = st.lists(st.integers(0, 2), max_size=14)
-NAMESPACES = st.sampled_from(["", "salt", "one:", "one:salt", "two:"])
-Prefix = tuple[str, tuple[int, ...]]
-
 
 def ids(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """`model` maps every cached prefix of whole pages to its last page; `locks` counts how often
-    each is locked."""
+def test_with_every_eviction_policy_it_agrees_with_a_dictionary() -> None:
+    names = sorted(POLICIES)
 
-    @initialize(page_size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(sorted(POLICIES)))
-    def start(self, page_size: int, policy: str) -> None:
-        self.page_size = page_size
-        self.cache = RadixCache(page_size, POLICIES[policy](EVICTION))
-        self.model: dict[Prefix, int] = {}
-        self.locks: Counter[Prefix] = Counter()
-        self.locked: list[tuple[list[Prefix], Any]] = []
-        self.next_page = 1
+    def make(page_size: int, number: int) -> RadixCache:
+        return RadixCache(PrefixCacheContext(page_size, 4096, POLICIES[names[number % len(names)]](EVICTION)))
 
-    def prefixes(self, tokens: list[int], namespace: str) -> list[Prefix]:
-        return [(namespace, tuple(tokens[:end])) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
-
-    def cached(self, prefixes: list[Prefix]) -> list[Prefix]:
-        found = []
-        for prefix in prefixes:
-            if prefix not in self.model:
-                break
-            found.append(prefix)
-        return found
-
-    @rule(tokens=TOKENS, namespace=NAMESPACES, lock=st.booleans())
-    def match(self, tokens: list[int], namespace: str, lock: bool) -> None:
-        expected = self.cached(self.prefixes(tokens, namespace))
-        match = self.cache.match(ids(tokens), namespace)
-        assert match.num_tokens == len(expected) * self.page_size
-        assert match.pages.tolist() == [self.model[prefix] for prefix in expected]
-        if lock:
-            self.lock(match.handle, expected)
-
-    @rule(tokens=TOKENS, namespace=NAMESPACES, priority=st.integers(0, 2), lock=st.booleans())
-    def insert(self, tokens: list[int], namespace: str, priority: int, lock: bool) -> None:
-        prefixes = self.prefixes(tokens, namespace)
-        pages = np.arange(self.next_page, self.next_page + len(prefixes) + 1, dtype=np.int32)  # one more than whole pages
-        self.next_page += len(pages)
-        cached = len(self.cached(prefixes))
-        inserted = self.cache.insert(ids(tokens), pages, namespace, priority)
-        assert inserted.num_cached == cached * self.page_size
-        for prefix, page in list(zip(prefixes, pages.tolist(), strict=False))[cached:]:
-            self.model[prefix] = page
-        if lock:
-            self.lock(inserted.handle, prefixes)
-
-    def lock(self, handle: Any, prefixes: list[Prefix]) -> None:
-        self.cache.lock(handle)
-        self.locks.update(prefixes)
-        self.locked.append((prefixes, handle))
-
-    @precondition(lambda self: self.locked)
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
-        prefixes, handle = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
-        self.cache.unlock(handle)
-        self.locks.subtract(prefixes)
-
-    @rule(count=st.integers(0, 6))
-    def evict(self, count: int) -> None:
-        evictable = self.cache.num_evictable
-        self.forget(self.cache.evict(count), min(count, evictable))
-
-    @rule()
-    def reset(self) -> None:
-        self.forget(self.cache.reset(), self.cache.num_evictable)
-        assert self.cache.num_evictable == 0
-
-    def forget(self, pages: np.ndarray, at_least: int) -> None:
-        freed = set(pages.tolist())
-        assert len(freed) == len(pages) >= at_least
-        gone = [prefix for prefix, page in self.model.items() if page in freed]
-        assert len(gone) == len(freed)
-        assert not any(self.locks[prefix] for prefix in gone)
-        for prefix in gone:
-            del self.model[prefix]
-        for namespace, tokens in self.model:  # no prefix may outlive a shorter one
-            assert len(tokens) == self.page_size or (namespace, tokens[: -self.page_size]) in self.model
-
-    @rule()
-    def relock(self) -> None:
-        self.cache.relock(handle for _, handle in self.locked)
-
-    @invariant()
-    def adds_up(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        self.cache.check_integrity()
-        locked = sum(1 for prefix in self.model if self.locks[prefix])
-        assert self.cache.num_locked == locked
-        assert self.cache.num_evictable == len(self.model) - locked
-        assert sorted(page for pages in self.cache.audit() for page in pages.tolist()) == sorted(self.model.values())
-
-    @invariant()
-    def is_outlined(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        runs = self.cache.outline(1_000)
-        assert sum(run.tokens for run in runs) == len(self.model) * self.page_size
-        for run in runs:
-            assert run.hidden == 0
-            assert run.start == (0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens)
-        assert [run.age for run in self.cache.outline(2)] == [run.age for run in runs[:2]]
-        for place, run in enumerate(self.cache.outline(2)):
-            assert run.hidden == sum(other.parent == place for other in runs) - (place == 0 and len(runs) > 1 and runs[1].parent == 0)
+    run_machine(make, (1, 2, 3))
 
 
-CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
-TestCache = CacheMachine.TestCase
+@pytest.mark.parametrize("name", ["radix", "none"])
+def test_suite(name: str) -> None:
+    record = REGISTRY.get("prefix_cache", name)
+    for check in suite(Subject(record, REGISTRY.load(record), None, Setting())):
+        if check.name != "agrees_with_a_dictionary":  # above, with every policy
+            check.run()
 
 
 def test_an_outline_of_a_large_tree_examines_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +53,7 @@ def test_an_outline_of_a_large_tree_examines_a_part_of_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(radix_cache, "_latest", counted)
     monkeypatch.setattr(radix_cache, "_LOOKED_AT", 64)
-    cache = RadixCache(1, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     for page in range(0, 800, 2):
         token = page // 2 % 200
         cache.insert(ids([token, token]), ids([page, page + 1]), "" if page < 400 else "tenant")
@@ -177,7 +78,7 @@ BREACHES: dict[str, tuple[Callable[[radix_cache.Node], None], str]] = {
 @pytest.mark.parametrize("breach", BREACHES)
 def test_an_audit_checks_every_node_in_bounded_parts(breach: str) -> None:
     harm, sentence = BREACHES[breach]
-    cache = RadixCache(1, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     for page in range(0, 3_000, 3):
         cache.insert(ids([page // 30, page, page]), ids([page + 1, page + 2, page + 3]))
     parts = list(cache.audit())
@@ -194,7 +95,7 @@ def test_an_audit_checks_every_node_in_bounded_parts(breach: str) -> None:
 def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:
     """One prefix for each page; prefix t is page t + 1 and is matched `uses[t]` more times, in
     order of t."""
-    cache = RadixCache(1, policy)
+    cache = RadixCache(PrefixCacheContext(1, 4096, policy))
     for token in uses:
         cache.insert(ids([token]), ids([token + 1]), priority=token % 2)
     for token, count in uses.items():
@@ -222,7 +123,7 @@ def test_eviction_order(name: str, order: list[int]) -> None:
 
 
 def test_a_long_prefix_is_evicted_from_its_end() -> None:
-    cache = RadixCache(2, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(2, 4096, POLICIES["lru"](EVICTION)))
     cache.insert(ids(list(range(20))), np.arange(1, 11, dtype=np.int32))
     assert cache.evict(3).tolist() == [8, 9, 10]
     assert cache.match(ids(list(range(20)))).num_tokens == 14
@@ -230,7 +131,7 @@ def test_a_long_prefix_is_evicted_from_its_end() -> None:
 
 
 def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
-    cache = RadixCache(1, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     cache.insert(ids([1, 2, 3]), ids([1, 2, 3]))
     whole, part = cache.match(ids([1, 2, 3])), cache.match(ids([1, 2]))
     cache.evict(1)
@@ -243,7 +144,7 @@ def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
 
 
 def test_a_match_survives_a_split() -> None:
-    cache = RadixCache(1, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     cache.insert(ids([1, 2, 3, 4]), ids([1, 2, 3, 4]))
     part = cache.match(ids([1]))
     whole = cache.match(ids([1, 2, 3, 4]))
@@ -257,7 +158,7 @@ def test_a_match_survives_a_split() -> None:
 
 
 def test_the_heap_is_bounded() -> None:
-    cache = RadixCache(1, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     for token in range(10):
         cache.insert(ids([token]), ids([token + 1]))
     for _ in range(2_000):
@@ -268,7 +169,7 @@ def test_the_heap_is_bounded() -> None:
 
 
 def test_a_split_node_owns_its_memory() -> None:
-    cache = RadixCache(1, POLICIES["lru"](EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     cache.insert(np.arange(10_000, dtype=np.int32), np.arange(1, 10_001, dtype=np.int32))
     cache.insert(ids([0, 1, 50_000]), ids([20_001, 20_002, 20_003]))
     cache.evict(9_998)
@@ -282,7 +183,7 @@ def test_the_policy_key_is_a_node() -> None:
             return (0,)
 
     seen: list[tuple[int, int, int, int]] = []
-    cache = RadixCache(1, Recorder(EVICTION))
+    cache = RadixCache(PrefixCacheContext(1, 4096, Recorder(EVICTION)))
     cache.insert(ids([1]), ids([1]), priority=4)
     cache.insert(ids([1, 2]), ids([9, 2]), priority=2)
     assert seen == [(1, 1, 0, 4), (2, 2, 0, 2)]
@@ -290,11 +191,11 @@ def test_the_policy_key_is_a_node() -> None:
 
 def test_bad_insert() -> None:
     with pytest.raises(ValueError, match="4 tokens fill 2 pages, but 1 were given"):
-        RadixCache(2, POLICIES["lru"](EVICTION)).insert(ids([1, 2, 3, 4]), ids([1]))
+        RadixCache(PrefixCacheContext(2, 4096, POLICIES["lru"](EVICTION))).insert(ids([1, 2, 3, 4]), ids([1]))
 
 
 def test_no_cache_matches_and_stores_nothing() -> None:
-    cache = NoCache(2)
+    cache = NoCache(PrefixCacheContext(2, 4096))
     inserted = cache.insert(ids([1, 2, 3, 4, 5]), ids([1, 2, 3]))
     assert inserted.num_cached == 4
     cache.lock(inserted.handle)
@@ -305,7 +206,7 @@ def test_no_cache_matches_and_stores_nothing() -> None:
 
 
 def test_an_owner_evicts_its_own_pages_first() -> None:
-    cache, pages = RadixCache(2, POLICIES["lru"](EVICTION)), iter(range(1, 10_000))
+    cache, pages = RadixCache(PrefixCacheContext(2, 4096, POLICIES["lru"](EVICTION))), iter(range(1, 10_000))
 
     def insert(namespace: str, start: int, count: int) -> None:
         cache.insert(ids([start + i % 50 for i in range(2 * count)]), ids([next(pages) for _ in range(count)]), namespace)

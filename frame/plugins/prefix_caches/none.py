@@ -1,13 +1,16 @@
-"""`NoCache`: a prefix cache that stores nothing (`cache.prefix: none`)."""
+"""`none`: a prefix cache that stores nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from frame.core.interfaces.cache import Inserted, Match, PrefixCache
+from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheContext
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _NONE = np.empty(0, np.int32)
 
@@ -17,8 +20,8 @@ class NoCache(PrefixCache):
 
     reuses: ClassVar[bool] = False
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, context: PrefixCacheContext, options: BaseModel | None = None) -> None:
+        self._page_size = context.page_size
 
     def match(self, tokens: np.ndarray, namespace: str = "") -> Match:
         return Match(0, _NONE, None)

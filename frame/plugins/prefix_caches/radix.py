@@ -1,4 +1,4 @@
-"""`RadixCache`: the prefix cache as a radix tree over whole pages, one tree for each namespace
+"""`radix`: the prefix cache as a radix tree over whole pages, one tree for each namespace
 (SGLang: `RadixCache`).
 
 A node holds a run of tokens and their pages; children are found by the tokens of their first page.
@@ -12,11 +12,14 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import CachedRun, EvictionPolicy, Inserted, Match, PrefixCache, owner_of
+from frame.core.interfaces.cache import CachedRun, Inserted, Match, PrefixCache, PrefixCacheContext, owner_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _NO_PAGES = np.empty(0, np.int32)
 _FIRST_IDS = 16  # tokens of a run that an outline shows
@@ -74,9 +77,11 @@ class RadixCache(PrefixCache):
     leaf is trimmed from its end rather than removed.
     """
 
-    def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
-        self._page_size = page_size
-        self._policy = policy
+    def __init__(self, context: PrefixCacheContext, options: BaseModel | None = None) -> None:
+        if context.eviction_policy is None:
+            raise ValueError("the radix cache evicts in the order of an eviction policy, and its context has none")
+        self._page_size = context.page_size
+        self._policy = context.eviction_policy
         self._roots: dict[str, Node] = {}
         self._heaps: dict[str, list[tuple[tuple[float, ...], int, int, Node]]] = {}  # by owner
         self._evictable_of: Counter[str] = Counter()  # pages, by owner

@@ -1,0 +1,31 @@
+"""Manifest of the in-tree prefix caches: records only. Must not import the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.cache import PrefixCacheCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_prefix_caches(registry: KindRegistry) -> None:
+    """Add the in-tree prefix caches."""
+    here = "frame.plugins.prefix_caches"
+    registry.add(
+        "radix",
+        f"{here}.radix:RadixCache",
+        capabilities=PrefixCacheCapabilities(),
+        rank=50,
+        summary="Reuses equal prefixes by a radix tree over pages.",
+    )
+    registry.add(
+        "none",
+        f"{here}.none:NoCache",
+        capabilities=PrefixCacheCapabilities(reuses=False, eviction_policy=False),
+        rank=-100,
+        summary="Stores nothing: every prompt is computed.",
+    )

@@ -1,0 +1,415 @@
+"""The conformance suite of prefix caches: single rules of the contract, whole runs of the scheduler
+over the cache, then random calls compared with a dictionary.
+
+Used by `frame.testing.conformance`. Must not know a plugin by name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from frame.core.interfaces.cache import (
+    EvictableNode,
+    EvictionPolicy,
+    Inserted,
+    PrefixCache,
+    PrefixCacheCapabilities,
+    PrefixCacheContext,
+)
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
+from frame.core.scheduling.request import Request
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.testing.conformance import Check, Subject
+from frame.testing.contexts import EVICTION, SCHEDULING
+from frame.testing.scheduler_rig import OldestFirst, SchedulerRig
+
+NUM_PAGES = 4096
+VOCAB = 97
+PAGE_SIZES = (1, 2, 3)  # those that are checked, unless the record has others
+
+
+class Keyed(EvictionPolicy):
+    """Orders leaves by one field."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(EVICTION)
+        self._field = field
+
+    def key(self, node: EvictableNode) -> tuple[float, ...]:
+        return (getattr(node, self._field), node.created)
+
+
+class InOrder(SchedulingPolicy):
+    """Schedules requests in the order of their arrival."""
+
+    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return waiting
+
+
+class Maker:
+    """Makes caches of the plugin under test."""
+
+    def __init__(self, subject: Subject) -> None:
+        capabilities = subject.record.capabilities
+        self.subject = subject
+        self.target: type[PrefixCache] = subject.target
+        self.capabilities = capabilities if isinstance(capabilities, PrefixCacheCapabilities) else PrefixCacheCapabilities()
+        self.page_sizes = self.capabilities.page_sizes or PAGE_SIZES
+
+    def make(self, page_size: int | None = None, policy: EvictionPolicy | None = None) -> PrefixCache:
+        """A new cache, with `policy` (least recently used) if it takes one."""
+        size = page_size or self.page_sizes[0]
+        taken = None
+        if self.capabilities.eviction_policy:
+            taken = policy or OldestFirst(EVICTION)
+        return self.target(PrefixCacheContext(size, NUM_PAGES, taken), self.subject.options)
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of a prefix cache. One that stores nothing, takes no eviction policy or leaves out
+    an optional method has fewer."""
+    maker = Maker(subject)
+
+    def check(function: Callable[..., None], *arguments: Any, name: str = "") -> Check:
+        return Check(name or function.__name__.strip("_"), partial(function, maker, *arguments))
+
+    yield check(_record_and_class_agree)
+    if not maker.target.reuses:
+        yield check(_stores_nothing)
+        yield check(_serves_equal_tokens, maker.page_sizes[0], False, name="serves_equal_tokens")
+        return
+    checks = [
+        _finds_what_was_inserted,
+        _keeps_namespaces_apart,
+        _keeps_whole_pages_only,
+        _tells_large_token_ids_apart,
+        _keeps_no_view_of_its_arguments,
+        _takes_its_own_pages_again,
+        _nests_locks,
+        _keeps_matches_valid_while_others_are_locked,
+        _evicts_the_longest_first,
+        _evicts_everything_that_is_unlocked,
+    ]
+    if maker.capabilities.eviction_policy:
+        checks += [_evicts_in_the_order_of_its_policy, _passes_priorities_to_its_policy]
+    if maker.target.outline is not PrefixCache.outline:
+        checks.append(_outlines_parents_before_children)
+    if maker.target.relock is not PrefixCache.relock:
+        checks.append(_repairs_its_locks)
+    yield from map(check, checks)
+    for page_size in maker.page_sizes[:2]:
+        for overlap in (False, True):
+            name = f"serves_equal_tokens_{'overlapped' if overlap else 'plain'}_with_pages_of_{page_size}"
+            yield check(_serves_equal_tokens, page_size, overlap, name=name)
+    yield check(_agrees_with_a_dictionary)
+
+
+def ids(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int32)
+
+
+class Sequences:
+    """Inserts sequences with new pages into a cache of one page size."""
+
+    def __init__(self, cache: PrefixCache, page_size: int) -> None:
+        self.cache = cache
+        self.page_size = page_size
+        self._next = 1
+
+    def tokens(self, numbers: Iterable[int]) -> np.ndarray:
+        """A page of equal tokens for each number."""
+        return ids(number for number in numbers for _ in range(self.page_size))
+
+    def new_pages(self, count: int) -> np.ndarray:
+        self._next += count
+        return np.arange(self._next - count, self._next, dtype=np.int32)
+
+    def insert(self, numbers: Iterable[int], namespace: str = "", priority: int = 0) -> tuple[np.ndarray, Inserted]:
+        """Insert one page of tokens for each number. -> their pages, the cache's answer."""
+        tokens = self.tokens(numbers)
+        pages = self.new_pages(len(tokens) // self.page_size)
+        return pages, self.cache.insert(tokens, pages.copy(), namespace, priority)
+
+    def find(self, numbers: Iterable[int], namespace: str = "") -> list[int]:
+        """The pages of the longest cached prefix."""
+        match = self.cache.match(self.tokens(numbers), namespace)
+        size = len(match.pages) * self.page_size
+        _require(match.num_tokens == size, f"num_tokens of a match is {match.num_tokens}, its pages hold {size}")
+        return [int(page) for page in match.pages]
+
+    def touch(self, numbers: Iterable[int]) -> None:
+        """Use a prefix, as a request does."""
+        handle = self.cache.match(self.tokens(numbers)).handle
+        self.cache.lock(handle)
+        self.cache.unlock(handle)
+
+
+def _new(maker: Maker, policy: EvictionPolicy | None = None) -> Sequences:
+    size = maker.page_sizes[0]
+    return Sequences(maker.make(size, policy), size)
+
+
+# every cache --------------------------------------------------------------------------------------
+
+
+def _record_and_class_agree(maker: Maker) -> None:
+    target, capabilities = maker.target, maker.capabilities
+    _require(target.reuses == capabilities.reuses, f"the record says reuses={capabilities.reuses}, the class says {target.reuses}")
+
+
+def _stores_nothing(maker: Maker) -> None:
+    on = _new(maker)
+    pages, inserted = on.insert(range(4))
+    _require(inserted.num_cached == len(pages) * on.page_size, "reuses is False, but insert keeps pages; all of them are duplicates")
+    on.cache.lock(inserted.handle)
+    on.cache.unlock(inserted.handle)
+    _require(not on.find(range(4)), "reuses is False, but match finds a prefix")
+    left = [on.cache.num_evictable, on.cache.num_locked, len(on.cache.evict(4)), len(on.cache.reset()), len(_owned(on.cache))]
+    _require(not any(left), "reuses is False, but the cache owns pages")
+
+
+def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
+    rng = random.Random(page_size)
+    config = SchedulerConfig(
+        page_size=page_size,
+        num_pages=1 + max(64 // page_size, 12),
+        max_running=5,
+        token_budget=12,
+        max_context=60,
+        vocab_size=VOCAB,
+        eos_ids=(3,),
+        overlap=overlap,
+    )
+    rig = SchedulerRig(config, InOrder(SCHEDULING), cache=maker.make(page_size))
+    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(page_size + 1, 24 + page_size))] for _ in range(4)]
+    for number in range(40):
+        params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=number)
+        tokens = [*rng.choice(stems), *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 6)))]
+        rid = rig.add(tokens, params, priority=rng.randint(0, 2), namespace=rng.choice(("", "", "a:", "a:salt")))
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            rig.step()
+        if rng.random() < 0.1:
+            rig.abort(rid)
+    rig.run()
+    cached = sum(request.cached or 0 for request in rig.requests.values())
+    _require(bool(cached) == maker.target.reuses, f"{cached} prompt tokens of 40 requests with common prefixes came from the cache")
+
+
+# caches that store prefixes -----------------------------------------------------------------------
+
+
+def _finds_what_was_inserted(maker: Maker) -> None:
+    on = _new(maker)
+    long = list(range(1000))
+    pages, inserted = on.insert(long)
+    _require(inserted.num_cached == 0, f"num_cached is {inserted.num_cached} for tokens that were not cached")
+    _require(on.find(long) == pages.tolist(), "match does not find the pages of a sequence that was inserted")
+    _require(on.find([*long[:400], 5, 6]) == pages[:400].tolist(), "match does not find the first pages of a longer sequence")
+    more, again = on.insert([*long[:700], 3, 2, 1])
+    _require(again.num_cached == 700 * on.page_size, f"num_cached is {again.num_cached} of {700 * on.page_size} cached tokens")
+    _require(on.find([*long[:700], 3, 2, 1]) == [*pages[:700], *more[700:]], "a sequence that branches off has the wrong pages")
+    _require(on.find(long) == pages.tolist(), "a branch changed the pages of the first sequence")
+    _require(on.find([9, *long]) == [], "match finds tokens that do not begin at the first cached token")
+    _check_counts(on.cache, owned=[*pages, *more[700:]], locked=0)
+
+
+def _keeps_namespaces_apart(maker: Maker) -> None:
+    on = _new(maker)
+    spaces = ("", "one:", "one:salt", "two:salt", "salt")
+    for space in spaces:
+        _require(on.find(range(8), space) == [], f"namespace {space!r} finds the prefixes of another one")
+        _, inserted = on.insert(range(8), space)
+        _require(inserted.num_cached == 0, f"insert into namespace {space!r} finds the prefixes of another one")
+    found = [page for space in spaces for page in on.find(range(8), space)]
+    _require(found == list(range(1, 41)), "a namespace has the pages of another one")
+
+
+def _keeps_whole_pages_only(maker: Maker) -> None:
+    size = max(maker.page_sizes)
+    on = Sequences(maker.make(size), size)
+    tokens, pages = ids(range(4 * size - 1)), on.new_pages(5)
+    whole = len(tokens) // size
+    inserted = on.cache.insert(tokens, pages)
+    _check_counts(on.cache, owned=pages[:whole].tolist(), locked=0)
+    match = on.cache.match(np.append(tokens, np.int32(90)))
+    _require(match.num_tokens == whole * size, f"{match.num_tokens} tokens match, of {whole} cached pages of {size}")
+    on.cache.lock(inserted.handle)
+    _check_counts(on.cache, owned=pages[:whole].tolist(), locked=whole)
+
+
+def _tells_large_token_ids_apart(maker: Maker) -> None:
+    on = _new(maker)
+    numbers = [1 << shift for shift in range(31)]
+    every = [on.insert([number, number])[0].tolist() for number in numbers]
+    _require([on.find([number, number]) for number in numbers] == every, "two sequences with different token ids have the same pages")
+    on.insert([1, 2])
+    _require(len(on.find([2, 1])) == 1, "the order of tokens does not count")
+
+
+def _keeps_no_view_of_its_arguments(maker: Maker) -> None:
+    on = _new(maker)
+    tokens, pages = on.tokens(range(6)), on.new_pages(6)
+    expected = pages.tolist()
+    on.cache.insert(tokens, pages)
+    tokens[:], pages[:] = 99, 0
+    _require(on.find(range(6)) == expected, "insert keeps a view of its arguments, which the caller changes afterwards")
+    match = on.cache.match(on.tokens(range(6)))
+    match.pages.setflags(write=True)
+    match.pages[:] = 0
+    _require(on.find(range(6)) == expected, "match returns the cache's own array, which the caller may change")
+    on.cache.check_integrity()
+
+
+def _takes_its_own_pages_again(maker: Maker) -> None:
+    on = _new(maker)
+    first, inserted = on.insert(range(4))
+    on.cache.lock(inserted.handle)
+    fresh = on.new_pages(4)
+    tokens = on.tokens(range(8))
+    again = on.cache.insert(tokens, np.concatenate((first, fresh)))
+    _require(again.num_cached == 4 * on.page_size, "num_cached of a prefix that grew by the cache's own pages is wrong")
+    on.cache.lock(again.handle)
+    on.cache.unlock(inserted.handle)
+    _check_counts(on.cache, owned=[*first, *fresh], locked=8)
+    on.cache.unlock(again.handle)
+    _check_counts(on.cache, owned=[*first, *fresh], locked=0)
+
+
+def _nests_locks(maker: Maker) -> None:
+    on = _new(maker)
+    pages, inserted = on.insert(range(6))
+    short = on.cache.match(on.tokens(range(3)))
+    on.cache.lock(short.handle)
+    _check_counts(on.cache, pages.tolist(), locked=3)
+    for handle in (inserted.handle, on.cache.match(on.tokens(range(6))).handle):
+        on.cache.lock(handle)
+    _check_counts(on.cache, pages.tolist(), locked=6)
+    on.cache.unlock(inserted.handle)
+    _check_counts(on.cache, pages.tolist(), locked=6)
+    _require(len(on.cache.evict(6)) == 0, "evict returns pages that are locked twice and were unlocked once")
+    _require(len(on.cache.reset()) == 0, "reset returns locked pages")
+    on.cache.unlock(short.handle)
+    _check_counts(on.cache, pages.tolist(), locked=6)
+    nothing = on.cache.match(on.tokens([77])).handle
+    on.cache.lock(nothing)
+    on.cache.unlock(nothing)
+    _check_counts(on.cache, pages.tolist(), locked=6)
+
+
+def _keeps_matches_valid_while_others_are_locked(maker: Maker) -> None:
+    on = _new(maker)
+    pages, _ = on.insert(range(8))
+    handles = [on.cache.match(on.tokens(range(count))).handle for count in (2, 8, 5)]
+    for handle in handles:
+        on.cache.lock(handle)
+    _check_counts(on.cache, pages.tolist(), locked=8)
+    on.cache.unlock(handles[1])
+    _check_counts(on.cache, pages.tolist(), locked=5)
+    _require(sorted(on.cache.evict(8)) == sorted(pages[5:]), "evict frees other pages than the unlocked ones")
+
+
+def _evicts_the_longest_first(maker: Maker) -> None:
+    on = _new(maker)
+    on.insert(range(10))
+    on.insert([*range(5), 50, 51])
+    _require(len(on.cache.evict(0)) == 0, "evict(0) returns pages")
+    for _ in range(6):
+        freed = on.cache.evict(2)
+        _require(len(freed) >= min(2, 12), f"evict(2) returned {len(freed)} pages, though more were evictable")
+        reachable = {*on.find(range(10)), *on.find([*range(5), 50, 51])}
+        _require(reachable == set(_owned(on.cache)), "evict left pages that no sequence reaches: free a prefix from its end")
+        _require(not reachable & set(freed.tolist()), "match finds pages that evict returned")
+
+
+def _evicts_in_the_order_of_its_policy(maker: Maker) -> None:
+    for field, order in (("last_access", [0, 2, 1, 3]), ("created", [0, 1, 2, 3]), ("hits", [0, 2, 3, 1])):
+        on = _new(maker, Keyed(field))
+        pages = [on.insert([number])[0].tolist() for number in range(4)]
+        for number, uses in enumerate((0, 3, 0, 1)):
+            for _ in range(uses):
+                on.touch([number])
+        freed = [on.cache.evict(1).tolist() for _ in range(4)]
+        _require(freed == [pages[number] for number in order], f"the order of eviction by {field} is not the policy's")
+
+
+def _passes_priorities_to_its_policy(maker: Maker) -> None:
+    on = _new(maker, Keyed("priority"))
+    pages = [on.insert([number], priority=priority)[0].tolist() for number, priority in enumerate((2, 0, 3))]
+    on.insert([1], priority=5)
+    on.insert([1], priority=1)
+    freed = [on.cache.evict(1).tolist() for _ in range(3)]
+    _require(freed == [pages[0], pages[2], pages[1]], "the priority of a prefix is not the highest of its insertions")
+
+
+def _evicts_everything_that_is_unlocked(maker: Maker) -> None:
+    on = _new(maker)
+    kept, inserted = on.insert(range(5))
+    on.cache.lock(inserted.handle)
+    free = [page for number in range(100, 110) for page in on.insert([number, number], f"tenant{number % 3}:")[0]]
+    _require(on.cache.num_evictable == len(free), f"{on.cache.num_evictable} pages are evictable, {len(free)} are unlocked")
+    _require(sorted(on.cache.reset().tolist()) == sorted(free), "reset returns other pages than the unlocked ones")
+    _check_counts(on.cache, kept.tolist(), locked=5)
+    _require(on.find(range(5)) == kept.tolist(), "reset removed a locked prefix")
+    on.cache.unlock(inserted.handle)
+    _require(sorted(on.cache.evict(1000)) == sorted(kept), "evict of more pages than there are does not return all that are evictable")
+    _check_counts(on.cache, [], locked=0)
+    _require(on.find(range(5)) == [], "match finds a prefix of an empty cache")
+
+
+def _outlines_parents_before_children(maker: Maker) -> None:
+    on = _new(maker)
+    on.insert(range(6))
+    on.insert([*range(3), 9, 9], "one:")
+    on.insert([*range(3), 9, 9])
+    runs = on.cache.outline(100)
+    _require(bool(runs), "the outline of a cache with prefixes is empty")
+    _require(sum(run.tokens for run in runs) == len(_owned(on.cache)) * on.page_size, "the outline shows another number of tokens")
+    for place, run in enumerate(runs):
+        _require(-1 <= run.parent < place, "a run of the outline stands before its parent")
+        start = 0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens
+        _require(run.start == start, "a run of the outline does not begin where its parent ends")
+    _require(len(on.cache.outline(2)) <= 2, "the outline has more runs than its limit")
+
+
+def _repairs_its_locks(maker: Maker) -> None:
+    on = _new(maker)
+    pages, inserted = on.insert(range(4))
+    other, _ = on.insert([7, 8])
+    for _ in range(3):  # a lock that is never released
+        on.cache.lock(inserted.handle)
+    held = on.cache.match(on.tokens([7, 8])).handle
+    on.cache.lock(held)
+    on.cache.relock([held])
+    _check_counts(on.cache, [*pages, *other], locked=2)
+    on.cache.unlock(held)
+    _check_counts(on.cache, [*pages, *other], locked=0)
+
+
+def _agrees_with_a_dictionary(maker: Maker) -> None:
+    from frame.testing.prefix_cache_machine import run_machine
+
+    run_machine(lambda page_size, _: maker.make(page_size), maker.page_sizes, maker.subject.setting.thorough)
+
+
+def _owned(cache: PrefixCache) -> list[int]:
+    return [int(page) for pages in cache.audit() for page in pages]
+
+
+def _check_counts(cache: PrefixCache, owned: Iterable[int], locked: int) -> None:
+    cache.check_integrity()
+    expected, found = sorted(owned), sorted(_owned(cache))
+    _require(found == expected, f"audit yields {len(found)} pages, the cache owns {len(expected)}, or others")
+    _require(cache.num_locked == locked, f"num_locked is {cache.num_locked}, {locked} pages are locked")
+    evictable = len(expected) - locked
+    _require(cache.num_evictable == evictable, f"num_evictable is {cache.num_evictable}, {evictable} pages are unlocked")
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(sentence)

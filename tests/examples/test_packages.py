@@ -1,0 +1,48 @@
+"""Plugins in packages of their own, each of at most 100 lines: installed, chosen by
+configuration alone, checked by their suites, and serving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import PACKAGES, Environment
+
+MOST_LINES = 100
+SUITES = ("prefix_cache:blocks",)
+
+SERVE = """
+import json, sys
+from frame import Engine, SamplingParams
+greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+prompts = [[*range(1, 60), last] for last in (3, 4, 3)]
+for name in sys.argv[1:]:
+    with Engine(config=name) as engine:
+        outputs = [engine.generate(prompt, greedy) for prompt in prompts]
+    print(json.dumps([[output.token_ids, output.cached_tokens] for output in outputs]))
+"""
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_it_is_short(package: Path) -> None:
+    lines = [len(path.read_text().splitlines()) for path in package.glob("*.py")]
+    assert 0 < sum(lines) <= MOST_LINES
+
+
+def test_a_file_alone_chooses_them_and_they_serve_equal_tokens(environment: Environment, tmp_path: Path) -> None:
+    plain, own = tmp_path / "plain.yaml", tmp_path / "own.yaml"
+    common = "execution: {threads: 1}\nlog: {level: warning}\n"
+    plain.write_text(f"{common}cache: {{max_total_tokens: 1024}}\n")
+    own.write_text(f"{common}cache: {{max_total_tokens: 1024, prefix: blocks}}\n")
+    first, second = map(json.loads, environment.run("-c", SERVE, plain, own).stdout.splitlines())
+    assert first == second
+    assert [cached for _, cached in second] == [0, 48, 48]
+
+
+def test_they_pass_their_suites(environment: Environment, tmp_path: Path) -> None:
+    suites = [f"--frame-conformance={suite}" for suite in SUITES]
+    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "--rootdir", tmp_path, tmp_path)
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
