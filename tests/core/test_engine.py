@@ -25,6 +25,7 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.contexts import EVICTION, SCHEDULING
 
 VOCAB = 64
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -92,7 +93,7 @@ class Running:
         config = SchedulerConfig(
             page_size=4, num_pages=65, max_running=8, token_budget=32, max_context=64, vocab_size=VOCAB, overlap=overlap
         )
-        self.scheduler = Scheduler(config, RadixCache(PrefixCacheContext(4, 4096, Lru())), PagedAllocator(65), Fcfs())
+        self.scheduler = Scheduler(config, RadixCache(PrefixCacheContext(4, 4096, Lru(EVICTION))), PagedAllocator(65), Fcfs(SCHEDULING))
         self.near, far = InProcessTransport.pair()
         self.runner = runner
         observers = more.pop("observers", None)

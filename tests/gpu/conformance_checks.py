@@ -14,9 +14,8 @@ from frame.testing import conformance
 NamedChecks = list[tuple[str, conformance.Check]]  # by plugin
 
 
-def checks_on(device: str, kind: str, family: str) -> tuple[NamedChecks, dict[str, str]]:
-    """kind: kind of the records. family: its name in `conformance`. -> the checks, and the reason
-    for each plugin without checks."""
+def checks_on(device: str, kind: str) -> tuple[NamedChecks, dict[str, str]]:
+    """The checks of a kind's plugins, and the reason for each plugin without checks."""
     if device == "cuda" and not torch.cuda.is_available():
         return [], {}
     registry = load_registry(installed=False)
@@ -31,8 +30,8 @@ def checks_on(device: str, kind: str, family: str) -> tuple[NamedChecks, dict[st
             missing[record.name] = "is for other compute capabilities"
         else:
             try:
-                subject = conformance.find(registry, f"{family}:{record.name}", conformance.Setting(device=device, thorough=True))
-                own = conformance.checks(family, subject)
+                subject = conformance.find(registry, f"{kind}:{record.name}", conformance.Setting(device=device, thorough=True))
+                own = conformance.checks(kind, subject)
             except PluginError as error:
                 missing[record.name] = str(error)
             else:

@@ -11,7 +11,7 @@ from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CHECKS, MISSING = checks_on("cuda", "attention_backend", "attention")
+CHECKS, MISSING = checks_on("cuda", "attention_backend")
 
 
 @pytest.mark.parametrize(("name", "check"), CHECKS, ids=ids(CHECKS))

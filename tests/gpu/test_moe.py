@@ -11,7 +11,7 @@ from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CHECKS, MISSING = checks_on("cuda", "moe_runner", "moe_runner")
+CHECKS, MISSING = checks_on("cuda", "moe_runner")
 
 
 @pytest.mark.parametrize("check", [check for _, check in CHECKS], ids=ids(CHECKS))

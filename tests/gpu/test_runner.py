@@ -28,6 +28,7 @@ from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.contexts import SCHEDULING
 from frame.testing.devices import open_platform
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
@@ -109,7 +110,7 @@ def test_no_launch_waits_for_the_device():
     model = FakeModel(model_config, context)
     runner = TorchModelRunner(model, model_config, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)
-    loop = LocalLoop(Scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs()), runner)
+    loop = LocalLoop(Scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs(SCHEDULING)), runner)
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
     params = [msgspec.structs.replace(each, bad_words_ids=((7,), (30, 4)) if each.bad_words_ids else ()) for each in EVERYTHING]
     loop.generate(prompts, params)

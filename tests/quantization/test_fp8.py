@@ -16,6 +16,7 @@ from torch import nn
 from frame import Engine, SamplingParams
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.quantization import QuantizationContext
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
 from frame.quantization import Fp8Options
@@ -246,12 +247,12 @@ def test_patterns_of_unquantized_layers(pattern: str, plain: str, stored: str) -
 
 
 def test_unquantized_layers() -> None:
-    method = Fp8(options=Fp8Options(ignore=("layers.0.",)))
+    method = Fp8(QuantizationContext(), Fp8Options(ignore=("layers.0.",)))
     assert isinstance(method.linear("model.layers.0.mlp.up_proj"), PlainLinear)
     assert isinstance(method.experts("model.layers.0.mlp.experts"), PlainExperts)
     assert isinstance(method.linear("lm_head", "head"), PlainLinear)
     assert isinstance(method.linear("model.layers.1.mlp.up_proj"), RoundedLinear)
-    assert Fp8(dict(CONFIGS["tensor"])).ignored_weights == (r".*\.input_scale$",)
+    assert Fp8(QuantizationContext(dict(CONFIGS["tensor"]))).ignored_weights == (r".*\.input_scale$",)
 
 
 def test_fp8_values_are_not_loaded_as_unquantized() -> None:

@@ -30,7 +30,7 @@ from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
-from frame.testing.contexts import EVICTION
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
@@ -74,7 +74,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
-    return LocalLoop(Scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs()), runner)
+    return LocalLoop(Scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs(SCHEDULING)), runner)
 
 
 @pytest.mark.parametrize("captured", [1, 5, ROWS])

@@ -38,6 +38,7 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 CASES = dict(suite.cases("cpu", False, TORCH_NATIVE))
@@ -270,8 +271,8 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     captured = runner.decode_graphs
     config = SchedulerConfig(page_size=4, num_pages=300, max_running=8, token_budget=64, max_context=128, vocab_size=vocab, overlap=True)
     near, far = InProcessTransport.pair()
-    cache = RadixCache(PrefixCacheContext(4, 300, Lru()))
-    engine = Engine(Scheduler(config, cache, PagedAllocator(300), Fcfs()), runner, far, EngineOptions(overlap=True))
+    cache = RadixCache(PrefixCacheContext(4, 300, Lru(EVICTION)))
+    engine = Engine(Scheduler(config, cache, PagedAllocator(300), Fcfs(SCHEDULING)), runner, far, EngineOptions(overlap=True))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     prompts = {f"r{row}": [(7 * row + place) % vocab for place in range(3 + row * 5)] for row in range(6)}

@@ -16,6 +16,7 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import FakeRunner, continuation
 from frame.testing.local_loop import LocalLoop
 
@@ -62,7 +63,7 @@ def make_loop(overlap, budget=2048, page=PAGE):
     config = SchedulerConfig(
         page_size=page, num_pages=4000, max_running=16, token_budget=budget, max_context=4096, vocab_size=VOCAB, overlap=overlap
     )
-    scheduler = Scheduler(config, RadixCache(PrefixCacheContext(page, 4096, Lru())), PagedAllocator(4000), Fcfs())
+    scheduler = Scheduler(config, RadixCache(PrefixCacheContext(page, 4096, Lru(EVICTION))), PagedAllocator(4000), Fcfs(SCHEDULING))
     return LocalLoop(scheduler, FakeRunner(4000, page, 16, 4096 // page, VOCAB))
 
 
