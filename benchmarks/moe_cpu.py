@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
+from frame.models.layers.weights.expert_weights import pack_small_experts
 from frame.plugins.moe_runners.torch_native import prefers_dense, run_dense, run_each, run_grouped
-from frame.quantization.none import PlainExperts
 
 WAYS = {"dense": run_dense, "grouped": run_grouped, "each": run_each}  # dense: packed weights, in bfloat16 alone
 SHAPES = ((8, 2, 256, 128), (32, 4, 256, 64), (64, 8, 1024, 256), (8, 2, 1024, 2048))  # experts, top k, hidden, inner
@@ -54,7 +54,7 @@ def main() -> None:
             down = torch.randn(experts, hidden, inner, dtype=dtype) * inner**-0.5
             layer = nn.Module()
             layer.gate_up, layer.down = gate_up, down
-            PlainExperts().process_weights(layer)
+            pack_small_experts(layer, gate_up, down)
             for count in TOKENS:
                 weights, ids = torch.rand(count, experts).softmax(-1).topk(top)
                 tokens = DispatchOutput(torch.randn(count, hidden, dtype=dtype), ids, weights)

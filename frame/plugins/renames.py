@@ -28,7 +28,7 @@ class Rename:
 
 
 # Kinds by the name that their interface versions had before.
-FORMER_KINDS = MappingProxyType({"attention": "attention_backend", "quantization": "quantization_method", "grammar": "grammar_backend"})
+FORMER_KINDS = MappingProxyType({"attention": "attention_backend", "quantization": "weight_format", "grammar": "grammar_backend"})
 
 RENAMES = tuple(
     Rename(*row)
@@ -43,10 +43,6 @@ RENAMES = tuple(
         ("model/2", "model", "Model.ignored", "Model.ignored_weights"),
         ("model/2", "model", "Model.narrows", "Model.supports_token_selection"),
         ("model/2", "batch", "WantedTokens", "SelectedTokens"),
-        ("quantization_method/2", "quantization", "QuantizationNeeds", "QuantizationRequirements"),
-        ("quantization_method/2", "quantization", "QuantizationMethod.left_out", "QuantizationMethod.ignored_weights"),
-        ("quantization_method/2", "quantization", "LinearMethod.create", "LinearMethod.create_weights"),
-        ("quantization_method/2", "quantization", "LinearMethod.finish", "LinearMethod.process_weights"),
         ("moe_runner/2", "moe", "MoENeeds", "MoERequirements"),
         ("moe_runner/2", "moe", "Dispatched", "DispatchOutput"),
         ("moe_dispatcher/2", "moe", "MoENeeds", "MoERequirements"),
@@ -57,8 +53,9 @@ RENAMES = tuple(
         ("logits_processor/2", "sampling", "LogitsProcessor.admit", "LogitsProcessor.add_slot"),
         ("logits_processor/2", "sampling", "LogitsProcessor.observe", "LogitsProcessor.observe_tokens"),
         ("logits_processor/2", "sampling", "LogitsProcessor.release", "LogitsProcessor.remove_slot"),
+        ("weight_format/1", "weight_format", "QuantizationMethod", "WeightFormat"),
+        ("weight_format/1", "weight_format", "register_quantization_methods", "register_weight_formats"),
         ("model/3", "model", "Model(model_config, context)", "Model(context, options)"),
-        ("quantization_method/3", "quantization", "QuantizationMethod(checkpoint_config, options)", "QuantizationMethod(context, options)"),
         ("scheduling_policy/3", "scheduling", "SchedulingPolicy(options)", "SchedulingPolicy(context, options)"),
         ("eviction_policy/2", "cache", "EvictionPolicy(options)", "EvictionPolicy(context, options)"),
         ("logits_processor/3", "sampling", "LogitsProcessor(vocab_size, max_slots, device, options)", "LogitsProcessor(context, options)"),

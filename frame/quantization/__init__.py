@@ -1,33 +1,31 @@
-"""Manifest of the in-tree quantization methods. Records only; nothing heavy is imported here.
+"""Manifest of the in-tree weight formats and GEMM kernels. Records only; nothing heavy is imported
+here.
 
 Each record names its target as "module:Class"; the registry imports it when it is selected.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.core.interfaces.quantization import QuantizationCapabilities
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
+from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.weight_format import FormatCapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
 
 
-class Int8Options(BaseModel):
-    """Settings of `int8_weight_only`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ignore: tuple[str, ...] = Field(
-        ("kv_b_proj$",), description="Regular expressions of layers that stay unquantized; kv_b_proj is dequantized after loading anyway."
-    )
+_LOW = ("bfloat16", "float16")
 
 
-class Fp8Options(BaseModel):
-    """Settings of `fp8`."""
+class IgnoreOptions(BaseModel):
+    """Settings of formats that quantize unquantized checkpoints while loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,28 +35,128 @@ class Fp8Options(BaseModel):
     )
 
 
+class Int4Options(IgnoreOptions):
+    """Settings of `int4`."""
+
+    group_size: Literal[32, 64, 128, 256] = Field(64, description="Inputs that share a scale and a zero point.")
+
+
 @hookimpl
-def register_quantization_methods(registry: KindRegistry) -> None:
-    """Add the in-tree quantization methods."""
+def register_weight_formats(registry: KindRegistry) -> None:
+    """Add the in-tree weight formats."""
     registry.add(
         "none",
-        "frame.quantization.none:Plain",
-        capabilities=QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,)),
+        "frame.quantization.plain:Plain",
+        capabilities=FormatCapabilities(checkpoints=(None,)),
         rank=10,
         summary="Unquantized weights in the model's own type.",
     )
     registry.add(
-        "int8_weight_only",
-        "frame.quantization.int8_weight_only:Int8WeightOnly",
-        capabilities=QuantizationCapabilities(devices=("cpu",), checkpoints=(None,)),
-        options=Int8Options,
-        summary="Int8 weights with one scale per output, quantized while loading; for small batches on the CPU.",
+        "fp8",
+        "frame.quantization.fp8:Fp8",
+        capabilities=FormatCapabilities(checkpoints=("fp8", "modelopt", None), codes=("plain", "e4m3")),
+        options=IgnoreOptions,
+        rank=20,
+        summary="fp8 (e4m3) weights, scaled per block, output or tensor, stored so or quantized while loading.",
+    )
+    registry.add(
+        "compressed-tensors",
+        "frame.quantization.compressed_tensors:CompressedTensors",
+        capabilities=FormatCapabilities(checkpoints=("compressed-tensors",), codes=("plain", "int4", "int8", "e2m1", "e4m3")),
+        rank=20,
+        summary="llm-compressor: packed integers, int8, fp8, NVFP4 and MXFP4, by layer.",
+    )
+    for name, target, summary in (
+        ("gptq", "gptq:Gptq", "GPTQ: integers of 2, 3, 4 or 8 bits per group, also in act-order."),
+        ("awq", "awq:Awq", "AWQ: 4-bit integers with zero points per group."),
+    ):
+        capabilities = FormatCapabilities(checkpoints=(name,), codes=("plain", "int4", "int8") if name == "gptq" else ("plain", "int4"))
+        registry.add(name, f"frame.quantization.{target}", capabilities=capabilities, rank=20, summary=summary)
+    for name, codes, options, summary in (
+        ("int8", "int8", IgnoreOptions, "Int8 weights with one scale per output, quantized while loading."),
+        ("int4", "int4", Int4Options, "Int4 weights with a scale and a zero point per group, quantized while loading (round-to-nearest)."),
+    ):
+        registry.add(
+            name,
+            f"frame.quantization.{name}:{name.capitalize()}",
+            capabilities=FormatCapabilities(checkpoints=(None,), codes=("plain", codes)),  # type: ignore[arg-type]
+            options=options,
+            summary=summary,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonCapabilities(GemmCapabilities):
+    """Capabilities of Triton kernels: a GPU, or a CPU under TRITON_INTERPRET=1, which is slow and
+    meant for tests."""
+
+    def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
+        if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            requirements = replace(requirements, device="cuda", compute_capability=None, dtype="bfloat16")
+        return GemmCapabilities.unsupported(self, requirements)
+
+
+@hookimpl
+def register_gemm_kernels(registry: KindRegistry) -> None:
+    """Add the in-tree GEMM kernels."""
+    registry.add(
+        "plain",
+        "frame.quantization.gemm.plain:PlainKernel",
+        capabilities=GemmCapabilities(devices=("cpu", "cuda"), speeds=(Speed("plain", 0, 1.0),)),
+        rank=100,
+        summary="Unquantized weights: skinny and fused Triton kernels, PyTorch, or oneDNN's packed weights on a CPU.",
     )
     registry.add(
         "fp8",
-        "frame.quantization.fp8:Fp8",
-        capabilities=QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=("fp8", "compressed-tensors", "modelopt", None)),
-        options=Fp8Options,
+        "frame.quantization.gemm.fp8:Fp8Kernel",
+        capabilities=TritonCapabilities(devices=("cuda",), speeds=(Speed("e4m3", 0, 1.5),), dtypes=_LOW, min_compute_capability=(8, 9)),
+        requires=("triton>=3.4",),
+        rank=90,
+        summary="e4m3 weights and activations: skinny Triton kernels and PyTorch's scaled products. Activations are rounded per token.",
+    )
+    registry.add(
+        "weight_only",
+        "frame.quantization.gemm.weight_only:WeightOnlyKernel",
+        capabilities=TritonCapabilities(
+            devices=("cuda",),
+            speeds=(*(Speed(codes, 0, 1.2) for codes in ("int4", "int8", "e2m1")), Speed("e4m3", 0, 0.9)),
+            dtypes=_LOW,
+            min_compute_capability=(8, 0),
+        ),
+        requires=("triton>=3.4",),
+        rank=80,
+        summary="4-bit and 8-bit weights, unquantized activations: Triton kernels that dequantize in registers, dense and for experts.",
+    )
+    registry.add(
+        "cpu_int8",
+        "frame.quantization.gemm.cpu_int8:Int8CpuKernel",
+        capabilities=GemmCapabilities(devices=("cpu",), speeds=(Speed("int8", 8, 1.4), Speed("int8", 0, 0.4))),
+        rank=70,
+        summary="int8 weights with one scale per output, by PyTorch's packed kernel; faster than bfloat16 for up to eight rows.",
+    )
+    registry.add(
+        "cpu_int4",
+        "frame.quantization.gemm.cpu_int4:Int4CpuKernel",
+        capabilities=GemmCapabilities(devices=("cpu",), speeds=(Speed("int4", 8, 1.3), Speed("int4", 256, 0.3)), dtypes=("bfloat16",)),
+        rank=70,
+        summary="int4 weights in groups, by PyTorch's packed kernel; faster than bfloat16 for up to eight rows.",
+    )
+    registry.add(
+        "unpacked",
+        "frame.quantization.gemm.unpacked:UnpackedKernel",
+        capabilities=GemmCapabilities(
+            devices=("cpu", "cuda"),
+            speeds=(Speed("e4m3", 0, 1.0), *(Speed(codes, 0, 1.0, automatic=False) for codes in ("int4", "int8", "e2m1"))),
+        ),
         rank=20,
-        summary="fp8 (e4m3) weights, scaled per block, output or tensor, stored so or quantized while loading; fp8 activations.",
+        summary="Dequantizes after loading: the speed and the memory of unquantized weights.",
+    )
+    registry.add(
+        "torch",
+        "frame.quantization.gemm.reference:ReferenceKernel",
+        capabilities=GemmCapabilities(
+            devices=("cpu", "cuda"), speeds=tuple(Speed(codes, 0, 0.1) for codes in ("int4", "int8", "e2m1", "e4m3"))
+        ),
+        rank=10,
+        summary="The reference: dequantizes the weight in every product, with PyTorch.",
     )

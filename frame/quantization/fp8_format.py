@@ -1,4 +1,4 @@
-"""Reads how an fp8 checkpoint stores its weights: three dialects of `quantization_config`, as one
+"""Reads how an fp8 checkpoint stores its weights: the dialects of `quantization_config`, as one
 `Fp8Format`.
 
 Depends on no tensor and no layer.
@@ -6,13 +6,12 @@ Depends on no tensor and no layer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from frame.core.errors import CheckpointError
+from frame.quantization.patterns import matches
 
 Sharing = Literal["tensor", "channel", "block"]
 
@@ -36,15 +35,15 @@ class Fp8Format:
 
     def stores_layer(self, name: str) -> bool:
         """Whether the checkpoint stores the layer `name` in fp8."""
-        if any(_matches(pattern, name) for pattern in self.plain):
+        if any(matches(pattern, name) for pattern in self.plain):
             return False
-        return not self.targets or any(_matches(pattern, name) for pattern in self.targets)
+        return not self.targets or any(matches(pattern, name) for pattern in self.targets)
 
 
 def read_format(config: Mapping[str, Any]) -> Fp8Format:
     """The format that a checkpoint's `quantization_config` describes. Raises CheckpointError if the
     weights are not fp8."""
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt}
+    readers = {"fp8": _read_fp8, "modelopt": _read_modelopt}
     method = config.get("quant_method")
     if method not in readers:
         raise CheckpointError(f"quantization_config.quant_method is {method!r}; fp8 supports {', '.join(readers)}.")
@@ -61,30 +60,10 @@ def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
     plain = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
     block = config.get("weight_block_size")
     if block is not None:
-        return Fp8Format("block", "weight_scale_inv", None, _block(block), plain)
+        return Fp8Format("block", "weight_scale_inv", None, read_block(block), plain)
     if "weight_block_size" in config:
         return Fp8Format("tensor", "weight_scale_inv", "activation_scale" if is_static else None, plain=plain)
     return Fp8Format("tensor", "weight_scale", "input_scale" if is_static else None, plain=plain)
-
-
-def _read_compressed(config: Mapping[str, Any]) -> Fp8Format:
-    """compressed-tensors."""
-    groups = list((config.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups]
-    kinds = {(weight.get("type"), weight.get("num_bits"), weight.get("strategy")) for weight in weights}
-    sharing = next((each for each in get_args(Sharing) if kinds == {("float", 8, each)}), None)
-    if sharing is None:
-        found = ", ".join(sorted(f"{bits}-bit {kind} by {strategy}" for kind, bits, strategy in kinds)) or "nothing"
-        raise CheckpointError(f"quantization_config stores weights as {found}; of compressed-tensors 8-bit floats of one form are read.")
-    inputs = [group.get("input_activations") or {"dynamic": True} for group in groups]
-    targets = tuple(target for group in groups for target in group.get("targets") or () if target != "Linear")
-    return Fp8Format(
-        sharing=sharing,
-        input_scale=None if all(each.get("dynamic") for each in inputs) else "input_scale",
-        block=_block(weights[0].get("block_structure") or (128, 128)),
-        plain=tuple(config.get("ignore") or ()),
-        targets=targets,
-    )
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Fp8Format:
@@ -95,17 +74,8 @@ def _read_modelopt(config: Mapping[str, Any]) -> Fp8Format:
     return Fp8Format("tensor", input_scale="input_scale", plain=tuple(config.get("exclude_modules") or config.get("ignore") or ()))
 
 
-def _block(value: Sequence[int]) -> tuple[int, int]:
+def read_block(value: Sequence[int]) -> tuple[int, int]:
+    """Check the sizes of blocks: (outputs, inputs)."""
     if len(value) != 2 or not all(isinstance(size, int) and size > 0 for size in value):
         raise CheckpointError(f"quantization_config has blocks of {value!r}; two positive sizes are expected, such as [128, 128].")
     return value[0], value[1]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches: the name itself, an enclosing module, its last parts, `*` for
-    anything, or a regular expression after `re:`."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    if "*" in pattern:
-        return fnmatchcase(name, pattern)
-    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}") or f".{pattern}." in name

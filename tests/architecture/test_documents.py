@@ -15,7 +15,7 @@ import click
 import pytest
 
 import frame
-from frame.core.interfaces.quantization import QuantizationRequirements
+from frame.core.interfaces.weight_format import FormatRequirements
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import load_config
@@ -241,12 +241,11 @@ def test_make_prints_its_targets() -> None:
     assert {"serve", "test", "check", "docs", "bench"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
-def test_the_weights_of_the_deepseek_example_have_a_method() -> None:
+def test_the_weights_of_the_deepseek_example_have_a_format() -> None:
     text = (ROOT / "examples/deepseek.yaml").read_text()
-    assert "the method `fp8` reads them" in text
-    fp8 = load_registry(installed=False).get("quantization_method", "fp8")
-    for capability in ((9, 0), (10, 0)):
-        assert fp8.capabilities.unsupported(QuantizationRequirements("cuda", capability, "fp8", "bfloat16")) == []
+    assert "the format `fp8` reads them" in text
+    fp8 = load_registry(installed=False).get("weight_format", "fp8")
+    assert fp8.capabilities.unsupported(FormatRequirements("fp8")) == []
 
 
 def test_the_readme_fits_on_a_screen_or_two() -> None:

@@ -68,8 +68,8 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
     ("frame.testing.mutants", ("frame",)),  # wrong plugins are derived from correct ones
-    ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints")),
-    ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing")),  # the suites' batches
+    ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
+    ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing", LAYERS)),  # the suites' batches
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),

@@ -26,12 +26,14 @@ ONE_SCREEN = 120  # lines of hookspecs.py
 FOLDERS = {
     "attention_backend": "frame/attention_backends/",
     "model": "frame/models/",
-    "quantization_method": "frame/quantization/",
+    "weight_format": "frame/quantization/",
+    "gemm_kernel": "frame/quantization/",
     **{kind: f"frame/plugins/{KINDS[kind].plural}/" for kind in KINDS if (ROOT / "frame/plugins" / KINDS[kind].plural).is_dir()},
 }
 # Words that mean something else too, in a kind's vocabulary.
 APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
+ORDINARY |= {"int4", "int8", "fp8"}  # types of numbers
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from frame.core.config.resolve_plugins import KEYS
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.model import ModelRequirements
 from frame.core.interfaces.moe import MoERequirements
-from frame.core.interfaces.quantization import QuantizationRequirements
+from frame.core.interfaces.weight_format import FormatRequirements
 from frame.entrypoints.configuration.yaml_file import parse_yaml
 from frame.plugins.loader import load_registry
 from tests.architecture.source import Module, module, package
@@ -140,9 +141,8 @@ def test_remedies_of_our_plugins_can_be_configured() -> None:
     types, tps = ("float32", "bfloat16", "float16"), (1, 4)
     asked = {
         "model": [ModelRequirements("LlamaForCausalLM", tp, task) for tp in tps for task in ("generate", "embed", "classify")],
-        "quantization_method": [
-            QuantizationRequirements(*card, stored, kind) for card in cards for stored in (None, "fp8", "awq") for kind in types
-        ],
+        "weight_format": [FormatRequirements(stored) for stored in (None, "fp8", "awq")],
+        "gemm_kernel": [GemmRequirements(*card, kind) for card in cards for kind in types],
         "moe_runner": [MoERequirements(*card, kind) for card in cards for kind in types],
         "moe_dispatcher": [MoERequirements(*card, kind) for card in cards for kind in types],
         "attention_backend": [

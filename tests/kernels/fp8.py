@@ -6,25 +6,29 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.moe import DispatchOutput
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind, WeightFormat
 from frame.kernels.linear.fp8_linear import Plan, choose_plan, skinny_fp8_linear
 from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
-from frame.models.layers.parameter import Range, ShardedParameter
+from frame.models.layers.parameter import Range, load_parameters
+from frame.models.layers.weights.expert_weights import ExpertWeights
 from frame.plugins.moe_runners.torch_native import TorchNative
 from frame.plugins.moe_runners.triton import Triton
-from frame.quantization.fp8 import Fp8Experts, RoundedExperts
+from frame.quantization.fp8 import Fp8Layer, RoundedFp8Layer
 from frame.quantization.fp8_format import Fp8Format
-from frame.quantization.fp8_matmul import Fp8Matmul
-from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
+from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
+from frame.quantization.gemm.fp8_matmul import Fp8Matmul, find_obstacle
 from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference
-from tests.models.harness import open_session
+from tests.models.harness import make_gemm_kernels, open_session
 from tests.quantization.fp8_checkpoints import make_pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,13 +42,24 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(DEVICE, DTYPE)
 
 
-def weight_of(outputs: int, inputs: int, is_block: bool) -> tuple[torch.Tensor, Scales]:
+Weight = tuple[torch.Tensor, torch.Tensor, tuple[int, int]]  # e4m3, scales, (outputs, inputs) of a scale
+
+
+def weight_of(outputs: int, inputs: int, is_block: bool) -> Weight:
     weight = torch.randn(outputs, inputs, device=DEVICE) * torch.rand(outputs, 1, device=DEVICE) * 4
     if is_block:
         numbers, scale = quantize_blocks(weight)
-        return numbers, Scales(scale, 128, 128)
+        return numbers, scale, (128, 128)
     numbers, scale = quantize_outputs(weight)
-    return numbers, Scales(scale)
+    return numbers, scale, (1, 0)
+
+
+def dequantize(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """float64 numbers, by the definition."""
+    if not block[1]:
+        return weight.double() * scales.double()[:, None]
+    values = scales.double().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.double() * values.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
 
 
 def check(got: torch.Tensor, want: torch.Tensor, close: float = CLOSE) -> None:
@@ -79,20 +94,19 @@ def test_quantization_of_rows(rows: int, inputs: int, gap: int) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (208, 640), *([(4096, 4096), (6144, 1024), (28672, 512)] if LARGE else [])])
 def test_few_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
     torch.manual_seed(rows)
-    weight, scales = weight_of(outputs, inputs, is_block)
+    weight, scales, block = weight_of(outputs, inputs, is_block)
     x, bias = random(rows, inputs), random(outputs)
     numbers, scale = quantize_groups(x) if is_block else quantize_rows(x)
-    want = spread(numbers, scale)[:rows] @ dequantize(weight, scales, torch.float64).T
+    want = spread(numbers, scale)[:rows] @ dequantize(weight, scales, block).T
     counter = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
-    block = (scales.rows, scales.columns)
-    plans = [choose_plan(rows, outputs, inputs, scales.columns), Plan(32, 64, 2, split=2), Plan(64, 128, 3)]
+    plans = [choose_plan(rows, outputs, inputs, block[1]), Plan(32, 64, 2, split=2), Plan(64, 128, 3)]
     for plan in plans if LARGE or rows == 3 else plans[:1]:
         for with_bias in (None, bias):
             out = skinny_fp8_linear(
                 numbers,
                 scale,
                 weight,
-                scales.values,
+                scales,
                 block,
                 with_bias,
                 plan,
@@ -118,9 +132,8 @@ def test_stages_fit_into_small_shared_memory() -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 384), *([(28672, 4096), (6144, 1024)] if LARGE else [])])
 def test_gated_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
     torch.manual_seed(rows)
-    weight, scales = weight_of(outputs, inputs, is_block)
-    product = Fp8Matmul.create(weight, scales, DTYPE)
-    assert product is not None
+    weight, scales, block = weight_of(outputs, inputs, is_block)
+    product = Fp8Matmul(weight, scales, block)
     for bias in (None, random(outputs)):
         x = random(rows, inputs)
         gate, up = product(x, weight, bias).double().chunk(2, -1)
@@ -142,11 +155,10 @@ def test_rescaling() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 33, 65, *([300, 1024] if LARGE else [])])
 def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) -> None:
     torch.manual_seed(rows)
-    weight, scales = weight_of(256, 384, is_block)
-    product = Fp8Matmul.create(weight, scales, DTYPE)
-    assert product is not None
+    weight, scales, block = weight_of(256, 384, is_block)
+    product = Fp8Matmul(weight, scales, block)
     x, bias = random(rows, 2, 384)[:, 1], random(256)
-    want = x.double() @ dequantize(weight, scales, torch.float64).T + bias.double()
+    want = x.double() @ dequantize(weight, scales, block).T + bias.double()
     out = product(x, weight, bias)
     assert out.shape == want.shape
     assert out.dtype == DTYPE
@@ -159,9 +171,8 @@ def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) ->
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_a_captured_product(rows: int, is_block: bool) -> None:
-    weight, scales = weight_of(4096, 1024, is_block)
-    product = Fp8Matmul.create(weight, scales, DTYPE)
-    assert product is not None
+    weight, scales, block = weight_of(4096, 1024, is_block)
+    product = Fp8Matmul(weight, scales, block)
     x = random(rows, 1024)
     product(x, weight, None)
     graph = torch.cuda.CUDAGraph()
@@ -175,62 +186,79 @@ def test_a_captured_product(rows: int, is_block: bool) -> None:
 
 
 def test_unsupported_weights_have_no_product() -> None:
-    weight, scales = weight_of(250, 384, False)
-    assert Fp8Matmul.create(weight, scales, DTYPE) is None
-    weight, scales = weight_of(256, 192, True)
-    assert Fp8Matmul.create(weight, scales, DTYPE) is None
-    weight, scales = weight_of(256, 384, True)
-    assert Fp8Matmul.create(weight, Scales(scales.values.repeat_interleave(2, 0), 64, 128), DTYPE) is None
+    def why(outputs: int, inputs: int, block: tuple[int, int]) -> str | None:
+        return find_obstacle(torch.zeros(outputs, inputs, dtype=FP8, device=DEVICE), block)
+
+    assert "no multiples of 16" in str(why(250, 384, (1, 0)))
+    assert "not by blocks" in str(why(256, 192, (128, 128)))
+    assert "not by blocks" in str(why(256, 384, (64, 128)))
+    assert "not by output" in str(why(256, 384, (2, 0)))
+    assert why(256, 384, (1, 0)) is None
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each 128 outputs as if they were one checkpoint tensor: e4m3, and its scale for each
-    output."""
-    scale = weight.unflatten(0, (-1, 128)).abs().amax((1, 2)).repeat_interleave(128) / 448
-    return (weight / scale[:, None]).to(FP8), scale
+    """e4m3 with one scale."""
+    scale = weight.abs().max() / 448
+    return (weight / scale).to(FP8), scale
 
 
 @pytest.mark.parametrize(
-    "method",
+    "layout",
     [
-        Fp8Experts(Fp8Format("block", "weight_scale_inv")),
-        Fp8Experts(Fp8Format("block")),
-        Fp8Experts(Fp8Format("tensor")),
-        Fp8Experts(Fp8Format("channel")),
-        RoundedExperts(),
+        Fp8Layer(Fp8Format("block", "weight_scale_inv")),
+        Fp8Layer(Fp8Format("block")),
+        Fp8Layer(Fp8Format("tensor")),
+        Fp8Layer(Fp8Format("channel")),
+        RoundedFp8Layer(experts=True),
     ],
     ids=["blocks", "blocks of compressed tensors", "tensors", "outputs", "rounded"],
 )
-def test_experts_stay_fp8_for_a_runner_that_takes_them(method: Fp8Experts) -> None:
+def test_experts_stay_fp8_for_a_runner_that_takes_them(layout: Fp8Layer | RoundedFp8Layer) -> None:
     torch.manual_seed(0)
-    context = build_context(DEVICE, DTYPE, 16)
     x, ids, weights = random(5, 256), torch.randint(4, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
-    numbers = {"gate_up": torch.randn(4, 256, 256), "down": torch.randn(4, 256, 128)}
+    numbers = {"gate_proj": torch.randn(4, 128, 256), "up_proj": torch.randn(4, 128, 256), "down_proj": torch.randn(4, 256, 128)}
     outs = {}
-    for runner in (Triton(context), TorchNative(context)):
-        layer = torch.nn.Module()
-        layer.takes_fp8 = runner.takes_fp8  # type: ignore[assignment]
+    for target in (Triton, TorchNative):
+        runner = target(build_context(DEVICE, DTYPE, 16))
+        layer = nn.Module()
+        context = replace(
+            build_context(DEVICE, DTYPE, 16), weight_format=Always(layout), moe_runner=runner,
+            gemm_kernels=make_gemm_kernels(build_context(DEVICE, DTYPE, 16)),
+        )  # fmt: skip
         with DEVICE:
-            method.create_weights(layer, 4, 256, 128, DTYPE)
-        for name, weight in numbers.items():
-            parameter = layer.get_parameter(name)
-            assert isinstance(parameter, ShardedParameter)
-            for expert, part in enumerate(weight):
-                parameter.bind(f"{name}.{expert}", Range.whole(part.shape[0]), Range.whole(part.shape[1]), expert)
-                if isinstance(method, RoundedExperts):
-                    parameter.load(f"{name}.{expert}", part)
-                    continue
-                stored = method._stored
-                quantize = {"block": quantize_blocks, "tensor": by_tensor, "channel": quantize_outputs}[stored.sharing]
-                rounded, scale = quantize(part.to(DEVICE))
-                parameter.load(f"{name}.{expert}", rounded)
-                kept = layer.get_parameter(name + stored.scale.removeprefix("weight")).data
-                kept[expert] = scale.view(kept[expert].shape)
-        method.process_weights(layer)
-        method.process_weights(layer)
+            experts = ExpertWeights(layer, context, "experts", ("gate_proj", "up_proj", "down_proj"), (4, 256, Range.whole(128)))
+        for expert in range(4):
+            experts.bind(expert, Range.whole(256), Range.whole(128))
+        load_parameters(layer, [pair for name, weight in numbers.items() for pair in stored_tensors(layout, name, weight)])
+        experts.finish()
+        experts.finish()
         assert (layer.gate_up.dtype == FP8) == bool(runner.takes_fp8)
-        outs[type(runner).__name__] = runner.run(DispatchOutput(x, ids, weights), layer)
+        assert not experts.grouped
+        outs[target.__name__] = runner.run(DispatchOutput(x, ids, weights), layer)
     check(outs["Triton"], outs["TorchNative"].double(), 0.08)  # a runner may quantize activations too
+
+
+class Always(WeightFormat):
+    """Every layer is stored in one way."""
+
+    def __init__(self, layout: LayerFormat) -> None:
+        self.layout = layout
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        return self.layout
+
+
+def stored_tensors(layout: Fp8Layer | RoundedFp8Layer, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The checkpoint tensors of a projection of all experts."""
+    if isinstance(layout, RoundedFp8Layer):
+        return [(f"experts.{expert}.{name}.weight", part) for expert, part in enumerate(weight)]
+    stored, found = layout.stored, []
+    quantize = {"block": quantize_blocks, "tensor": by_tensor, "channel": quantize_outputs}[stored.sharing]
+    for expert, part in enumerate(weight):
+        rounded, scale = quantize(part.to(DEVICE))
+        scale = scale[:, None] if stored.sharing == "channel" else scale
+        found += [(f"experts.{expert}.{name}.weight", rounded), (f"experts.{expert}.{name}.{stored.scale}", scale)]
+    return found
 
 
 @pytest.mark.skipif(LARGE, reason="tests/gpu run engines")
@@ -239,8 +267,9 @@ def test_a_model_whose_layers_stay_fp8(architecture: str, dialect: str, tmp_path
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 128}
     stored, plain = make_pair(architecture, dialect, tmp_path, **sizes)
     tokens = list(range(20, 30))
-    session = open_session(stored, quantization="fp8")
-    assert any(getattr(module, "product", None) is not None for module in session.model.modules())  # type: ignore[attr-defined]
+    session = open_session(stored, quantization="compressed-tensors" if dialect == "channel" else "fp8")
+    products = {type(getattr(module, "product", None)).__name__ for module in session.model.modules()}  # type: ignore[attr-defined]
+    assert "Fp8Product" in products
     got = torch.cat((session.step([(0, tokens[:8])])[0], *(session.step([(0, [token])])[0] for token in tokens[8:])))
     with torch.no_grad():
         want = load_reference(plain)(torch.tensor([tokens])).logits[0]

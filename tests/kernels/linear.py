@@ -6,19 +6,23 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.linear.linear import skinny_linear
 from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_plan, choose_plans
 from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.parameter import load_parameters
 from frame.models.layers.plain_matmul import PlainMatmul
-from frame.quantization.none import Plain
+from frame.quantization.plain import Plain
 from frame.testing.devices import open_platform
+from tests.models.harness import make_gemm_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates bfloat16
@@ -155,14 +159,14 @@ def test_float32_uses_pytorch() -> None:
 @each_type
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS + 1])
 def test_a_feed_forward_layer(dtype: torch.dtype, rows: int) -> None:
-    plain, limits = Plain(QuantizationContext()), Limits(8, 512, 256, 4)
-    context = BuildContext(platform=open_platform(DEVICE), device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=limits, quantization=plain)
+    bare = BuildContext(platform=open_platform(DEVICE), device=DEVICE, dtype=dtype, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
+    context = replace(bare, weight_format=Plain(FormatContext(dtype)), gemm_kernels=make_gemm_kernels(bare))
     with torch.device(DEVICE):
         layer = GatedMLP(context, "mlp", 96, 64)
-    weights = []
+    weights = [random(128, 96, dtype=dtype) / 8, random(96, 64, dtype=dtype) / 8]
+    gate, up = weights[0].chunk(2)
+    load_parameters(layer, [("mlp.gate_proj.weight", gate), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", weights[1])])
     for linear in (layer.gate_up_proj, layer.down_proj):
-        weights.append(random(*linear.weight.shape, dtype=dtype) / 8)
-        linear.weight.data.copy_(weights[-1])
         linear.finish()  # a CPU may pack bfloat16
     x = random(rows, 96, dtype=dtype)
     inner = reference(x, weights[0], None, gated=True).to(dtype)

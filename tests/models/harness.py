@@ -20,8 +20,10 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements
 from frame.core.interfaces.model import CausalLM, ModelConfig, ModelContext
-from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.interfaces.rank_context import RankContext
+from frame.core.interfaces.weight_format import FormatContext
 from frame.core.loading.loader import WeightSource, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
@@ -187,13 +189,26 @@ def build_context(
     def part(kind: str, name: str) -> Any:
         return registry.load(registry.get(kind, name))
 
-    quantized = QuantizationContext(model_config.config.get("quantization_config"))
     return BuildContext(
         **base,
         attention=(part("attention_backend", attention) if isinstance(attention, str) else attention)(bare),
-        quantization=part("quantization_method", names.get("quantization", "none"))(quantized),
+        weight_format=part("weight_format", names.get("quantization", "none"))(
+            FormatContext(dtype, model_config.config.get("quantization_config")), names.get("format_options")
+        ),
+        gemm_kernels=make_gemm_kernels(bare, names.get("gemm_kernel")),
         moe_runner=part("moe_runner", "torch_native")(bare) if model_config.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if model_config.num_experts else None,
+    )
+
+
+def make_gemm_kernels(context: RankContext, named: str | None = None) -> tuple[GemmChoice, ...]:
+    """The in-tree GEMM kernels that run on the context's device; `named` as if the user had named
+    it."""
+    registry = load_registry(installed=False)
+    requirements = GemmRequirements(context.device.type, None, str(context.dtype).removeprefix("torch."))
+    records = [record for record in registry.records("gemm_kernel") if not record.capabilities.unsupported(requirements)]
+    return tuple(
+        GemmChoice(record.name, registry.load(record)(context), record.capabilities.speeds, record.name == named) for record in records
     )
 
 

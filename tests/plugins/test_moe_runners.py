@@ -13,9 +13,9 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.moe import DispatchOutput, MoERequirements
 from frame.models.layers.packed import can_pack, pack_weight
+from frame.models.layers.weights.expert_weights import pack_small_experts
 from frame.plugins.loader import load_registry
 from frame.plugins.moe_runners.torch_native import TorchNative, prefers_dense, run_dense, run_each, run_grouped
-from frame.quantization.none import PlainExperts
 
 
 def definition(tokens: DispatchOutput, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_a_token_without_weight_contributes_nothing() -> None:
 def test_dense_is_for_small_experts_and_batches() -> None:
     def made(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Plain:
         layer = Plain(experts, hidden, inner, dtype)
-        PlainExperts().process_weights(layer)
+        pack_small_experts(layer, layer.gate_up, layer.down)
         return layer
 
     small = made(8, 256, 128, torch.bfloat16)

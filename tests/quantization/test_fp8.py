@@ -16,14 +16,16 @@ from torch import nn
 from frame import Engine, SamplingParams
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
-from frame.quantization import Fp8Options
-from frame.quantization.fp8 import Fp8, Fp8Linear, RoundedLinear
+from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
+from frame.quantization import IgnoreOptions
+from frame.quantization.compressed_tensors import CompressedTensors
+from frame.quantization.fp8 import Fp8, Fp8Layer, RoundedFp8Layer
 from frame.quantization.fp8_format import Fp8Format, read_format
-from frame.quantization.fp8_weights import Scales, dequantize, quantize_blocks, quantize_outputs
-from frame.quantization.none import PlainExperts, PlainLinear
+from frame.quantization.fp8_weights import coarsen, quantize_blocks, quantize_outputs
+from frame.quantization.plain import PlainLayer
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import Session, open_session
 from tests.models.ranks import on_ranks
@@ -31,6 +33,25 @@ from tests.quantization.fp8_checkpoints import CONFIGS, make_pair
 from tests.testing.failures import failures
 
 TOKENS = list(range(20, 60))
+
+
+FORMATS = {"channel": "compressed-tensors"}
+BLOCKS = Fp8Layer(Fp8Format("block", "weight_scale_inv"))
+
+
+def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """By the definition, with scales by output or by blocks of 128 x 128."""
+    if scales.dim() == 1:
+        return weight.float() * scales[:, None]
+    spread = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    return weight.float() * spread
+
+
+def layouts_of(session: Session) -> set[type[LayerFormat]]:
+    """The layer formats of the model's linear layers and experts."""
+    weights = [getattr(module, "weights", None) for module in session.model.modules()]  # type: ignore[attr-defined]
+    stored = [dict(each.stored).values() for each in weights if each is not None]
+    return {type(each.layout) for found in stored for each in found}
 
 
 def logits_of(session: Session) -> torch.Tensor:
@@ -65,9 +86,8 @@ def reference_logits(folder: Path) -> torch.Tensor:
 )
 def test_a_checkpoint_equals_its_dequantized_twin(architecture: str, dialect: str, tmp_path: Path) -> None:
     stored, plain = make_pair(architecture, dialect, tmp_path)
-    session = open_session(stored, quantization="fp8")
-    kinds = {type(module.method).__name__ for module in session.model.modules() if hasattr(module, "method")}  # type: ignore[attr-defined]
-    assert "Fp8Linear" in kinds
+    session = open_session(stored, quantization=FORMATS.get(dialect, "fp8"))
+    assert Fp8Layer in layouts_of(session)
     torch.testing.assert_close(logits_of(session), reference_logits(plain), rtol=2e-4, atol=2e-4)
 
 
@@ -89,9 +109,7 @@ def test_quantization_while_loading_stays_close(architecture: str, tmp_path: Pat
     session = open_session(folder, quantization="fp8", dtype=torch.float32)
     got = logits_of(session)
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1
-    kinds = {type(module.method).__name__ for module in session.model.modules() if hasattr(module, "method")}  # type: ignore[attr-defined]
-    assert "RoundedLinear" in kinds
-    assert ("RoundedExperts" in kinds) == (session.model_config.num_experts > 0)
+    assert RoundedFp8Layer in layouts_of(session)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +117,7 @@ def test_quantization_while_loading_stays_close(architecture: str, tmp_path: Pat
 )
 def test_two_ranks_load_their_parts_of_the_scales(architecture: str, dialect: str, tmp_path: Path) -> None:
     stored, plain = make_pair(architecture, dialect, tmp_path)
-    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization="fp8")))
+    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization=FORMATS.get(dialect, "fp8"))))
     torch.testing.assert_close(both[0], reference_logits(plain), rtol=2e-4, atol=2e-4)
 
 
@@ -107,63 +125,55 @@ class Layer(nn.Module):
     """A merged layer as `Linear` makes it: `parts` outputs each, from the checkpoint layers "0",
     "1", …"""
 
-    def __init__(
-        self, method: Fp8Linear, inputs: int, parts: list[int], dtype: torch.dtype = torch.float32, ranks: int = 1, rank: int = 0
-    ) -> None:
+    def __init__(self, layout: LayerFormat, inputs: int, parts: list[int], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        method.create_weights(self, inputs, [part // ranks for part in parts], dtype)
+        self.inputs = inputs
+        self.stored = StoredWeight(self, layout, WeightSizes(inputs, inputs, tuple(parts)), dtype)
         local = 0
         for index, part in enumerate(parts):
-            span = Range.split(part, rank, ranks, local)
-            for key, parameter in self.named_parameters():
-                assert isinstance(parameter, ShardedParameter)
-                parameter.bind(f"{index}.{key}", span, Range.whole(inputs))
-            local += span.size
-        self.method = method
+            self.stored.bind(index, str(index), Range.whole(part, local), Range.whole(inputs))
+            local += part
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self, x)
+    def decode(self) -> PackedWeight:
+        (weight,) = self.stored.decode()
+        return weight
 
 
 @pytest.mark.parametrize("parts", [[256, 128], [192, 64], [1536, 576], [24, 96], [1, 130]])
 @pytest.mark.parametrize("inputs", [128, 192, 300])
 def test_parts_that_end_inside_a_block_are_concatenated(parts: list[int], inputs: int) -> None:
     torch.manual_seed(0)
-    layer, wanted, tensors = Layer(Fp8Linear(Fp8Format("block", "weight_scale_inv")), inputs, parts), [], []
+    layer, wanted, tensors = Layer(BLOCKS, inputs, parts), [], []
     for index, part in enumerate(parts):
         weight, scale = quantize_blocks(torch.randn(part, inputs) * 2.0**index)
         assert scale.shape == (-(-part // 128), -(-inputs // 128))
         tensors += [(f"{index}.weight", weight), (f"{index}.weight_scale_inv", scale)]
-        wanted.append(dequantize(weight, Scales(scale, 128, 128), torch.float32))
+        wanted.append(dequantize(weight, scale))
     load_parameters(layer, tensors)
-    layer.method.process_weights(layer)
-    x = torch.randn(3, inputs)
-    torch.testing.assert_close(layer(x), x @ torch.cat(wanted).T, rtol=1e-4, atol=1e-3)
-    assert layer.weight.numel() == 0, "fp8 and plain numbers are both kept"  # type: ignore[operator]
+    assert torch.equal(layer.decode().dequantize(torch.float32), torch.cat(wanted))
+    layer.stored.release()
+    assert layer.weight.numel() == 0  # type: ignore[operator]
     load_parameters(layer, [(name, -tensor.float() if "scale" in name else tensor) for name, tensor in tensors])
-    layer.method.process_weights(layer)
-    torch.testing.assert_close(layer(x), -x @ torch.cat(wanted).T, rtol=1e-4, atol=1e-3)
+    assert torch.equal(layer.decode().dequantize(torch.float32), -torch.cat(wanted))
 
 
 def test_scales_are_as_coarse_as_their_parts_allow() -> None:
     """Blocks of 128 x 128 are restored where parts are whole blocks, or the last one is shorter:
     the kernels require them."""
-    layer = Layer(Fp8Linear(Fp8Format("block", "weight_scale_inv")), 256, [256, 192])
+    layer = Layer(BLOCKS, 256, [256, 192])
     stored: ShardedParameter = layer.weight_scale_inv  # type: ignore[assignment]
     assert tuple(stored.shape) == (7, 2)
     stored.load("0.weight_scale_inv", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     stored.load("1.weight_scale_inv", torch.tensor([[5.0, 6.0], [7.0, 8.0]]))
-    coarse = Scales(stored.data, 64, 128).coarsen(128, 128)
-    assert (coarse.rows, coarse.columns) == (128, 128)
-    assert coarse.values.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    crooked = Scales(torch.tensor([[1.0], [2.0], [2.0]]), 64, 128)
-    assert crooked.coarsen(128, 128) is crooked
+    coarse, block = coarsen(stored.data, (64, 128), (128, 128))
+    assert block == (128, 128)
+    assert coarse.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    crooked = torch.tensor([[1.0], [2.0], [2.0]])
+    assert coarsen(crooked, (64, 128), (128, 128)) == (crooked, (64, 128))
 
 
 def test_a_rank_whose_part_starts_inside_a_block_is_refused() -> None:
-    method = Fp8Linear(Fp8Format("block", "weight_scale_inv"))
-    layer = nn.Module()
-    method.create_weights(layer, 128, [128], torch.float32)
+    layer = Layer(BLOCKS, 128, [128])
     with pytest.raises(Exception, match="set parallel.tp to a smaller number"):
         layer.weight_scale_inv.bind("0.weight_scale_inv", Range(384, 64, 128), Range.whole(128))  # type: ignore[union-attr, operator]
 
@@ -172,25 +182,21 @@ def test_rounding_is_at_most_half_a_step() -> None:
     torch.manual_seed(0)
     weight = torch.cat((torch.randn(200, 300), torch.zeros(1, 300)))
     for numbers, scales in ((quantize_outputs(weight)), quantize_blocks(weight)):
-        whole = Scales(scales) if scales.dim() == 1 else Scales(scales, 128, 128)
-        error = (dequantize(numbers, whole, torch.float32) - weight).abs()
+        error = (dequantize(numbers, scales) - weight).abs()
         assert (error <= weight.abs() / 16 + 1e-3 * weight.abs().max()).all()
         assert numbers.float().abs().max() == 448
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 5, 64])
-def test_a_rounded_layer_multiplies(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_quantized_while_loading(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = Layer(RoundedLinear(), 64, [96, 32], dtype)
-    parts, x = [torch.randn(96, 64, dtype=dtype) / 8, torch.randn(32, 64, dtype=dtype) * 8], torch.randn(rows, 64, dtype=dtype)
+    layer = Layer(RoundedFp8Layer(experts=False), 64, [96, 32], dtype)
+    parts = [torch.randn(96, 64, dtype=dtype) / 8, torch.randn(32, 64, dtype=dtype) * 8]
     for sign in (1, -1):
         load_parameters(layer, [(f"{index}.weight", sign * part) for index, part in enumerate(parts)])
-        for _ in range(2):
-            layer.method.process_weights(layer)
-            want = x.float() @ torch.cat(parts).float().T * sign
-            assert ((layer(x).float() - want).norm() / want.norm()) < 0.035
-    assert layer(x[:0]).shape == (0, 128)
+        want = sign * torch.cat(parts).float()
+        assert (layer.decode().dequantize(torch.float32) - want).norm() / want.norm() < 0.035
+    assert layer.weight.numel() == 0, "the plain numbers are kept"  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,6 @@ def test_a_rounded_layer_multiplies(dtype: torch.dtype, rows: int) -> None:
         (CONFIGS["block"], Fp8Format("block", "weight_scale_inv", None, (128, 128), ("lm_head",))),
         (CONFIGS["tensor"], Fp8Format("tensor", "weight_scale", "input_scale", plain=("lm_head",))),
         (CONFIGS["no block"], Fp8Format("tensor", "weight_scale_inv", "activation_scale")),
-        (CONFIGS["channel"], Fp8Format("channel", plain=("lm_head", "re:.*gate$"))),
         (CONFIGS["modelopt"], Fp8Format("tensor", input_scale="input_scale", plain=("lm_head", "*.router"))),
     ],
 )
@@ -210,18 +215,10 @@ def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 supports fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 supports fp8, modelopt"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two positive sizes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "stores weights as nothing"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}},
-            },
-            "4-bit int by group",
-        ),
     ],
 )
 def test_other_weights_are_refused(config: dict[str, object], sentence: str) -> None:
@@ -247,17 +244,17 @@ def test_patterns_of_unquantized_layers(pattern: str, plain: str, stored: str) -
 
 
 def test_unquantized_layers() -> None:
-    method = Fp8(QuantizationContext(), Fp8Options(ignore=("layers.0.",)))
-    assert isinstance(method.linear("model.layers.0.mlp.up_proj"), PlainLinear)
-    assert isinstance(method.experts("model.layers.0.mlp.experts"), PlainExperts)
-    assert isinstance(method.linear("lm_head", "head"), PlainLinear)
-    assert isinstance(method.linear("model.layers.1.mlp.up_proj"), RoundedLinear)
-    assert Fp8(QuantizationContext(dict(CONFIGS["tensor"]))).ignored_weights == (r".*\.input_scale$",)
+    found = Fp8(FormatContext(torch.float32), IgnoreOptions(ignore=("layers.0.",)))
+    assert isinstance(found.describe_layer("model.layers.0.mlp.up_proj", "linear"), PlainLayer)
+    assert isinstance(found.describe_layer("model.layers.0.mlp.experts.0.up_proj", "experts"), PlainLayer)
+    assert isinstance(found.describe_layer("lm_head", "head"), PlainLayer)
+    assert found.describe_layer("model.layers.1.mlp.up_proj", "linear") == RoundedFp8Layer(experts=False)
+    assert Fp8(FormatContext(torch.float32, CONFIGS["tensor"])).ignored_weights == (r".*\.input_scale$",)
 
 
 def test_fp8_values_are_not_loaded_as_unquantized() -> None:
-    layer = Layer(PlainLinear(), 64, [32])  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, but float32 is expected: choose the quantization method"):
+    layer = Layer(PlainLayer(torch.float32), 64, [32])
+    with pytest.raises(CheckpointError, match="is stored as float8_e4m3fn, but float32 is expected: choose the weight format"):
         load_parameters(layer, [("0.weight", torch.zeros(32, 64, dtype=torch.float8_e4m3fn))])
 
 
@@ -333,15 +330,15 @@ def test_a_latent_layer_stores_its_expansion_once(tmp_path: Path) -> None:
     stored, _ = make_pair("DeepseekV3ForCausalLM", "block", tmp_path)
     for method, folder in (("fp8", stored), ("fp8", make_checkpoint("DeepseekV3ForCausalLM", tmp_path / "plain"))):
         expansion = open_session(folder, quantization=method).model.layers[0].attention.kv_b_proj  # type: ignore[attr-defined]
+        assert expansion.stored.product is None
         assert sum(tensor.numel() for tensor in (*expansion.stored.parameters(), *expansion.stored.buffers())) == 0
 
 
 @pytest.mark.parametrize("dialect", ["block", "small block", "tensor", "channel"])
 def test_conformance_of_stored_weights(dialect: str) -> None:
-    class Stored(Fp8):
-        conformance_config = CONFIGS[dialect]
-
-    assert failures("quantization", Stored) == {}
+    base: type = CompressedTensors if dialect == "channel" else Fp8
+    stored = type("Stored", (base,), {"conformance_config": CONFIGS[dialect]})
+    assert failures("weight_format", stored) == {}
 
 
 def test_an_engine_with_fp8_weights_and_cache() -> None:

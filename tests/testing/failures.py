@@ -13,6 +13,8 @@ def failures(kind: str, target: type) -> dict[str, str]:
     for check in conformance.checks(kind, conformance.Subject(record, target, None, conformance.Setting())):
         try:
             check.run()
+        except conformance.SkipCheck:
+            continue
         except AssertionError as error:
             found[check.name] = str(error)
     return found

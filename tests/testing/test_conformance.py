@@ -10,7 +10,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
 REGISTRY = load_registry(installed=False)
-SMALL = ("quantization_method", "moe_runner", "moe_dispatcher", "logits_processor", "tool_call_parser", "reasoning_parser")
+SMALL = ("weight_format", "gemm_kernel", "moe_runner", "moe_dispatcher", "logits_processor", "tool_call_parser", "reasoning_parser")
 
 
 def _selectors() -> list[str]:

@@ -23,6 +23,7 @@ from frame.core.config.resolve_plugins import (
     Choices,
     check_option_names,
     choose_extensions,
+    choose_gemm_kernels,
     choose_parser,
     choose_processors,
     plugin_choice,
@@ -42,11 +43,12 @@ from frame.core.config.selection import (
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
+from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.interfaces.quantization import QuantizationRequirements
+from frame.core.interfaces.weight_format import FormatRequirements
 from frame.core.loading.model_config import EMBEDDED, find_model
 
 __all__ = ["ResolveError", "pinned", "resolve"]
@@ -79,7 +81,7 @@ def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, 
 def pinned(resolved: Resolved) -> FrameConfig:
     """The user's configuration with every open value set as resolved."""
     user = resolved.user
-    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if choices and not KINDS[kind].is_list}
+    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if len(choices) == 1 and not KINDS[kind].is_list}
     values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
     if len(pair := resolved.plugins["attention_backend"]) > 1:
         values[KEYS["attention_backend"]] = dict(zip(PHASES, (choice.name for choice in pair), strict=True))
@@ -298,12 +300,13 @@ class _Solver:
 
     def _quantization(self) -> None:
         stored, named = self.model_config.quantization, self.config.model.quantization
-        requirements = QuantizationRequirements(self.device, self._capability(), stored, self.dtype, self._compatible)
         open_choice = None if stored else PLAIN_WEIGHTS
-        subject = f"No quantization method loads {stored or 'plain'} weights on {self.device} in {self.dtype}"
-        self._select("quantization_method", requirements, named or open_choice, subject)
+        subject = f"No weight format loads {stored or 'plain'} weights"
+        found = self._select("weight_format", FormatRequirements(stored), named or open_choice, subject)
         if named is None:
             self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
+        requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible)
+        choose_gemm_kernels(self.chosen, self.records, self.config.model.gemm_kernel, requirements, found.record)
 
     def _attention(self, kv_dtype: str) -> None:
         model_config = self.model_config

@@ -16,11 +16,13 @@ from pydantic import BaseModel, ValidationError
 
 from frame.core.config.resolved import PluginChoice
 from frame.core.config.schema import FrameConfig
-from frame.core.config.selection import Rejected, Selection, UnknownPluginError, by_rank, objections, select
+from frame.core.config.selection import Rejected, ResolveError, Selection, UnknownPluginError, by_rank, objections, select
 from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.weight_format import Codes, FormatCapabilities
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values()})
 
@@ -94,6 +96,55 @@ def choose_extensions(chosen: Choices, records: Mapping[str, Sequence[PluginReco
         found.setdefault(name, selection)
     chosen.selected[kind] = list(found.values())
     chosen.reasons[key] = f"in this order: {', '.join(found) or 'none'}"
+
+
+def choose_gemm_kernels(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: str | None, requirements: GemmRequirements, stored: PluginRecord
+) -> None:
+    """Choose all GEMM kernels that fit the device: the layers select among them by the weight and
+    the number of rows. Raises ResolveError if the named one is unknown, unfit, or not made for what
+    the weight format `stored` yields."""
+    kind, key = "gemm_kernel", KEYS["gemm_kernel"]
+    candidates = sorted(records.get(kind, ()), key=by_rank)
+    capabilities = stored.capabilities
+    codes = capabilities.codes if isinstance(capabilities, FormatCapabilities) else ()
+    chosen.reject(key, kind, records, requirements)
+    usable = [record for record in candidates if not objections(record, requirements)]
+    rated = [RatedRecord(record, record.name == named) for record in usable]
+    if named is not None:
+        select(key, candidates, requirements, named, kind=kind)
+        (own,) = (each for each in rated if each.required)
+        if not any(speed.codes in codes for speed in own.speeds):
+            raise ResolveError(f"{key}: {named} multiplies none of the codes of {stored.name} weights ({', '.join(codes)}).")
+    chosen.selected[kind] = [Selection(record, "fits the device") for record in usable]
+    chosen.reasons[key] = "; ".join(f"{each}: {_describe_ranges(rated, each)}" for each in codes)
+
+
+@dataclass(frozen=True, slots=True)
+class RatedRecord:
+    """A kernel's record as `choose_ranges` compares it."""
+
+    record: PluginRecord
+    required: bool
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def speeds(self) -> tuple[Speed, ...]:
+        return self.record.capabilities.speeds if isinstance(self.record.capabilities, GemmCapabilities) else ()
+
+
+def _describe_ranges(rated: Sequence[RatedRecord], codes: Codes) -> str:
+    """The kernels of some codes with their measured speeds, which are relative to unquantized
+    weights."""
+    parts = []
+    for rows, each in choose_ranges(rated, codes):
+        ratios = [speed.ratio for speed in each.speeds if speed.codes == codes and (speed.rows == rows or not speed.rows)]
+        where = f" to {rows} rows" if rows else ""
+        parts.append(f"{each.name}{where} (x {max(ratios, default=0.0):g})")
+    return ", ".join(parts) or "no kernel"
 
 
 def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:

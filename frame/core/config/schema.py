@@ -116,7 +116,13 @@ class ModelSection(Section):
         "auto", "Source of the weights: auto and safetensors read the checkpoint, dummy creates random weights.", flag="load-format"
     )
     quantization: Annotated[str | None, Auto] = setting(
-        None, "Quantization method, by plugin name; none: no quantization. auto: from the checkpoint.", flag="quantization"
+        None,
+        "Weight format, by plugin name: how the checkpoint stores weights, or how plain weights are quantized while loading; "
+        "none: unquantized. auto: from the checkpoint.",
+        flag="quantization",
+    )
+    gemm_kernel: Annotated[str | None, Auto] = setting(
+        None, "GEMM kernel of quantized weights, by plugin name. auto: by measured speeds, for each number of rows.", flag="gemm-kernel"
     )
     trust_remote_code: bool = setting(
         False, "Run Python code of the checkpoint (model, tokenizer, processor) with the rights of the server.", flag="trust-remote-code"

@@ -24,9 +24,10 @@ from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.finite_check import check_finite
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
-from frame.core.interfaces.quantization import QuantizationContext
 from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.kv_cache.kv_pool import DTYPES, KVPool, kv_geometry
 from frame.core.loading.loader import WeightSource, load_model
@@ -40,11 +41,13 @@ if TYPE_CHECKING:
 
     from frame.core.config.resolved import Resolved
     from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.gemm_kernel import GemmKernel, Speed
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
-    from frame.core.interfaces.quantization import QuantizationMethod
+    from frame.core.interfaces.rank_context import RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
+    from frame.core.interfaces.weight_format import WeightFormat
 
 T = TypeVar("T")
 
@@ -63,6 +66,20 @@ class Loaded(Generic[T]):
         return self.target(context, self.options)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A GEMM kernel's name, class and speeds. `required`: the user named it."""
+
+    name: str
+    loaded: Loaded[GemmKernel]
+    speeds: tuple[Speed, ...]
+    required: bool
+
+    def build(self, context: RankContext) -> GemmChoice:
+        """Construct the kernel for one rank."""
+        return GemmChoice(self.name, self.loaded.build(context), self.speeds, self.required)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The plugin classes of one rank. None: the model does not use this kind of plugin."""
@@ -70,7 +87,8 @@ class Parts:
     model: Loaded[Model]
     attention: Loaded[AttentionBackend]
     decode_attention: Loaded[AttentionBackend] | None = None  # None: `attention` computes decodes too
-    quantization: Loaded[QuantizationMethod] | None = None
+    weight_format: Loaded[WeightFormat] | None = None
+    gemm_kernels: tuple[LoadedKernel, ...] = ()
     moe_runner: Loaded[MoERunner] | None = None
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
     processors: tuple[Loaded[LogitsProcessor], ...] = ()
@@ -88,7 +106,7 @@ def limits_of(resolved: Resolved) -> Limits:
 
 
 def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Platform) -> BuildContext:
-    """The context of one rank, with its attention backend, quantization method, MoE runner and MoE
+    """The context of one rank, with its attention backend, weight format, MoE runner and MoE
     dispatcher."""
     base = BuildContext(
         platform=platform,
@@ -101,8 +119,9 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Pl
         kv_dtype=DTYPES[resolved.kv_dtype],
     )
     built: dict[str, Any] = {"attention": _build_attention(parts, base)}
-    if parts.quantization is not None:
-        built["quantization"] = parts.quantization.build(QuantizationContext(resolved.model.config.get("quantization_config")))
+    if parts.weight_format is not None:
+        built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, resolved.model.config.get("quantization_config")))
+    built["gemm_kernels"] = tuple(part.build(base) for part in parts.gemm_kernels)
     for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if part is not None:
             built[name] = part.build(base)

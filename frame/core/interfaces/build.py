@@ -13,8 +13,9 @@ from frame.core.interfaces.rank_context import Collective, Limits, LoadCode, Ran
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.gemm_kernel import GemmChoice
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
-    from frame.core.interfaces.quantization import QuantizationMethod
+    from frame.core.interfaces.weight_format import WeightFormat
 
 __all__ = ["BuildContext", "Collective", "Limits", "LoadCode"]
 
@@ -24,6 +25,7 @@ class BuildContext(RankContext):
     """What is fixed when a rank's model is built."""
 
     attention: AttentionBackend | None = None  # None only while the backend itself is being built
-    quantization: QuantizationMethod | None = None
+    weight_format: WeightFormat | None = None
+    gemm_kernels: tuple[GemmChoice, ...] = ()
     moe_runner: MoERunner | None = None  # None: the model has no experts
     moe_dispatcher: MoEDispatcher | None = None

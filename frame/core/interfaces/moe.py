@@ -70,13 +70,13 @@ class MoERunner(ABC):
     """Computes the experts over dispatched tokens.
 
     Contract: the result is the weighted sum over each token's experts, before any reduction over
-    ranks. `experts` holds `gate_up` and `down` as its `ExpertsMethod` created them. The activation
+    ranks. `experts` holds `gate_up` and `down` as `ExpertWeights` makes them. The activation
     is SiLU(gate) * up. One runner serves all layers, and writes to none of its arguments.
 
     `takes_fp8`: the weights may be e4m3, with float32 scales `gate_up_fp8_scale` and
     `down_fp8_scale` beside them, in these forms:
-    "block", [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. Quantization
-    methods dequantize other forms.
+    "block", [experts, outputs / 128, inputs / 128], or "output", [experts, outputs]. Experts in
+    other forms are dequantized, or multiplied by a GEMM kernel.
     """
 
     takes_fp8: ClassVar[tuple[Fp8Scale, ...]] = ()

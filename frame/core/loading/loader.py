@@ -155,6 +155,8 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _is_filled_whole(parameter: nn.Parameter) -> bool:
     """Whether the parameter's checkpoint tensors cover all of it."""
+    if getattr(parameter, "optional", False):
+        return False
     parts = getattr(parameter, "sources", {}).values()
     filled = sum(math.prod(span.stop - span.start for span in part.write if isinstance(span, slice)) for part in parts)
     return filled == parameter.numel()

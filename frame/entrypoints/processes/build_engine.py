@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.execution.components import Loaded, Parts, build_runner
+from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
@@ -65,11 +66,23 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         model=all_of("model")[0],
         attention=attention[0],
         decode_attention=attention[1] if len(attention) > 1 else None,
-        quantization=only("quantization_method"),
+        weight_format=only("weight_format"),
+        gemm_kernels=_load_kernels(resolved, registry),
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
     )
+
+
+def _load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel, ...]:
+    """The GEMM kernels that fit the device, the one that the user named among them."""
+    found = []
+    for choice in resolved.plugins.get("gemm_kernel", ()):
+        capabilities = registry.get("gemm_kernel", choice.name).capabilities
+        speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
+        required = choice.name == resolved.user.model.gemm_kernel
+        found.append(LoadedKernel(choice.name, Loaded(*registry.choose(choice)), speeds, required))
+    return tuple(found)
 
 
 def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:

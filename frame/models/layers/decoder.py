@@ -125,8 +125,8 @@ class Decoder(CausalLM, nn.Module):
 
     def get_ignored(self) -> tuple[str, ...]:
         """Regular expressions of checkpoint names that the model does not load."""
-        method = self.context.quantization
-        unused = (*self.ignored_weights, *(method.ignored_weights if method is not None else ()))
+        stored = self.context.weight_format
+        unused = (*self.ignored_weights, *(stored.ignored_weights if stored is not None else ()))
         # A checkpoint with tied embeddings may still contain the head; like transformers, use the
         # embedding.
         return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")

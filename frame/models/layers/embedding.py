@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, own_parameters
-from frame.models.layers.plain_matmul import PlainMatmul
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.weights.layer_weight import LayerWeight
+from frame.models.layers.weights.plain_product import PlainProduct
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.quantization import LinearMethod
+    from frame.core.interfaces.gemm_kernel import Product
 
 
 def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
@@ -53,28 +54,21 @@ class Head(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.vocab_size = vocab_size
-        self.method: LinearMethod | None = None
+        self.weights: LayerWeight | None = None
+        self.product: Product | None = None
         if tied is not None:
             self.weight = tied.weight
-            self.product = PlainMatmul(self.weight)
             return
-        if context.quantization is None:
-            raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         rows, span = split_vocabulary(context, vocab_size)
-        self.method = context.quantization.linear(name, "head")
-        self.method.create_weights(self, hidden_size, (rows,), context.dtype)
-        for key, parameter in own_parameters(self):
-            parameter.bind(f"{name}.{key}", span)
+        self.weights = LayerWeight(self, context, (name,), Range.whole(hidden_size), (rows,), "head")
+        self.weights.bind(0, span, Range.whole(hidden_size))
 
     def finish(self) -> None:
-        """Let the quantization method repack the loaded weights."""
-        if self.method is not None:
-            self.method.process_weights(self)
-        else:
-            self.product = PlainMatmul(self.weight)
+        """Decode the loaded weights and select their product."""
+        self.product = self.weights.finish() if self.weights is not None else PlainProduct(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.method.apply(self, hidden) if self.method is not None else self.product(hidden, self.weight)
+        logits = self.product(hidden)  # type: ignore[misc]
         if self.tp.size == 1:
             return logits
         return self.tp.all_gather(logits)[..., : self.vocab_size]

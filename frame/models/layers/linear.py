@@ -1,8 +1,8 @@
 """Linear layers of a tensor-parallel model: replicated, column-parallel, row-parallel, and
 query-key-value (Megatron-LM, arXiv 1909.08053).
 
-A layer knows the whole sizes, this rank's range and the checkpoint names. Its quantization method
-knows how values are stored and multiplied.
+A layer has the whole sizes, this rank's range and the checkpoint names. Its `LayerWeight` stores
+and multiplies the values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, own_parameters
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.weights.layer_weight import LayerWeight
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.quantization import GatedApply, LayerKind, LinearMethod
+    from frame.core.interfaces.gemm_kernel import Product
+    from frame.core.interfaces.weight_format import LayerKind
 
 
 class Linear(nn.Module):
@@ -39,32 +41,40 @@ class Linear(nn.Module):
         kind: LayerKind = "linear",
     ) -> None:
         super().__init__()
-        if context.quantization is None:
-            raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
-        self.method: LinearMethod = context.quantization.linear(names[0], kind)
-        self._apply_gated: GatedApply | None = getattr(self.method, "apply_gated", None)
-        self.method.create_weights(self, inputs.size, [span.size for span in outputs], context.dtype)
+        self.weights = LayerWeight(self, context, names, inputs, [span.size for span in outputs], kind)
+        self.product: Product | None = None
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = ShardedParameter(torch.empty(sum(span.size for span in outputs), dtype=context.dtype), ShardRule(output=0))
         local = 0
-        for name, span in zip(names, outputs, strict=True):
+        for part, (name, span) in enumerate(zip(names, outputs, strict=True)):
             placed = Range(span.full, span.start, span.size, local)
-            for key, parameter in own_parameters(self):
-                parameter.bind(f"{name}.{key}", placed, inputs)
+            self.weights.bind(part, placed, inputs)
+            if isinstance(self.bias, ShardedParameter):
+                self.bias.bind(f"{name}.bias", placed)
             local += span.size
 
     def finish(self) -> None:
-        """Let the quantization method repack the loaded weights."""
-        self.method.process_weights(self)
+        """Decode the loaded weights and select their product."""
+        self.product = self.weights.finish()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self, x, self.bias)
+        return self.product(x, self.bias)  # type: ignore[misc]
 
     def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """SiLU(first half of the outputs) * second half, fused; None where the method has no fused
+        """SiLU(first half of the outputs) * second half, fused; None where the product has no fused
         form for these rows."""
-        return None if self._apply_gated is None else self._apply_gated(self, x, self.bias)
+        gated = getattr(self.product, "multiply_gated", None)
+        return None if gated is None else gated(x, self.bias)  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        """Free the weights; a later load and `finish` make them again."""
+        self.product = self.weights.product = None
+        for parameter in self.parameters(recurse=False):
+            if isinstance(parameter, ShardedParameter):
+                parameter.release()
+        for name, _ in list(self.named_buffers(recurse=False)):
+            setattr(self, name, None)
 
 
 class ReplicatedLinear(Linear):
@@ -106,12 +116,12 @@ class RowLinear(Linear):
         self.tp = context.tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.method.apply(self, x, self.bias if self.tp.rank == 0 else None)
+        out = self.product(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
         return self.tp.all_reduce(out) if self.tp.size > 1 else out
 
 
 class HeadLinear(Linear):
-    """A small linear layer of a classification head: replicated, and unquantized by methods that
+    """A small linear layer of a classification head: replicated, and unquantized by formats that
     exclude heads."""
 
     def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = True) -> None:

@@ -20,7 +20,6 @@ from frame.models.layers.attention import KVScales
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, split_range
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.packed import can_pack, pack_weight, packed_linear
-from frame.models.layers.parameter import own_parameters
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import LatentProjections
@@ -172,8 +171,7 @@ def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
 
 
 def _dense(linear: nn.Module, inputs: int, like: torch.Tensor) -> torch.Tensor:
-    """A linear layer's weight in float32 [outputs, inputs], computed by the quantization method
-    that stored it."""
+    """A linear layer's weight in float32 [outputs, inputs], read off its product."""
     weight: torch.Tensor = linear(torch.eye(inputs, dtype=like.dtype, device=like.device))
     return weight.t().float()
 
@@ -246,8 +244,8 @@ class LatentExpansion(nn.Module):
     """`kv_b_proj` by heads, for either form: keys [heads, nope, rank] and values [heads, value,
     rank].
 
-    `finish` dequantizes the weight through the method that stored it, because absorption multiplies
-    it from the other side.
+    `finish` dequantizes the weight by multiplying the identity, because absorption multiplies it
+    from the other side.
     """
 
     w_uk: torch.Tensor
@@ -258,27 +256,20 @@ class LatentExpansion(nn.Module):
         self.heads = heads
         self.sizes = sizes
         self.dtype = context.dtype
-        self.version = -1  # version of the stored parameters from which the two weights were derived
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
     def finish(self) -> None:
         """Derive the two weights and free the stored one. Does nothing if nothing was loaded
         since."""
-        stored = [parameter for _, parameter in own_parameters(self.stored)]
-        version = sum(parameter.version for parameter in stored)
-        if version == self.version:
+        if self.stored.product is None:  # freed, and nothing was loaded since
             return
-        self.version = version
-        identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=stored[0].device)
+        device = next(self.stored.parameters()).device
+        identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=device)
         dense = self.stored(identity).t().unflatten(0, (self.heads, -1))
         w_uk, w_uv = dense.split((self.sizes.nope, self.sizes.value), 1)
         self.register_buffer("w_uk", w_uk.contiguous(), persistent=False)
         self.register_buffer("w_uv", w_uv.contiguous(), persistent=False)
-        for part in self.stored.modules():  # also the buffers that the method made of them
-            for _, parameter in own_parameters(part):
-                parameter.release()
-            for name, _ in list(part.named_buffers(recurse=False)):
-                setattr(part, name, None)
+        self.stored.release()
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, nope] -> [tokens, heads, rank]."""

@@ -17,8 +17,9 @@ from torch import nn
 from frame.models.layers.linear import split_range
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
-from frame.models.layers.parameter import Range, ShardedParameter, own_parameters
+from frame.models.layers.parameter import Range, ShardedParameter
 from frame.models.layers.router import Router, RoutingRule
+from frame.models.layers.weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
@@ -41,34 +42,20 @@ class ExpertSizes:
 
 
 class Experts(nn.Module):
-    """`gate_up` and `down` of all experts, as the quantization method stores them. `prefix` is the
-    checkpoint name that holds `N.gate_proj` and so on."""
+    """`gate_up` and `down` of all experts. `prefix` is the checkpoint name that holds `N.gate_proj`
+    and so on."""
 
     def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes) -> None:
         super().__init__()
-        if context.quantization is None:
-            raise TypeError("the build context of a model needs a quantization method (`none` for unquantized weights)")
         inner = split_range(context, "inner values of an expert", sizes.inner)
         self.num_experts = sizes.num_experts
-        # formats that the runner takes without dequantization
-        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()
-        self.method = context.quantization.experts(prefix)
-        self.method.create_weights(self, sizes.num_experts, sizes.hidden, inner.size, context.dtype)
-        gate, up, down = sizes.names
-        second = Range(inner.full, inner.start, inner.size, inner.size)
-        for key, parameter in own_parameters(self):
-            for expert in range(sizes.num_experts):
-                if key.startswith("gate_up"):
-                    suffix = "weight" + key.removeprefix("gate_up")
-                    parameter.bind(f"{prefix}.{expert}.{gate}.{suffix}", inner, None, expert)
-                    parameter.bind(f"{prefix}.{expert}.{up}.{suffix}", second, None, expert)
-                else:
-                    suffix = "weight" + key.removeprefix("down")
-                    parameter.bind(f"{prefix}.{expert}.{down}.{suffix}", None, inner, expert)
+        self.weights = ExpertWeights(self, context, prefix, sizes.names, (sizes.num_experts, sizes.hidden, inner))
+        for expert in range(sizes.num_experts):
+            self.weights.bind(expert, Range.whole(sizes.hidden), inner)
 
     def finish(self) -> None:
-        """Let the quantization method repack the loaded weights."""
-        self.method.process_weights(self)
+        """Bring the loaded weights into the form that is multiplied."""
+        self.weights.finish()
 
 
 class MoE(nn.Module):
@@ -118,6 +105,8 @@ class MoE(nn.Module):
     def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
         ids, weights = self.router(x, logits)
         tokens = self.dispatcher.dispatch(x, ids, weights)
+        if self.experts.weights.grouped:
+            return self.dispatcher.combine(self.experts.weights.run(tokens), tokens)
         return self.dispatcher.combine((run or self.runner.run)(tokens, self.experts), tokens)
 
 

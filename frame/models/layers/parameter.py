@@ -1,8 +1,7 @@
 """Parameters that know their checkpoint tensors, and which part of each belongs to this rank.
 
-A quantization method defines the dimensions of a parameter (`ShardRule`); the layer knows the whole
-sizes and its own range, and binds checkpoint names to parts. Depends on no file format and no
-collective.
+A weight format describes the dimensions of a parameter (`ShardRule`); the layer has the whole sizes
+and its own range, and binds checkpoint names to parts. Depends on no file format and no collective.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ class ShardRule:
     """The dimensions of a parameter: indices of the output, input and expert dimension; None if
     there is none.
 
-    `output_block`, `input_block`: outputs (inputs) that share one entry of the checkpoint's tensor,
-    as in block scales and packed integers. `output_step`, `input_step`: outputs (inputs) per entry
-    of the parameter, a divisor of the block (0: the block), so that parts that end inside a block
-    can be concatenated. `scalar`: the checkpoint has one number, which fills the whole range.
+    `output_block`, `input_block`: outputs (inputs) that share `output_entries` (`input_entries`)
+    entries of the checkpoint's tensor, as in block scales and packed integers. `output_step`,
+    `input_step`: outputs (inputs) per entry of the parameter, a divisor of the block (0: the
+    block), so that parts that end inside a block can be concatenated. `scalar`: the checkpoint has
+    one number, which fills the whole range.
     """
 
     output: int | None = None
@@ -40,6 +40,8 @@ class ShardRule:
     input_block: int = 1
     output_step: int = 0
     input_step: int = 0
+    output_entries: int = 1
+    input_entries: int = 1
     scalar: bool = False
 
 
@@ -90,6 +92,7 @@ class ShardedParameter(nn.Parameter):
 
     rule: ShardRule
     whole_shape: torch.Size
+    stored_dtype: torch.dtype  # as loaded; `data` may be replaced by values of another dtype
     sources: dict[str, Part]
     loaded: set[str]
     version: int  # number of loads, for values derived from the parameter
@@ -99,6 +102,7 @@ class ShardedParameter(nn.Parameter):
         parameter = super().__new__(cls, data, requires_grad=False)
         parameter.rule = rule or ShardRule()
         parameter.whole_shape = data.shape
+        parameter.stored_dtype = data.dtype
         parameter.sources = {}
         parameter.loaded = set()
         parameter.version = 0
@@ -120,11 +124,11 @@ class ShardedParameter(nn.Parameter):
             if dim == rule.expert and expert is not None:
                 write.append(expert)
                 continue
-            span, block, step = Range.whole(size), 1, 1
+            span, block, step, entries = Range.whole(size), 1, 1, 1
             if dim == rule.output and output is not None:
-                span, block, step = output, rule.output_block, rule.output_step or rule.output_block
+                span, block, step, entries = output, rule.output_block, rule.output_step or rule.output_block, rule.output_entries
             elif dim == rule.input and input is not None:
-                span, block, step = input, rule.input_block, rule.input_step or rule.input_block
+                span, block, step, entries = input, rule.input_block, rule.input_step or rule.input_block, rule.input_entries
             first, last, local = span.start // block, -(-(span.start + span.size) // block), span.local // step
             times, count = block // step, -(-span.size // step)
             if span.start % step or span.local % step:
@@ -133,9 +137,9 @@ class ShardedParameter(nn.Parameter):
                 )
             if times > 1:
                 spread.append((len(shape), times, span.start // step - first * times, count))
-            shape.append(-(-span.full // block))
-            read.append(slice(first, last))
-            write.append(slice(local, local + count))
+            shape.append(-(-span.full // block) * entries)
+            read.append(slice(first * entries, last * entries))
+            write.append(slice(local * entries, (local + count) * entries))
         self.sources[name] = Part((), (), tuple(write)) if rule.scalar else Part(tuple(shape), tuple(read), tuple(write), tuple(spread))
 
     def load(self, name: str, tensor: LazyTensor) -> None:
@@ -148,15 +152,20 @@ class ShardedParameter(nn.Parameter):
                 "check that config.json belongs to this checkpoint."
             )
         value = tensor[part.read] if part.read else tensor[...]
-        if value.is_floating_point() != self.is_floating_point() or (value.dtype in _FP8 and self.dtype != value.dtype):
+        expected = self.stored_dtype
+        if value.dtype.is_floating_point != expected.is_floating_point or (value.dtype in _FP8 and expected != value.dtype):
             raise CheckpointError(
-                f"{name} is stored as {_kind(value)}, but {_kind(self)} is expected: choose the quantization method that reads it."
+                f"{name} is stored as {_kind(value.dtype)}, but {_kind(expected)} is expected: choose the weight format that reads it."
             )
-        if self.data.numel() == 0:
-            self.data = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.device)
+        self.allocate()
         self.write(part, value.reshape(()) if self.rule.scalar else part.repeat_entries(value))
         self.loaded.add(name)
         self.version += 1
+
+    def allocate(self) -> None:
+        """Allocate the memory that `release` freed, or whose values another form replaced."""
+        if self.data.numel() == 0 or self.dtype != self.stored_dtype:
+            self.data = torch.zeros(self.whole_shape, dtype=self.stored_dtype, device=self.device)
 
     def write(self, part: Part, value: torch.Tensor) -> None:
         """Write a part that was read into its place."""
@@ -165,7 +174,7 @@ class ShardedParameter(nn.Parameter):
     def release(self) -> None:
         """Free the memory once the values live in another form; a later `load` allocates it
         again."""
-        self.data = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.data = torch.empty(0, dtype=self.stored_dtype, device=self.device)
 
     @property
     def pending(self) -> list[str]:
@@ -220,5 +229,5 @@ def _load_plain(name: str, parameter: nn.Parameter, tensor: LazyTensor) -> None:
     parameter.data.copy_(tensor[...])
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

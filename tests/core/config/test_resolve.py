@@ -17,11 +17,12 @@ from frame.core.config.selection import UnknownPluginError
 from frame.core.errors import PluginError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import PrefixCacheCapabilities
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
-from frame.core.interfaces.quantization import QuantizationCapabilities
+from frame.core.interfaces.weight_format import FormatCapabilities
 
 LAPTOP = Hardware(cpu_cores=4, memory_bytes=16 * 2**30, cpu_features=frozenset({"avx2"}))
 XEON = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
@@ -87,10 +88,15 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
                 rank=10,
             ),
         ],
-        "quantization_method": [
-            record("quantization_method", "none", QuantizationCapabilities(("cpu", "cuda"), (None,))),
-            record("quantization_method", "int8_on_load", QuantizationCapabilities(("cpu", "cuda"), (None,)), rank=50),
-            record("quantization_method", "fp8", QuantizationCapabilities(("cuda",), ("fp8",))),
+        "weight_format": [
+            record("weight_format", "none", FormatCapabilities((None,))),
+            record("weight_format", "int8_on_load", FormatCapabilities((None,), ("plain", "int8")), rank=50),
+            record("weight_format", "awq", FormatCapabilities(("awq",), ("plain", "int4"))),
+        ],
+        "gemm_kernel": [
+            record("gemm_kernel", "plain", GemmCapabilities(("cpu", "cuda"), (Speed("plain", 0, 1.0),))),
+            record("gemm_kernel", "quick", GemmCapabilities(("cuda",), (Speed("int4", 64, 2.5),))),
+            record("gemm_kernel", "steady", GemmCapabilities(("cpu", "cuda"), (Speed("int4", 0, 0.9), Speed("int8", 0, 0.8)))),
         ],
         "moe_runner": [
             record("moe_runner", "loop", MoECapabilities(("cpu", "cuda"))),
@@ -218,16 +224,31 @@ def test_a_capability_record_is_the_only_source_of_kv_dtypes_and_page_sizes() ->
 
 
 def test_plain_weights_are_not_quantized_by_default() -> None:
-    assert names(resolve(config(), LAPTOP, LLAMA, records()))["quantization_method"] == ["none"]
+    assert names(resolve(config(), LAPTOP, LLAMA, records()))["weight_format"] == ["none"]
     asked = config(model={"quantization": "int8_on_load"})
-    assert names(resolve(asked, LAPTOP, LLAMA, records()))["quantization_method"] == ["int8_on_load"]
+    assert names(resolve(asked, LAPTOP, LLAMA, records()))["weight_format"] == ["int8_on_load"]
 
 
-def test_a_quantized_checkpoint_without_a_method_is_refused_with_all_reasons() -> None:
+def test_a_quantized_checkpoint_without_a_format_is_refused_with_all_reasons() -> None:
     with pytest.raises(ResolveError) as caught:
         resolve(config(), LAPTOP, dataclasses.replace(LLAMA, quantization="fp8"), records())
-    assert "No quantization method loads fp8 weights on cpu" in str(caught.value)
-    assert {candidate.record.name for candidate in caught.value.rejected} == {"none", "int8_on_load", "fp8"}
+    assert "No weight format loads fp8 weights" in str(caught.value)
+    assert {candidate.record.name for candidate in caught.value.rejected} == {"none", "int8_on_load", "awq"}
+
+
+def test_gemm_kernels_are_chosen_by_their_speeds() -> None:
+    stored = dataclasses.replace(LLAMA, quantization="awq")
+    found = resolve(config(), H200, stored, records())
+    assert names(found)["gemm_kernel"] == ["plain", "quick", "steady"]
+    assert found.reasons["model.gemm_kernel"] == "plain: plain (x 1); int4: quick to 64 rows (x 2.5), steady (x 0.9)"
+    assert names(resolve(config(), LAPTOP, stored, records()))["gemm_kernel"] == ["plain", "steady"]
+    named = resolve(config(model={"gemm_kernel": "steady"}), H200, stored, records())
+    assert "int4: steady (x 0.9)" in named.reasons["model.gemm_kernel"]
+    assert names(resolve(pinned(named), H200, stored, records())) == names(named)
+    with pytest.raises(ResolveError, match="steady multiplies none of the codes of none weights"):
+        resolve(config(model={"gemm_kernel": "steady", "quantization": "none"}), H200, LLAMA, records())
+    with pytest.raises(ResolveError, match="runs on cuda, not on cpu"):
+        resolve(config(model={"gemm_kernel": "quick"}), LAPTOP, stored, records())
 
 
 def test_the_moe_runner_and_dispatcher_are_the_best_ranked_that_fit() -> None:

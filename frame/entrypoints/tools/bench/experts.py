@@ -18,9 +18,9 @@ from torch import nn
 
 from frame.core.errors import ConfigError
 from frame.core.interfaces.moe import DispatchOutput, MoERequirements
-from frame.core.interfaces.quantization import QuantizationContext
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
+from frame.models.layers.weights.expert_weights import pack_small_experts
 from frame.testing.attention_cases import build_context
 from frame.testing.devices import open_platform
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from frame.entrypoints.tools.bench.floors import Ceilings
     from frame.plugins.registry import Registry
 
-PLAIN = "none"  # quantization method of weights that are not quantized
 ROUTINGS = 8  # random routings per number of tokens
 
 
@@ -73,13 +72,12 @@ class ExpertBench:
     def layer(self) -> nn.Module:
         """A layer of experts with random weights that are not quantized."""
         shape, layer = self.shape, nn.Module()
-        method = self.registry.load(self.registry.get("quantization_method", PLAIN))(QuantizationContext()).experts("")
-        with self.clock.device:
-            method.create_weights(layer, shape.experts, shape.hidden, shape.inner, self.dtype)
-            for parameter in layer.parameters():
-                parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        sizes = {"gate_up": (2 * shape.inner, shape.hidden), "down": (shape.hidden, shape.inner)}
+        for name, (outputs, inputs) in sizes.items():
+            weight = torch.randn(shape.experts, outputs, inputs, device=self.clock.device, dtype=self.dtype) * inputs**-0.5
+            layer.register_buffer(name, weight)
         with torch.inference_mode():
-            method.process_weights(layer)
+            pack_small_experts(layer, layer.gate_up, layer.down)  # type: ignore[arg-type]
         return layer
 
     def rows(self, record: PluginRecord, layer: nn.Module, counts: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.tools.bench.reference import Chosen
     from frame.entrypoints.tools.bench.workload import Job
 
-PLAIN = "none"  # quantization method of weights that are not quantized
+PLAIN = "none"  # weight format of weights that are not quantized
 
 
 def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
     resolved = prepare(config).resolved
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
     cost = ModelCost.of(resolved.model, sizes[resolved.dtype], sizes.get(resolved.kv_dtype, 1))
-    if cost is None or resolved.choice("quantization_method").name != PLAIN:
+    if cost is None or resolved.choice("weight_format").name != PLAIN:
         return None
     if source == "h200":
         one = H200

@@ -27,9 +27,10 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
-    "quantization_method": (
-        "frame.core.interfaces.quantization",
-        'QuantizationCapabilities(devices=("cpu", "cuda"), checkpoints=(None,))',
+    "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), codes=("plain", "int8"))'),
+    "gemm_kernel": (
+        "frame.core.interfaces.gemm_kernel",
+        'GemmCapabilities(devices=("cpu", "cuda"), speeds=(Speed("int8", 0, 0.2), Speed("e4m3", 0, 0.2)))',
     ),
 }
 _OPTIONS = '''
@@ -98,7 +99,8 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
     imports, constants, arguments = ["from frame import hookimpl"], "", ""
     if kind.name in _CAPABILITIES:
         module, expression = _CAPABILITIES[kind.name]
-        imports.append(f"from {module} import {expression.partition('(')[0]}")
+        names = sorted(set(re.findall(r"[A-Z]\w+(?=\()", expression)))
+        imports.append(f"from {module} import {', '.join(names)}")
         constants += f"\nCAPABILITIES = {_fill(expression, words)}\n"
         arguments += "\n        capabilities=CAPABILITIES,"
     imports.insert(0, "from pydantic import BaseModel, ConfigDict\n")

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 
 from frame import kernels
 from frame.kernels.nvidia import get_compute_capability
-from frame.quantization.fp8_weights import BLOCK, Scales, dequantize
 
 if TYPE_CHECKING:
     from frame.kernels.linear.fp8_linear import Plan
 
-_TYPES = (torch.bfloat16, torch.float16)
+BLOCK = 128  # outputs and inputs of block scales
 _MULTIPLE = 16  # both sizes must be multiples of it for PyTorch's fp8 products
 # below these sizes PyTorch's scaled product leaves most of the device idle, and scaling separately
 # is faster (docs/performance.md)
@@ -28,43 +27,36 @@ _FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
 class Fp8Matmul:
     """x […, inputs] times a weight [outputs, inputs], transposed, while the weight and its scales
-    keep their sizes and addresses."""
+    keep their sizes and addresses.
 
-    def __init__(self, weight: torch.Tensor, scales: Scales) -> None:
+    `scales` float32 [outputs, 1], or [outputs / 128, inputs / 128]; `block`: (outputs, inputs) of
+    one scale, 0 for all inputs.
+    """
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> None:
         from frame.kernels.linear import fp8_linear, fp8_quantize
 
         outputs, inputs = weight.shape
         device = weight.device
         self._skinny_linear, self._max_few_rows = fp8_linear.skinny_fp8_linear, fp8_linear.MAX_ROWS
         each, room = range(self._max_few_rows + 1), kernels.get_shared_memory(device)
-        sizes = (outputs, inputs, scales.columns)
+        rows_of_scale, columns = block
+        sizes = (outputs, inputs, columns)
         self._plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fit_shared_memory(room) for rows in each]
         self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
-        self._can_gate = outputs % (2 * max(scales.rows, 1)) == 0
+        self._can_gate = outputs % (2 * rows_of_scale) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
-        self._quantize = fp8_quantize.quantize_groups if scales.columns else fp8_quantize.quantize_rows
+        self._quantize = fp8_quantize.quantize_groups if columns else fp8_quantize.quantize_rows
         self._rescale = fp8_quantize.rescale_
-        self._block = (scales.rows, scales.columns)
+        self._block = block
         # rows padded to a multiple of four scales, which cuBLAS requires
-        self._scales = F.pad(scales.values, (0, -scales.values.shape[1] % 4)) if scales.columns else scales.values
+        self.scales = F.pad(scales, (0, -scales.shape[1] % 4)) if columns else scales.flatten()
         self._one = torch.ones((), device=device)
         self._pdl = kernels.supports_pdl(device)
         self._has_large_product = device.type == "cuda" and (
             # cuBLAS has block-scaled products for 9.0 only
-            not scales.columns or get_compute_capability(device) == (9, 0)
+            not columns or get_compute_capability(device) == (9, 0)
         )
-
-    @classmethod
-    def create(cls, weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> Fp8Matmul | None:
-        """None if no kernel multiplies this weight on its device, or with activations of this
-        dtype."""
-        device = weight.device
-        if not (kernels.can_use_triton(device) and kernels.supports_fp8(device)) or (dtype not in _TYPES and device.type == "cuda"):
-            return None
-        is_whole = not any(size % _MULTIPLE for size in weight.shape)
-        if scales.columns:
-            is_whole = is_whole and (scales.rows, scales.columns) == (BLOCK, BLOCK) and weight.shape[1] % BLOCK == 0
-        return cls(weight, scales) if is_whole else None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
@@ -92,22 +84,36 @@ class Fp8Matmul:
     ) -> torch.Tensor:
         rounded, by_row = self._quantize(x, self._pdl)
         return self._skinny_linear(
-            rounded, by_row, weight, self._scales, self._block, bias, plan, self._counter,
+            rounded, by_row, weight, self.scales, self._block, bias, plan, self._counter,
             rows=len(x), dtype=x.dtype, gated=gated, pdl=self._pdl,
         )  # fmt: skip
 
     def _multiply_large(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not self._has_large_product:
-            scales = Scales(self._scales, *self._block)
-            return F.linear(x, dequantize(weight, scales, x.dtype))
+            scales = self.scales.unsqueeze(-1)
+            if self._block[1]:
+                scales = self.scales.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+            return F.linear(x, weight.float().mul_(scales).to(x.dtype))
         rounded, by_row = self._quantize(x, self._pdl)
         if self._block[1]:
             kinds = F.ScalingType  # type: ignore[attr-defined]
-            scales_of_blocks = (kinds.BlockWise1x128, self._scales.t(), kinds.BlockWise128x128)
+            scales_of_blocks = (kinds.BlockWise1x128, self.scales.t(), kinds.BlockWise128x128)
             return F.scaled_mm(rounded, weight.t(), by_row, *scales_of_blocks, output_dtype=x.dtype)[: len(x)]  # type: ignore[attr-defined, no-any-return]
         # whose range holds the unscaled products
         if len(x) <= _SOME_ROWS and len(weight) <= _FEW_OUTPUTS and x.dtype == torch.bfloat16:
             out = torch._scaled_mm(rounded, weight.t(), self._one, self._one, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
-            return self._rescale(out, by_row, self._scales, self._pdl)
-        by_output = self._scales[None]
+            return self._rescale(out, by_row, self.scales, self._pdl)
+        by_output = self.scales[None]
         return torch._scaled_mm(rounded, weight.t(), by_row, by_output, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
+
+
+def find_obstacle(weight: torch.Tensor, block: tuple[int, int]) -> str | None:
+    """Why no kernel multiplies this weight on its device; None: one does."""
+    device = weight.device
+    if not (kernels.can_use_triton(device) and kernels.supports_fp8(device)):
+        return "the device has no fp8 products"
+    if any(size % _MULTIPLE for size in weight.shape):
+        return f"its sizes are no multiples of {_MULTIPLE}"
+    if block[1] and (block != (BLOCK, BLOCK) or weight.shape[1] % BLOCK):
+        return f"its scales are not by blocks of {BLOCK} x {BLOCK}"
+    return None if block[1] or block[0] == 1 else "its scales are not by output"

@@ -1,0 +1,183 @@
+"""The interface of GEMM kernels: the product with a weight in canonical form (`gemm_kernel/1`).
+
+A kernel sees one packed weight at a time. It must not know checkpoints, layers or ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.weight_format import Codes, PackedWeight
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.rank_context import RankContext
+
+
+
+_MOST = 1 << 62  # stands for any number of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A measured figure: with weights of `codes` and up to `rows` rows (0: any number), the product
+    is `ratio` times as fast as the unquantized product on the same device.
+
+    `automatic`: `auto` may choose it. False where a kernel takes the memory of unquantized weights.
+    """
+
+    codes: Codes
+    rows: int
+    ratio: float
+    automatic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GemmRequirements:
+    """What a device requires of GEMM kernels."""
+
+    device: str
+    compute_capability: tuple[int, int] | None
+    dtype: str  # of activations
+    compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCapabilities:
+    """What a kernel can do. `auto` chooses by `speeds`."""
+
+    devices: tuple[str, ...]
+    speeds: tuple[Speed, ...]  # a kernel multiplies the codes that it has a speed for
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    min_compute_capability: tuple[int, int] | None = None
+    graphs: bool = True  # CUDA graphs can capture it
+
+    def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
+        reasons = []
+        if requirements.device not in self.devices:
+            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {requirements.device}"))
+        if requirements.dtype not in self.dtypes:
+            reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
+        low = self.min_compute_capability
+        if low and requirements.compute_capability and requirements.compute_capability < low:
+            reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
+        return reasons
+
+
+class Product(Protocol):
+    """The product with one weight.
+
+    It may also have `multiply_gated(x, bias)`: SiLU(first half of the outputs) * second half, [...,
+    outputs / 2], or None where a separate activation is as fast for these rows.
+    """
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What it keeps, for the account of memory; an update writes into them."""
+        ...
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        ...
+
+
+class GroupedProduct(Protocol):
+    """The products of rows, sorted by expert, with the weights of their experts."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [rows, inputs], `ends` int32 [experts]: the row after each expert's last -> [rows,
+        outputs]. Rows after the last end have no result."""
+        ...
+
+
+class GemmKernel(ABC):
+    """Makes the products of packed weights on one device.
+
+    `unpacks`: the kernel dequantizes weights after loading and keeps no codes.
+    """
+
+    unpacks: ClassVar[bool] = False
+
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
+        self.context = context
+
+    @abstractmethod
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        """Why this kernel does not multiply this weight (its sizes or groups); None: it does. A
+        leading dimension of the weight means experts."""
+
+    @abstractmethod
+    def prepare(self, weight: PackedWeight) -> Product:
+        """The product with a weight [outputs, inputs]. The caller keeps the weight's tensors only
+        if the product does."""
+
+    @abstractmethod
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        """The products with weights [experts, outputs, inputs]."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmChoice:
+    """A kernel as the layers get it. `required`: the user named it, so it multiplies every weight
+    whose codes it has a speed for, or the start is refused."""
+
+    name: str
+    kernel: GemmKernel
+    speeds: tuple[Speed, ...]
+    required: bool = False
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether the kernel multiplies dequantized weights, which a MoE runner does too."""
+        return self.kernel.unpacks
+
+    def multiplies(self, codes: Codes) -> bool:
+        """Whether the kernel is made for weights of these codes."""
+        return any(speed.codes == codes for speed in self.speeds)
+
+
+class Rated(Protocol):
+    """What `choose_ranges` compares: a name, speeds, and whether the user named it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def speeds(self) -> tuple[Speed, ...]: ...
+
+    @property
+    def required(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Rated)
+
+
+def choose_ranges(candidates: Sequence[R], codes: Codes) -> list[tuple[int, R]]:
+    """(most rows, the kernel for up to so many rows), ascending; the last has 0 for any number.
+
+    A required kernel that multiplies the codes is the only one. Otherwise the greatest ratio wins
+    for each number of rows. Empty: no candidate multiplies these codes, or only few rows.
+    """
+    for each in candidates:
+        if each.required and any(speed.codes == codes for speed in each.speeds):
+            return [(0, each)]
+    rated = [(speed, each) for each in candidates for speed in each.speeds if speed.codes == codes and speed.automatic]
+    if not any(speed.rows == 0 for speed, _ in rated):
+        return []
+    found: list[tuple[int, R]] = []
+    for rows in sorted({speed.rows for speed, _ in rated}, key=lambda rows: rows or _MOST):
+        covering = [pair for pair in rated if (pair[0].rows or _MOST) >= (rows or _MOST)]
+        best = max(covering, key=lambda pair: pair[0].ratio)[1]
+        if found and found[-1][1] is best:
+            found.pop()
+        found.append((rows, best))
+    return found

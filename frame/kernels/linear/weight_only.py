@@ -1,0 +1,316 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""GEMM with quantized weights and unquantized activations: 4-bit and 8-bit codes are dequantized in
+registers, for one matrix or for experts.
+
+The weights are the left MMA operand, which the tensor cores of compute capability 9.0 read from
+registers, and few rows fill the short side. For many rows a second kernel dequantizes the whole
+weight once, for PyTorch's product. Depends on no layer and no checkpoint format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.core.interfaces.weight_format import NIBBLES, PackedWeight
+from frame.kernels import INTERPRETED
+
+_HALF = tl.constexpr(16)  # 4-bit codes of a block of 32 inputs in the low nibbles; the others are in the high ones
+_MAX_EXPERTS = 1024
+
+
+@triton.jit
+def decode_codes(packed, zero, CODES: tl.constexpr, dtype: tl.constexpr):
+    """Codes minus zero points, exact in `dtype`. Integers up to 256 are: a code is placed in the
+    mantissa of 128 (bfloat16) or 1024 (float16), which takes one operation and a subtraction."""
+    if CODES == "int4":
+        if dtype == tl.bfloat16:
+            return (packed.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0).to(tl.bfloat16)
+        elif dtype == tl.float16:
+            return (packed.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zero + 1024.0).to(tl.float16)
+        else:
+            return packed.to(dtype) - zero.to(dtype)
+    elif CODES == "e2m1":
+        magnitude = packed.to(tl.int32) & 7
+        doubled = tl.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << tl.maximum((magnitude >> 1) - 1, 0))
+        return (tl.where(packed > 7, -doubled, doubled).to(tl.float32) * 0.5).to(dtype)
+    elif CODES == "int8":
+        return packed.to(dtype) - zero.to(dtype)
+    else:
+        return packed.to(dtype)
+
+
+@triton.jit
+def load_zero(zeros, offset, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, mask):
+    """Zero points as float32; without them 0, or 8 for int4."""
+    if HAS_ZEROS:
+        return tl.load(zeros + offset, mask=mask, other=0).to(tl.float32)
+    else:
+        return (offset * 0).to(tl.float32) + (8.0 if CODES == "int4" else 0.0)
+
+
+@triton.jit
+def repeat_blocks(values, BN: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """[BN, BLOCKS] -> [BN, BLOCKS * WIDTH], each entry repeated."""
+    return tl.reshape(tl.broadcast_to(values[:, :, None], (BN, BLOCKS, WIDTH)), (BN, BLOCKS * WIDTH))
+
+
+@triton.jit
+def find_rows(ends, pid, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BM: tl.constexpr):
+    """-> (expert, first row, row after the last) of a row tile; expert EXPERTS: nothing to do."""
+    lanes = tl.arange(0, EXPERT_LANES)
+    end = tl.load(ends + lanes, mask=lanes < EXPERTS, other=0)
+    begin = tl.load(ends + lanes - 1, mask=(lanes > 0) & (lanes < EXPERTS), other=0)
+    tiles = tl.where(lanes < EXPERTS, (end - begin + BM - 1) // BM, 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    is_mine = (before <= pid) & (pid < before + tiles)
+    expert = tl.where(tl.sum(is_mine.to(tl.int32), 0) > 0, tl.sum(tl.where(is_mine, lanes, 0), 0), EXPERTS)
+    first = tl.sum(tl.where(is_mine, begin + (pid - before) * BM, 0), 0)
+    return expert, first, tl.sum(tl.where(is_mine, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def weight_only_kernel(
+    x, codes, scales, zeros, outer, bias, ends, out, partial, counter, M, N, K, x_stride, code_stride, scale_stride,
+    CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs per scale; GROUP_K 0: all inputs
+    HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr,  # OUTER: 0 none, 1 multiplies, 2 divides
+    HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr,
+    dtype: tl.constexpr, num_warps: tl.constexpr, num_stages: tl.constexpr,
+):  # fmt: skip
+    """out[m, n] = sum_k x[m, k] * (codes[n, k] - zeros[n, g]) * scales[n, g] (+ bias[n]). Grid:
+    (output tiles, SPLIT, row tiles).
+
+    If a scale covers whole tiles, it multiplies the float32 sums of a tile; otherwise the weights.
+    With EXPERTS, rows are sorted by expert. Split-K as in `fp8_linear`.
+    """
+    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    WIDTH: tl.constexpr = BK // 2 if PACKED else BK  # columns of one MMA
+    PER_TILE: tl.constexpr = GROUP_K == 0 or GROUP_K % BK == 0
+    BLOCKS: tl.constexpr = BK // 32
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if EXPERTS > 0:
+        expert, first_row, last_row = find_rows(ends, row_tile, EXPERTS, EXPERT_LANES, BM)
+        if expert == EXPERTS:
+            return
+        codes += expert.to(tl.int64) * N * code_stride
+        scale_rows = expert.to(tl.int64) * tl.cdiv(N, GROUP_N)
+        outer += expert * N
+    else:
+        first_row, last_row = row_tile * BM, M
+        scale_rows = 0
+    rows = tile * BN + tl.arange(0, BN)
+    row_of = rows if EVEN_N else tl.minimum(rows, N - 1)
+    batch = first_row + tl.arange(0, BM)
+    is_row = batch < last_row
+    lanes = tl.arange(0, WIDTH)
+    columns = lanes // _HALF * 32 + lanes % _HALF if PACKED else lanes  # inputs of the low nibbles
+    steps = tl.cdiv(K, BK)
+    start = steps * split // SPLIT * BK
+    stop = steps * (split + 1) // SPLIT * BK
+    code_pointers = codes + row_of.to(tl.int64)[:, None] * code_stride + lanes[None, :]
+    x_pointers = x + batch[None, :].to(tl.int64) * x_stride + columns[:, None]
+    scale_offset = (scale_rows + row_of // GROUP_N) * scale_stride
+    block = tl.arange(0, BLOCKS) * 32
+    total = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(start, stop, BK, num_stages=num_stages):
+        code_step = k // 2 if PACKED else k
+        limit = (K + 31) // 32 * 16 if PACKED else K
+        if EVEN_K:
+            packed = tl.load(code_pointers + code_step, eviction_policy="evict_first")
+            low_x = tl.load(x_pointers + k, mask=is_row[None, :], other=0.0)
+        else:
+            packed = tl.load(code_pointers + code_step, mask=(code_step + lanes < limit)[None, :], other=0.0)
+            low_x = tl.load(x_pointers + k, mask=(k + columns < K)[:, None] & is_row[None, :], other=0.0)
+        if PACKED:
+            if EVEN_K:
+                high_x = tl.load(x_pointers + k + 16, mask=is_row[None, :], other=0.0)
+            else:
+                high_x = tl.load(x_pointers + k + 16, mask=(k + 16 + columns < K)[:, None] & is_row[None, :], other=0.0)
+        if PER_TILE:
+            group = k // GROUP_K if GROUP_K > 0 else 0
+            low_zero = load_zero(zeros, scale_offset + group, CODES, HAS_ZEROS, row_of >= 0)[:, None]
+            high_zero = low_zero
+        else:
+            groups = (k + block) // GROUP_K
+            is_group = (k + block < K)[None, :]
+            low_at = scale_offset[:, None] + groups[None, :]
+            low_scale = repeat_blocks(tl.load(scales + low_at, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
+            low_zero = repeat_blocks(load_zero(zeros, low_at, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
+            high_scale, high_zero = low_scale, low_zero
+            if GROUP_K == 16 and PACKED:
+                high_scale = repeat_blocks(tl.load(scales + low_at + 1, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
+                high_zero = repeat_blocks(load_zero(zeros, low_at + 1, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
+        low = decode_codes(packed & 15 if PACKED else packed, low_zero, CODES, dtype)
+        if not PER_TILE:
+            low = (low * low_scale).to(dtype)
+        part = tl.dot(low, low_x)
+        if PACKED:
+            high = decode_codes(packed >> 4, high_zero, CODES, dtype)
+            if not PER_TILE:
+                high = (high * high_scale).to(dtype)
+            part = tl.dot(high, high_x, part)
+        if PER_TILE and GROUP_K > 0:
+            part *= tl.load(scales + scale_offset + group).to(tl.float32)[:, None]
+        total += part
+    if GROUP_K == 0:
+        total *= tl.load(scales + scale_offset).to(tl.float32)[:, None]
+    if OUTER > 0:
+        factor = tl.load(outer + row_of)[:, None]
+        total = total * factor if OUTER == 1 else total / factor
+    size = M.to(tl.int64) * N
+    places = batch[None, :].to(tl.int64) * N + rows[:, None]
+    mask = is_row[None, :] & (rows < N)[:, None]
+    is_last = True
+    if SPLIT > 1:
+        work = row_tile * tl.num_programs(0) + tile
+        tl.store(partial + split * size + places, total, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counter + work, 1, sem="acq_rel") == SPLIT - 1
+    if is_last:
+        if SPLIT > 1:
+            total = tl.zeros([BN, BM], tl.float32)
+            for other in tl.static_range(SPLIT):
+                total += tl.load(partial + other * size + places, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(counter + work, 0)
+        if HAS_BIAS:
+            total += tl.load(bias + row_of).to(tl.float32)[:, None]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dequantize_kernel(
+    codes, scales, zeros, outer, out, N, K, code_stride, scale_stride,
+    CODES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, num_warps: tl.constexpr,
+):  # fmt: skip
+    """out[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g], computed in float32. Grid: (tiles of
+    outputs, tiles of inputs)."""
+    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    row_of = tl.minimum(rows, N - 1).to(tl.int64)
+    lanes = tl.arange(0, BK // 2 if PACKED else BK)
+    first = tl.program_id(1) * BK
+    columns = first + (lanes // _HALF * 32 + lanes % _HALF if PACKED else lanes)
+    limit = (K + 31) // 32 * 16 if PACKED else K
+    code_step = (first // 2 if PACKED else first) + lanes
+    packed = tl.load(codes + row_of[:, None] * code_stride + code_step[None, :], mask=(code_step < limit)[None, :], other=0.0)
+    for part in tl.static_range(2 if PACKED else 1):
+        inputs = columns + part * 16
+        mask = (rows < N)[:, None] & (inputs < K)[None, :]
+        group = inputs // GROUP_K if GROUP_K > 0 else inputs * 0
+        at = (row_of // GROUP_N * scale_stride)[:, None] + group[None, :]
+        zero = load_zero(zeros, at, CODES, HAS_ZEROS, mask)
+        nibbles = (packed >> 4 * part) & 15 if PACKED else packed
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        if OUTER > 0:
+            factor = tl.load(outer + row_of)[:, None]
+            scale = scale * factor if OUTER == 1 else scale / factor
+        values = decode_codes(nibbles, zero, CODES, tl.float32) * scale
+        tl.store(out + row_of[:, None] * K + inputs[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tile sizes of one product: `rows`, `outputs` and `inputs` of a tile, pipelined loads
+    `stages`, programs per output tile that share its inputs (`split`), and warps per program."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    split: int = 1
+    warps: int = 4
+
+
+MAX_FUSED_ROWS = 1024  # above this, dequantizing the whole weight once costs less than in each tile of rows
+
+
+def choose_plan(rows: int, weight: PackedWeight, processors: int) -> Plan:
+    """The plan for `rows` rows (1 … 1024) on a device with `processors` multiprocessors."""
+    group = weight.scheme.group[1]
+    step = 64 if group and group % 128 and group % 64 == 0 else 128
+    if INTERPRETED:
+        return Plan(16, 32, min(step, 64), 1, split=2 if weight.columns >= 256 else 1)
+    if rows > 64:
+        return Plan(128, 128, step if step == 64 else 64 if group % 64 == 0 else 128, 4, warps=8)
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiles = -(-weight.outputs // 64)
+    most = max(1, min(weight.columns // step // 2, weight.columns // (16 * rows)))
+    split = min(most, max(1, -(-2 * processors // tiles)), 8)
+    return Plan(bm, 64, step, 5 if bm < 64 else 4, split)
+
+
+def choose_grouped_plan(rows: int, weight: PackedWeight) -> Plan:
+    """The plan for experts with `rows` rows each on average. Experts fill the device without
+    split-K."""
+    plan = choose_plan(rows, weight, 1)
+    return replace(plan, split=1)
+
+
+def multiply(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, plan: Plan, counter: torch.Tensor, ends: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [rows, columns], inputs contiguous and in the weight's order, times the weight -> [rows,
+    outputs].
+
+    `counter` int32 [output tiles * row tiles] is zero before and after the call; unused without
+    split-K. `ends` int32 [experts]: the weight has experts, and the rows of expert e end before
+    ends[e]; rows after the last end have no result.
+    """
+    rows, experts = len(x), 0 if ends is None else len(weight.codes)
+    outputs, inner = weight.outputs, weight.columns
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    scales = weight.scales
+    assert scales is not None
+    row_tiles = -(-rows // plan.rows) if ends is None else min(rows, -(-rows // plan.rows) + experts)
+    partial = torch.empty(plan.split * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else scales
+    weight_only_kernel[(-(-outputs // plan.outputs), plan.split, row_tiles)](
+        x, weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
+        scales if bias is None else bias, scales if ends is None else ends, out, partial, counter, rows, outputs, inner,
+        x.stride(0), weight.codes.shape[-1], scales.shape[-1],
+        CODES=weight.scheme.codes, BM=plan.rows, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
+        GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
+        HAS_BIAS=bias is not None, EVEN_N=outputs % plan.outputs == 0, EVEN_K=inner % plan.inputs == 0,
+        EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(1, experts)), dtype=_TYPES[x.dtype],
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return out
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [outputs, columns], in its order."""
+    scales = weight.scales
+    assert scales is not None
+    out = torch.empty(weight.outputs, weight.columns, dtype=dtype, device=scales.device)
+    bn, bk = 32, 128
+    dequantize_kernel[(-(-weight.outputs // bn), -(-weight.columns // bk))](
+        weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer, out,
+        weight.outputs, weight.columns, weight.codes.shape[-1], scales.shape[-1], CODES=weight.scheme.codes, BN=bn, BK=bk,
+        GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def find_obstacle(weight: PackedWeight) -> str | None:
+    """Why the kernel does not multiply this weight; None: it does."""
+    rows, group = weight.scheme.group
+    if weight.codes.dim() > 2 and len(weight.codes) > _MAX_EXPERTS:
+        return f"it takes at most {_MAX_EXPERTS} experts"
+    is_packed = weight.scheme.codes in NIBBLES
+    if not rows or (group and group % 32 and not (group == 16 and is_packed)):
+        return f"it takes scales for all inputs or for multiples of 32, not for {group}"
+    return None
+
+
+def _outer(weight: PackedWeight) -> int:
+    return 0 if weight.outer is None else 2 if weight.divides else 1
+
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -1,0 +1,1 @@
+"""Weights of linear layers and experts: stored tensors, canonical forms, and their products."""

@@ -1,0 +1,181 @@
+"""The weights of one layer's experts, from their stored tensors to the form that is multiplied.
+
+A MoE runner multiplies unquantized experts, and float8 ones that it takes. Other experts are
+multiplied by the grouped products of a GEMM kernel. Depends on no format and no kernel by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame import kernels
+from frame.models.layers.packed import can_pack, pack_weight
+from frame.models.layers.weights.layer_weight import describe_layer, register_tensors, replace_values
+from frame.models.layers.weights.products import build_grouped, find_kernel
+from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.gemm_kernel import GroupedProduct
+    from frame.core.interfaces.moe import DispatchOutput
+    from frame.core.interfaces.weight_format import PackedWeight
+    from frame.models.layers.parameter import Range
+
+# hidden times inner: below this size, multiplying idle experts costs less than sorting tokens
+# (measured by benchmarks/moe_cpu.py)
+_SMALL_EXPERT = 1 << 17
+_SMALL_LAYER = 32 << 20  # bytes of `down`: the packed forms of a layer's experts take three times as much each
+_BLOCK = 128  # of scales that runners take
+
+
+class ExpertWeights:
+    """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] of `module`,
+    stored under `prefix`. `names`: checkpoint names of an expert's gate, up and down. `sizes`:
+    (experts, hidden, this rank's range of inner)."""
+
+    def __init__(
+        self, module: nn.Module, context: BuildContext, prefix: str, names: tuple[str, str, str], sizes: tuple[int, int, Range]
+    ) -> None:
+        experts, hidden, inner = sizes
+        self.module, self.prefix, self.names, self.choices, self.dtype = module, prefix, names, context.gemm_kernels, context.dtype
+        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()
+        first, second = (describe_layer(context, f"{prefix}.0.{name}", "experts") for name in (names[0], names[2]))
+        outer = WeightSizes(hidden, hidden, (inner.size, inner.size), experts)
+        self.stored = {
+            "gate_up": StoredWeight(module, first, outer, context.dtype, "gate_up"),
+            "down": StoredWeight(module, second, WeightSizes(inner.size, inner.full, (hidden,), experts), context.dtype, "down"),
+        }
+        self.version = -1
+        self.grouped: dict[str, GroupedProduct] = {}  # by name of the weight; empty: the runner multiplies
+
+    def bind(self, expert: int, hidden: Range, inner: Range) -> None:
+        """Bind the checkpoint tensors of one expert. `inner` is this rank's range."""
+        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self.names)
+        second = type(inner)(inner.full, inner.start, inner.size, inner.size)
+        self.stored["gate_up"].bind(0, gate, inner, hidden, expert)
+        self.stored["gate_up"].bind(1, up, second, hidden, expert)
+        self.stored["down"].bind(0, down, hidden, inner, expert)
+
+    def finish(self) -> None:
+        """Bring the weights that were loaded last into the form that is multiplied."""
+        version = sum(stored.version for stored in self.stored.values())
+        if version == self.version:
+            return
+        self.version = version
+        decoded = {name: stored.decode() for name, stored in self.stored.items()}
+        weights = {name: parts[0] for name, parts in decoded.items()}
+        is_whole = all(len(parts) == 1 for parts in decoded.values())
+        if is_whole and all(weight.scheme.codes == "plain" for weight in weights.values()):
+            self._expose({name: weight.codes for name, weight in weights.items()})
+            return
+        scales = self._select_scales(weights) if is_whole else None
+        if scales is not None:
+            for name, weight in weights.items():
+                self._expose_tensor(name, weight.codes)
+                self._expose_tensor(f"{name}_fp8_scale", scales[name])
+                self.stored[name].release([weight.codes, scales[name]])
+            return
+        if all(find_kernel(self.choices, part, self.prefix).unpacks for parts in decoded.values() for part in parts):
+            dense = {name: _dequantize(parts, self.dtype) for name, parts in decoded.items()}
+            for stored in self.stored.values():
+                stored.release()
+            self._expose(dense)
+            return
+        for name, parts in decoded.items():
+            made = build_grouped(self.choices, parts, f"{self.prefix} ({name})")
+            if name not in self.grouped or not replace_values(self.grouped[name].tensors, made.tensors):
+                self.grouped[name] = made
+            register_tensors(self.module, f"{name}_packed", self.grouped[name].tensors)
+            self.stored[name].release(self.grouped[name].tensors)
+
+    def run(self, tokens: DispatchOutput) -> torch.Tensor:
+        """The experts' weighted sum over dispatched tokens, by the grouped products. Its shapes do
+        not depend on the routing."""
+        count, top = tokens.ids.shape
+        ids = tokens.ids.flatten()
+        order = ids.argsort()
+        source = order.div(top, rounding_mode="floor")
+        ends = ids.new_zeros(self.stored["down"].experts).scatter_add_(0, ids, torch.ones_like(ids)).cumsum(0).to(torch.int32)
+        gate, up = self.grouped["gate_up"](tokens.x.index_select(0, source), ends).chunk(2, -1)
+        out = self.grouped["down"](F.silu(gate).mul_(up), ends)
+        weighed = out.float() * tokens.weights.flatten()[order].unsqueeze(-1)
+        total = weighed.new_zeros(count, tokens.x.shape[1])
+        return total.index_add_(0, source, weighed).to(tokens.x.dtype)
+
+    def _expose(self, weights: dict[str, torch.Tensor]) -> None:
+        """Give the runner unquantized weights, and small ones in packed form too."""
+        for name, weight in weights.items():
+            self._expose_tensor(name, weight)
+        pack_small_experts(self.module, weights["gate_up"], weights["down"])
+
+    def _expose_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Set an attribute that the runner reads; in place if it has the form of the one before."""
+        before = getattr(self.module, name, None)
+        if isinstance(before, nn.Parameter):
+            before.data = tensor
+        elif before is None or not replace_values([before], [tensor]):
+            self.module.register_buffer(name, tensor, persistent=False)
+
+    def _select_scales(self, weights: dict[str, PackedWeight]) -> dict[str, torch.Tensor] | None:
+        """The float8 scales in a form that the runner takes; None if it takes none, on this device
+        and for these sizes."""
+        first = weights["down"]
+        device = first.codes.device
+        if any(weight.scheme.codes != "e4m3" or weight.order is not None or weight.outer is not None for weight in weights.values()):
+            return None
+        if any(size % _BLOCK for size in first.codes.shape[1:]) or not (kernels.can_use_triton(device) and kernels.supports_fp8(device)):
+            return None
+        blocks = {name: _to_block_scales(weight) for name, weight in weights.items()}
+        found = {name: scales for name, scales in blocks.items() if scales is not None}
+        if "block" in self.takes_fp8 and len(found) == len(weights):
+            return found
+        if "output" in self.takes_fp8 and all(weight.scheme.group == (1, 0) for weight in weights.values()):
+            return {name: weight.scales[..., 0].contiguous() for name, weight in weights.items() if weight.scales is not None}
+        return None
+
+
+def pack_small_experts(layer: nn.Module, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    """Give small experts on a CPU with packed weights two more forms, from which the runner
+    selects.
+
+    All experts concatenated, for small batches, as `packed_gate_up` (of the matrix [experts * 2 *
+    inner, hidden]) and `packed_down` ([hidden, experts * inner]); and one by one, as the lists
+    `packed_each_gate_up` and `packed_each_down`.
+    """
+    all_gate_up, all_down = gate_up.flatten(0, 1), down.transpose(0, 1).flatten(1)
+    if down[0].numel() <= _SMALL_EXPERT and down.nbytes <= _SMALL_LAYER and can_pack(all_gate_up) and can_pack(all_down):
+        layer.packed_gate_up, layer.packed_down = pack_weight(all_gate_up), pack_weight(all_down)
+        layer.packed_each_gate_up = [pack_weight(part) for part in gate_up]  # type: ignore[assignment]
+        layer.packed_each_down = [pack_weight(part) for part in down]  # type: ignore[assignment]
+
+
+def _dequantize(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
+    """[experts, outputs, inputs], one expert after another, to need little memory besides."""
+    first = parts[0].codes
+    dense = torch.empty(len(first), sum(part.outputs for part in parts), parts[0].inputs, dtype=dtype, device=first.device)
+    for expert, numbers in enumerate(dense):
+        numbers.copy_(torch.cat([part.expert(expert).dequantize(dtype) for part in parts]))
+    return dense
+
+
+def _to_block_scales(weight: PackedWeight) -> torch.Tensor | None:
+    """The scales of weights [experts, outputs, inputs] as [experts, outputs / 128, inputs / 128];
+    None if they differ inside a block."""
+    scales = weight.scales
+    assert scales is not None
+    if weight.scheme.group == (_BLOCK, _BLOCK):
+        return scales
+    if weight.scheme.group != (1, 0):
+        return None
+    outputs = scales[..., 0].unflatten(1, (-1, _BLOCK))
+    first = outputs[..., :1]
+    if not torch.equal(first.expand_as(outputs), outputs):
+        return None
+    return first.expand(-1, -1, weight.inputs // _BLOCK).contiguous()
+
+

@@ -1,0 +1,98 @@
+"""`LayerWeight`: the weight of one linear layer, from its stored tensors to its product.
+
+Used by `Linear` and `Head`. Depends on no format and no kernel by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind
+from frame.models.layers.weights.products import build_product
+from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.gemm_kernel import Product
+    from frame.models.layers.parameter import Range
+
+
+def describe_layer(context: BuildContext, name: str, kind: LayerKind) -> LayerFormat:
+    """How the checkpoint stores the layer `name`. Raises TypeError for a context without a
+    format."""
+    if context.weight_format is None:
+        raise TypeError("the build context of a model needs a weight format (`none` for unquantized weights)")
+    return context.weight_format.describe_layer(name, kind)
+
+
+class LayerWeight:
+    """Merged checkpoint layers `names`, whose outputs follow one another on `module`. Layers that
+    are stored differently have parameters of their own."""
+
+    def __init__(
+        self, module: nn.Module, context: BuildContext, names: Sequence[str], inputs: Range, outputs: Sequence[int], kind: LayerKind
+    ) -> None:
+        self.module, self.names, self.choices = module, names, context.gemm_kernels
+        self.stored: list[tuple[int, StoredWeight]] = []  # (the first merged part, the parts that are stored alike)
+        layouts = [describe_layer(context, name, kind) for name in names]
+        first = 0
+        for last in range(1, len(names) + 1):
+            if last < len(names) and layouts[last] == layouts[first]:
+                continue
+            name = "" if not first else f"part_{first}"
+            sizes = WeightSizes(inputs.size, inputs.full, tuple(outputs[first:last]))
+            stored = StoredWeight(module, layouts[first], sizes, context.dtype, name)
+            self.stored.append((first, stored))
+            first = last
+        self.version = -1
+        self.product: Product | None = None
+
+    def bind(self, part: int, output: Range, input: Range) -> None:  # noqa: A002
+        """Bind the checkpoint layer of merged part `part`; `output.local` counts from the first
+        part of all."""
+        first, stored = next(pair for pair in reversed(self.stored) if pair[0] <= part)
+        before = sum(sum(each.outputs) for start, each in self.stored if start < first)
+        placed = type(output)(output.full, output.start, output.size, output.local - before)
+        stored.bind(part - first, self.names[part], placed, input)
+
+    def finish(self) -> Product | None:
+        """The product with the weights loaded last, at the addresses of the product before. None:
+        it was freed, and nothing was loaded since."""
+        version = sum(stored.version for _, stored in self.stored)
+        if version == self.version:
+            return self.product
+        self.version = version
+        weights = [weight for _, stored in self.stored for weight in stored.decode()]
+        made = build_product(self.choices, weights, self.names[0])
+        if self.product is None or not replace_values(self.product.tensors, made.tensors):
+            self.product = made
+        register_tensors(self.module, "packed", self.product.tensors)
+        for _, stored in self.stored:
+            stored.release(self.product.tensors)
+        return self.product
+
+
+def replace_values(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
+    """Copy `new` into `old`, which a captured graph may read; False if they differ in form."""
+    if len(old) != len(new) or not all(_is_alike(before, after) for before, after in zip(old, new, strict=True)):
+        return False
+    for before, after in zip(old, new, strict=True):
+        if before.data_ptr() != after.data_ptr():
+            before.copy_(after)
+    return True
+
+
+def register_tensors(module: nn.Module, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Make the tensors of a product that are no parameters buffers of the module, which count as
+    its memory."""
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, nn.Parameter):
+            module.register_buffer(f"{name}_{index}", tensor, persistent=False)
+
+
+def _is_alike(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return not before.is_mkldnn and not after.is_mkldnn and before.shape == after.shape and before.dtype == after.dtype

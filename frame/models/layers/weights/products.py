@@ -1,0 +1,136 @@
+"""Chooses the kernels of a weight by their measured speeds, and joins their products.
+
+Used by linear layers and experts. Depends on no format and no kernel by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.gemm_kernel import GemmChoice, choose_ranges
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+    from frame.core.interfaces.weight_format import PackedWeight
+
+    P = TypeVar("P")
+
+
+def build_product(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> Product:
+    """The product with the weights of the layer `name`, which follow one another in the outputs.
+    Raises ConfigurationError if the named kernel does not multiply one of them."""
+    parts = [_join_ranges(_prepare(choices, weight, name, lambda kernel, weight: kernel.prepare(weight))) for weight in weights]
+    return parts[0] if len(parts) == 1 else PartedProduct(parts)
+
+
+def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> GroupedProduct:
+    """The grouped product with the experts of `name`. One kernel serves any number of rows."""
+    parts: list[GroupedProduct] = []
+    for weight in weights:
+        found = _prepare(choices, weight, name, lambda kernel, weight: kernel.prepare_experts(weight))
+        parts.append(found[-1][1])
+    return parts[0] if len(parts) == 1 else PartedGroupedProduct(parts)
+
+
+def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> GemmChoice:
+    """The kernel for many rows."""
+    return _choose(choices, weight, name)[-1][1]
+
+
+def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:
+    obstacles = {choice.name: choice.kernel.find_obstacle(weight) for choice in choices if choice.multiplies(weight.scheme.codes)}
+    for choice in choices:
+        obstacle = obstacles.get(choice.name)
+        if choice.required and obstacle:
+            raise ConfigurationError(
+                f"gemm kernel {choice.name!r} does not multiply {name} ({weight.scheme}, {weight.outputs} x {weight.inputs}): "
+                f"{obstacle}; leave model.gemm_kernel open."
+            )
+    usable = [choice for choice in choices if choice.name in obstacles and obstacles[choice.name] is None]
+    found = choose_ranges(usable, weight.scheme.codes)
+    if not found:
+        why = "; ".join(f"{kernel}: {obstacle}" for kernel, obstacle in obstacles.items()) or "none is made for these codes"
+        raise ConfigurationError(
+            f"no gemm kernel multiplies {name} ({weight.scheme}, {weight.outputs} x {weight.inputs}): {why}; set model.gemm_kernel: torch."
+        )
+    return found
+
+
+def _prepare(
+    choices: Sequence[GemmChoice], weight: PackedWeight, name: str, prepare: Callable[[GemmKernel, PackedWeight], P]
+) -> list[tuple[int, P]]:
+    made: dict[str, P] = {}
+    found = []
+    for rows, choice in _choose(choices, weight, name):
+        if choice.name not in made:
+            made[choice.name] = prepare(choice.kernel, weight)
+        found.append((rows, made[choice.name]))
+    return found
+
+
+def _join_ranges(ranges: Sequence[tuple[int, Product]]) -> Product:
+    return ranges[0][1] if len(ranges) == 1 else RangedProduct(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class RangedProduct:
+    """Several products with the same weight: the first whose number of rows is not exceeded (the
+    last: 0) multiplies."""
+
+    ranges: Sequence[tuple[int, Product]]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return _distinct(tensor for _, product in self.ranges for tensor in product.tensors)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._select(x)(x, bias)
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        gated = getattr(self._select(x), "multiply_gated", None)
+        return None if gated is None else gated(x, bias)  # type: ignore[no-any-return]
+
+    def _select(self, x: torch.Tensor) -> Product:
+        count = x.shape[0] if x.dim() == 2 else x.numel() // max(1, x.shape[-1])
+        for rows, product in self.ranges:
+            if count <= rows:
+                return product
+        return self.ranges[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class PartedProduct:
+    """Products whose outputs follow one another."""
+
+    parts: Sequence[Product]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return _distinct(tensor for part in self.parts for tensor in part.tensors)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.cat([part(x) for part in self.parts], -1)
+        return out if bias is None else out + bias
+
+
+@dataclass(frozen=True, slots=True)
+class PartedGroupedProduct:
+    """Grouped products whose outputs follow one another."""
+
+    parts: Sequence[GroupedProduct]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return _distinct(tensor for part in self.parts for tensor in part.tensors)
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x, ends) for part in self.parts], -1)
+
+
+def _distinct(tensors: object) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())  # type: ignore[attr-defined]

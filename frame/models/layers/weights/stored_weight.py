@@ -1,0 +1,197 @@
+"""The parameters of one weight, as its format stores them, and their canonical form.
+
+Used by linear layers and experts. The axes of a stored tensor give its shard rule, so merged parts,
+ranks and experts need nothing of a format. Depends on no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frame.core.interfaces.weight_format import Axis, LayerFormat, PackedWeight, StoredTensor
+from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
+
+PLAIN = "weight"  # name of an unquantized weight after the layer's name
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """The sizes of a weight on this rank: inputs, those of the whole layer, outputs of each merged
+    part, and experts (0: one matrix)."""
+
+    inputs: int
+    full_inputs: int
+    outputs: tuple[int, ...]
+    experts: int = 0
+
+
+class StoredWeight:
+    """Registers the parameters of one weight on `module` and decodes them.
+
+    `dtype`: of unquantized weights. `name`: empty, or what replaces "weight" at the beginning of
+    the parameters' names on the module.
+    """
+
+    def __init__(self, module: nn.Module, layout: LayerFormat, sizes: WeightSizes, dtype: torch.dtype, name: str = "") -> None:
+        self.module, self.layout, self.sizes = module, layout, sizes
+        self.inputs, self.outputs, self.experts = sizes.inputs, list(sizes.outputs), sizes.experts
+        self.stored = dict(layout.list_tensors(sizes.inputs, sizes.outputs))
+        self.keys = {suffix: _parameter_name(suffix, name) for suffix in self.stored}
+        for suffix, stored in self.stored.items():
+            module.register_parameter(self.keys[suffix], self._make_parameter(stored))
+        self.rounded: str | None = None  # the parameter of a plain weight that is quantized while loading
+        if layout.rounds:
+            self.rounded = _parameter_name(PLAIN, name)
+            lead = (sizes.experts,) if sizes.experts else ()
+            first = len(lead)
+            rule = ShardRule(first, first + 1, 0 if lead else None)
+            shape = (*lead, sum(sizes.outputs), sizes.inputs)
+            module.register_parameter(self.rounded, RoundedParameter(self, shape, dtype, rule))
+
+    @property
+    def version(self) -> int:
+        """The number of loads."""
+        return sum(parameter.version for parameter in self._parameters())
+
+    def bind(self, part: int, name: str, output: Range, input: Range, expert: int | None = None) -> None:  # noqa: A002
+        """Bind the tensors of the checkpoint layer `name` to merged part `part`, whose ranges are
+        `output` and `input`."""
+        if self.rounded is not None:
+            self._get(self.rounded).bind(f"{name}.{PLAIN}", output, input, expert)
+            return
+        for suffix, stored in self.stored.items():
+            index = expert
+            if self._is_by_part(stored):
+                index = (expert or 0) * len(self.outputs) + part
+            self._get(self.keys[suffix]).bind(f"{name}.{suffix}", output, input, index)
+
+    def write_rounded(self, part: Part, value: torch.Tensor) -> None:
+        """Quantize a part of a plain weight and write it."""
+        *expert, rows, _ = part.write
+        assert isinstance(rows, slice)
+        encoded = self.layout.encode(value, self.outputs)
+        for suffix, stored in self.stored.items():
+            parameter = self._get(self.keys[suffix])
+            parameter.allocate()
+            place: list[int | slice] = [index for index in expert if isinstance(index, int)]
+            for axis in stored.axes:
+                if isinstance(axis, Axis) and axis.of == "output":
+                    place.append(slice(rows.start // axis.block, -(-rows.stop // axis.block)))
+                else:
+                    place.append(slice(None))
+            parameter.data[tuple(place)].copy_(encoded[suffix])
+
+    def decode(self) -> list[PackedWeight]:
+        """The canonical forms, which follow one another in the outputs: one, unless the order of
+        inputs differs between merged parts."""
+        tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
+        if not any(self._is_by_part(stored) for stored in self.stored.values()):
+            return [self.layout.decode(tensors, self.inputs)]
+        return join([self.layout.decode(self._slice_part(tensors, part), self.inputs) for part in range(len(self.outputs))])
+
+    def release(self, kept: Sequence[torch.Tensor] = ()) -> None:
+        """Free the parameters whose memory none of the `kept` tensors shares."""
+        places = {tensor.untyped_storage().data_ptr() for tensor in kept if not tensor.is_mkldnn}
+        for parameter in self._parameters():
+            if parameter.numel() and parameter.untyped_storage().data_ptr() not in places:
+                parameter.release()
+
+    def _get(self, key: str) -> ShardedParameter:
+        found = getattr(self.module, key)
+        assert isinstance(found, ShardedParameter)
+        return found
+
+    def _parameters(self) -> list[ShardedParameter]:
+        return [self._get(key) for key in (*self.keys.values(), *([self.rounded] if self.rounded else []))]
+
+    def _is_by_part(self, stored: StoredTensor) -> bool:
+        return len(self.outputs) > 1 and not any(isinstance(axis, Axis) and axis.of == "output" for axis in stored.axes)
+
+    def _make_parameter(self, stored: StoredTensor) -> ShardedParameter:
+        parts = len(self.outputs) if self._is_by_part(stored) else 1
+        lead = (max(1, self.experts) * parts,) if self.experts or self._is_by_part(stored) else ()
+        rule, shape = ShardRule(expert=0 if lead else None, scalar=stored.scalar), list(lead)
+        for axis in stored.axes:
+            if not isinstance(axis, Axis):
+                shape.append(axis)
+                continue
+            if axis.whole:
+                shape.append(-(-self.sizes.full_inputs // axis.block) * axis.entries)
+                continue
+            sizes = self.outputs if axis.of == "output" else [self.inputs]
+            step = gcd(axis.block, *sizes) if axis.splits else axis.block
+            if axis.of == "output":
+                rule = replace(rule, output=len(shape), output_block=axis.block, output_step=step, output_entries=axis.entries)
+            else:
+                rule = replace(rule, input=len(shape), input_block=axis.block, input_step=step, input_entries=axis.entries)
+            shape.append(-(-sum(sizes) // step) * axis.entries)
+        data = torch.zeros(shape, dtype=stored.dtype) if stored.optional else torch.empty(shape, dtype=stored.dtype)
+        return ShardedParameter(data, rule, stored.optional)
+
+    def _slice_part(self, tensors: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
+        """The tensors of one merged part."""
+        found, lead = {}, 1 if self.experts else 0
+        start, total = sum(self.outputs[:part]), sum(self.outputs)
+        for suffix, stored in self.stored.items():
+            tensor = tensors[suffix]
+            if self._is_by_part(stored):
+                whole = tensor.unflatten(0, (-1, len(self.outputs)))[:, part]
+                found[suffix] = whole if lead else whole[0]
+                continue
+            dim = lead + next(index for index, axis in enumerate(stored.axes) if isinstance(axis, Axis) and axis.of == "output")
+            size = tensor.shape[dim]
+            first, last = start * size // total, (start + self.outputs[part]) * size // total
+            found[suffix] = tensor.narrow(dim, first, last - first)
+        return found
+
+
+class RoundedParameter(ShardedParameter):
+    """A plain weight that is quantized tensor by tensor while loading, so that the unquantized
+    weights are never all in memory. It holds no memory of its own."""
+
+    owner: StoredWeight
+
+    def __new__(cls, owner: StoredWeight, shape: Sequence[int], dtype: torch.dtype, rule: ShardRule) -> RoundedParameter:
+        parameter = super().__new__(cls, torch.empty(0, dtype=dtype), rule)
+        assert isinstance(parameter, RoundedParameter)
+        parameter.owner, parameter.whole_shape = owner, torch.Size(shape)
+        return parameter
+
+    def allocate(self) -> None:
+        """Nothing: the values go to the tensors of the format."""
+
+    def write(self, part: Part, value: torch.Tensor) -> None:
+        self.owner.write_rounded(part, value.to(self.device))
+
+    def load(self, name: str, tensor: LazyTensor) -> None:
+        super().load(name, tensor)
+
+
+def join(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
+    """Concatenate the outputs of weights of one scheme and order; others are returned as they
+    are."""
+    first = weights[0]
+    for other in weights[1:]:
+        same_order = first.order is None if other.order is None else first.order is not None and torch.equal(first.order, other.order)
+        if other.scheme != first.scheme or not same_order or first.tensors.keys() != other.tensors.keys():
+            return list(weights)
+    lead = first.codes.dim() - 2
+    joined: dict[str, Any] = {
+        name: torch.cat([each.tensors[name] for each in weights], lead) for name in first.tensors if name != "order"
+    }
+    return [replace(first, **joined)]
+
+
+def _parameter_name(suffix: str, name: str) -> str:
+    if not name:
+        return suffix
+    return name + suffix.removeprefix(PLAIN) if suffix.startswith(PLAIN) else f"{name}_{suffix}"

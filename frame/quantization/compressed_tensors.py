@@ -1,0 +1,153 @@
+"""compressed-tensors checkpoints (llm-compressor): a scheme for each group of layers, each mapped
+to a layer format by its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer
+from frame.quantization.fp8 import Fp8Layer
+from frame.quantization.fp8_format import Fp8Format, read_block
+from frame.quantization.integers import Integers, unpack_words, word_axis
+from frame.quantization.patterns import matches
+from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_LAYERS = ("Linear",)  # a target that means all linear layers
+_FLOAT8 = ("tensor", "channel", "block")
+_INTEGER = ("tensor", "channel", "group")
+_PACKED_BITS = (2, 3, 4, 8)
+
+
+class CompressedTensors(WeightFormat):
+    """Reads `config_groups` and `ignore`. Weights only: activations keep the model's dtype, or are
+    rounded by the kernel."""
+
+    conformance_config: ClassVar[dict[str, Any]] = {
+        "format": "pack-quantized",
+        "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}}},
+    }
+    # shapes follow from the model; scales of activations are computed by the kernels that need them
+    ignored_weights = (r".*\.weight_shape$", r".*\.input_(scale|zero_point|global_scale)$")
+
+    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        config = context.checkpoint_config or {}
+        for key in ("sparsity_config", "transform_config"):
+            part = config.get(key)
+            if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
+                raise CheckpointError(f"quantization_config.{key} is {part!r}; sparse and transformed weights are not read.")
+        groups = config.get("config_groups") or {}
+        if not groups:
+            raise CheckpointError("quantization_config.config_groups is empty: name the scheme of the layers.")
+        self._ignored = tuple(config.get("ignore") or ())
+        self._groups = [
+            (tuple(group.get("targets") or _LAYERS), read_scheme(f"quantization_config.config_groups.{name}", group, config, context.dtype))
+            for name, group in groups.items()
+        ]
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        if any(matches(pattern, name) for pattern in self._ignored):
+            return PlainLayer(self.context.dtype)
+        named = (layout for targets, layout in self._groups if any(target not in _LAYERS and matches(target, name) for target in targets))
+        general = (layout for targets, layout in self._groups if any(target in _LAYERS for target in targets))
+        return next(named, None) or next(general, None) or PlainLayer(self.context.dtype)
+
+
+def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any], dtype: torch.dtype) -> LayerFormat:
+    """The layer format of one group. Raises CheckpointError for a scheme that is not read."""
+    weights = group.get("weights") or {}
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    size, stored = weights.get("group_size"), group.get("format") or config.get("format")
+    symmetric = bool(weights.get("symmetric", True))
+    if strategy is None:
+        strategy = "group" if size and size > 0 else "channel" if size == -1 else "tensor"
+    if kind == "float" and bits == 8 and strategy in _FLOAT8:
+        block = read_block(weights.get("block_structure") or (128, 128))
+        return Fp8Layer(Fp8Format("tensor" if strategy == "tensor" else "channel" if strategy == "channel" else "block", block=block))
+    if kind == "float" and bits == 4 and size == NV_GROUP:
+        return Fp4Layer("weight_packed", "weight_scale", NV_GROUP, "weight_global_scale", divides=True)
+    if kind == "float" and bits == 4 and size == MX_GROUP:
+        return Fp4Layer("weight_packed", "weight_scale", MX_GROUP)
+    if kind == "int" and strategy in _INTEGER:
+        layout = IntegerLayer(dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric)
+        if stored == "pack-quantized" and bits in _PACKED_BITS:
+            return PackedLayer(layout, weights.get("actorder") in ("group", True))
+        if stored in ("int-quantized", "naive-quantized") and bits == 8:
+            return layout
+    raise CheckpointError(
+        f"{where} stores weights as {bits}-bit {kind} by {strategy} ({stored}), which no scheme of compressed-tensors that is read matches."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerLayer(LayerFormat):
+    """`weight` int8 [outputs, inputs], `weight_scale`, and `weight_zero_point` int8 unless
+    `symmetric`: per `group` inputs, per output (0), or, with `single`, one for the layer."""
+
+    dtype: torch.dtype
+    bits: int
+    group: int
+    single: bool
+    symmetric: bool
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        tensors = {"weight": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "weight_scale": self.list_scale(torch.float32)}
+        if not self.symmetric:
+            tensors["weight_zero_point"] = self.list_scale(torch.int8)
+        return tensors
+
+    def list_scale(self, dtype: torch.dtype) -> StoredTensor:
+        """The tensor of scales."""
+        if self.single:
+            return StoredTensor(dtype, (OUTPUTS,), scalar=True)
+        return StoredTensor(dtype, (OUTPUTS, Axis("input", self.group, splits=True) if self.group else 1))
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        codes, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+        if self.single:
+            scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
+        unsigned = None if zeros is None else zeros.view(torch.uint8) ^ 128
+        return Integers(8, codes.view(torch.uint8) ^ 128, scales, unsigned).pack(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer(LayerFormat):
+    """`weight_packed` int32 [outputs, inputs / word], `weight_scale`, `weight_zero_point` int32
+    [outputs / word, groups] unless symmetric, and `weight_g_idx` [inputs] if `ordered`."""
+
+    integers: IntegerLayer
+    ordered: bool
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        integers, bits = self.integers, self.integers.bits
+        scale = integers.list_scale(torch.float32)
+        if self.ordered:
+            by_group: Axis | int = Axis("input", integers.group, whole=True)
+            scale = StoredTensor(torch.float32, (OUTPUTS, by_group))
+        else:
+            by_group = Axis("input", integers.group, splits=True) if integers.group else 1
+        tensors = {"weight_packed": StoredTensor(torch.int32, (OUTPUTS, word_axis("input", bits))), "weight_scale": scale}
+        if not integers.symmetric:
+            tensors["weight_zero_point"] = StoredTensor(torch.int32, (word_axis("output", bits), by_group))
+        if self.ordered:
+            tensors["weight_g_idx"] = StoredTensor(torch.int32, (INPUTS,))
+        return tensors
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        integers = self.integers
+        codes = unpack_words(tensors["weight_packed"], integers.bits)[..., :inputs]
+        scales, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
+        if integers.single:
+            scales = scales.unsqueeze(-1)
+        if zeros is not None:
+            zeros = unpack_words(zeros.transpose(-1, -2), integers.bits).transpose(-1, -2)
+        return Integers(integers.bits, codes, scales, zeros, tensors.get("weight_g_idx")).pack(integers.dtype)

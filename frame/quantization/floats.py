@@ -1,0 +1,53 @@
+"""Layers of 4-bit floats (e2m1) with scales per block of inputs: MXFP4 and NVFP4 as
+compressed-tensors and ModelOpt store them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.interfaces.weight_format import BLOCK, Axis, LayerFormat, PackedWeight, StoredTensor, WeightScheme, pack_nibbles
+from frame.quantization.plain import OUTPUTS
+
+MX_GROUP, NV_GROUP = 32, 16
+_EXPONENT_BIAS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Layer(LayerFormat):
+    """uint8 [outputs, inputs / 2], the first of two inputs in the low nibble, and scales per
+    `group` inputs.
+
+    `weight`, `scale`: names. Scales are e8m0 exponents in bytes if `outer` is empty, otherwise e4m3
+    with one number per layer, named `outer`, which multiplies them or, with `divides`, divides
+    them.
+    """
+
+    weight: str
+    scale: str
+    group: int
+    outer: str = ""
+    divides: bool = False
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        by_group = Axis("input", self.group)
+        tensors = {
+            self.weight: StoredTensor(torch.uint8, (OUTPUTS, Axis("input", 2))),
+            self.scale: StoredTensor(torch.float8_e4m3fn if self.outer else torch.uint8, (OUTPUTS, by_group)),
+        }
+        if self.outer:
+            tensors[self.outer] = StoredTensor(torch.float32, (OUTPUTS,), scalar=True)
+        return tensors
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        packed, scales = tensors[self.weight], tensors[self.scale]
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        codes = pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK)))
+        scheme = WeightScheme("e2m1", (1, self.group))
+        if self.outer:
+            return PackedWeight(scheme, inputs, codes, scales, outer=tensors[self.outer], divides=self.divides)
+        exponents = torch.exp2(scales.float() - _EXPONENT_BIAS).to(torch.bfloat16)
+        return PackedWeight(scheme, inputs, codes, exponents)

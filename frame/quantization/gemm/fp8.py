@@ -1,0 +1,44 @@
+"""Products with e4m3 weights whose activations are rounded to e4m3 too."""
+
+from __future__ import annotations
+
+import torch
+
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.weight_format import PackedWeight
+from frame.quantization.gemm.fp8_matmul import Fp8Matmul, find_obstacle
+
+
+class Fp8Kernel(GemmKernel):
+    """Weights with one scale per output or per block of 128 x 128."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        if weight.codes.dim() > 2:
+            return "experts are multiplied by the MoE runner"
+        if weight.zeros is not None or weight.order is not None or weight.outer is not None:
+            return "it takes no zero points, order or outer scales"
+        return find_obstacle(weight.codes, weight.scheme.group)
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        return Fp8Product(weight)
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        raise NotImplementedError("experts are multiplied by the MoE runner")
+
+
+class Fp8Product:
+    """x times one weight, while its tensors keep their sizes and addresses."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        assert weight.scales is not None
+        self.codes = weight.codes
+        self._matmul = Fp8Matmul(weight.codes, weight.scales, weight.scheme.group)
+        self.tensors = (weight.codes, self._matmul.scales)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._matmul(x, self.codes, bias)
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """SiLU(first half of the outputs) * second half; None where a separate activation is
+        faster."""
+        return self._matmul.multiply_gated(x, self.codes, bias)

@@ -1,0 +1,45 @@
+"""The reference of all kernels: dequantize, then multiply."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.weight_format import PackedWeight
+from frame.models.layers.weights.plain_product import multiply_grouped
+
+
+class ReferenceKernel(GemmKernel):
+    """Dequantizes the weight in every product, so it takes any weight, slowly."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        return None
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        return ReferenceProduct(weight)
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        return ReferenceGroupedProduct(weight)
+
+
+class ReferenceProduct:
+    """x times the dequantized weight."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.weight = weight
+        self.tensors = list(weight.tensors.values())
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight.dequantize(x.dtype), bias)
+
+
+class ReferenceGroupedProduct:
+    """Rows sorted by expert times the dequantized weights."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.weight = weight
+        self.tensors = list(weight.tensors.values())
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return multiply_grouped(x, self.weight.dequantize(x.dtype), ends)

@@ -1,0 +1,26 @@
+"""Products with weights that are dequantized after loading."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.weight_format import PackedWeight
+from frame.models.layers.packed import can_pack, pack_weight
+from frame.models.layers.weights.plain_product import PackedProduct, PlainGroupedProduct, PlainProduct
+
+
+class UnpackedKernel(GemmKernel):
+    """The numbers of the checkpoint at the speed and in the memory of unquantized weights."""
+
+    unpacks: ClassVar[bool] = True
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        return None
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        dense = weight.dequantize(self.context.dtype)
+        return PackedProduct(pack_weight(dense)) if can_pack(dense) else PlainProduct(dense)
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        return PlainGroupedProduct(weight.dequantize(self.context.dtype))

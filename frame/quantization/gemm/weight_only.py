@@ -1,0 +1,87 @@
+"""Products with 4-bit and 8-bit weights by the Triton kernels of
+`frame.kernels.linear.weight_only`. Activations keep their dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from frame import kernels
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.weight_format import PackedWeight
+from frame.kernels.nvidia import count_multiprocessors
+
+_PROCESSORS = 132  # assumed for the interpreter
+_COUNTERS = 1 << 16  # tiles whose split-K sums are counted
+
+
+class WeightOnlyKernel(GemmKernel):
+    """Dequantizes codes in registers; for many rows, the whole weight once."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        from frame.kernels.linear.weight_only import find_obstacle
+
+        device = weight.codes.device
+        if not kernels.can_use_triton(device):
+            return "the device does not run Triton"
+        floats = [weight.codes.dtype, weight.scales.dtype if weight.scales is not None else None]
+        if torch.float8_e4m3fn in floats and not kernels.supports_fp8(device):
+            return "the device does not convert e4m3"
+        return find_obstacle(weight)
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        return WeightOnlyProduct(weight)
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        return WeightOnlyGroupedProduct(weight)
+
+
+class WeightOnlyProduct:
+    """x times one weight, while its tensors keep their sizes and addresses."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        from frame.kernels.linear import weight_only
+
+        self.weight = weight
+        self.tensors = list(weight.tensors.values())
+        self._module, self._processors = weight_only, _count_processors(weight.codes.device)
+        self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+        rows = len(flat)
+        if self.weight.order is not None:
+            flat = flat.index_select(1, self.weight.order)
+        if rows > self._module.MAX_FUSED_ROWS:
+            out = F.linear(flat, self._module.dequantize(self.weight, x.dtype), bias)
+        else:
+            plan = self._module.choose_plan(max(1, rows), self.weight, self._processors)
+            out = self._module.multiply(flat, self.weight, bias, plan, self._counter)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+
+class WeightOnlyGroupedProduct:
+    """Rows sorted by expert times the weights of their experts."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        from frame.kernels.linear import weight_only
+
+        self.weight = weight
+        self.tensors = list(weight.tensors.values())
+        self._module, self._processors = weight_only, _count_processors(weight.codes.device)
+        self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        each = max(1, min(self._module.MAX_FUSED_ROWS, len(x) // len(self.weight.codes)))  # rows of an expert, on average
+        plan = self._module.choose_grouped_plan(each, self.weight)
+        if self.weight.order is None:
+            return self._module.multiply(x, self.weight, None, plan, self._counter, ends)
+        owners = torch.bucketize(torch.arange(len(x), device=x.device), ends, right=True).clamp_max_(len(ends) - 1)
+        ordered = x.gather(1, self.weight.order.long().index_select(0, owners))
+        return self._module.multiply(ordered, self.weight, None, plan, self._counter, ends)
+
+
+def _count_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROCESSORS
+    return count_multiprocessors(device)

@@ -1,0 +1,104 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel; arXiv 2210.17323): integers of 2, 3, 4 or 8 bits, packed
+along the inputs, with scales and zero points per group of inputs, optionally in act-order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.quantization.integers import Integers, check_owners, unpack_words, word_axis
+from frame.quantization.patterns import matches
+from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+BITS = (2, 3, 4, 8)
+_FORMATS = ("", "gptq", "gptq_v2")
+
+
+class Gptq(WeightFormat):
+    """Reads `quantization_config`, with the overrides per layer of GPTQModel (`dynamic`)."""
+
+    conformance_config: ClassVar[dict[str, Any]] = {"bits": 4, "group_size": 32}
+
+    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        config = self.config = dict(context.checkpoint_config or {})
+        stored = config.get("checkpoint_format") or ""
+        if stored not in _FORMATS:
+            raise CheckpointError(f"quantization_config.checkpoint_format is {stored!r}; of GPTQ's formats gptq and gptq_v2 are read.")
+        self._plain = tuple(config.get("modules_to_not_convert") or ())
+        self._blocks = [name for group in config.get("modules_in_block_to_quantize") or () for name in group]
+        self._dynamic: Mapping[str, Any] = config.get("dynamic") or {}
+        self._make({})  # refuses an unknown scheme before a layer is built
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        plain = PlainLayer(self.context.dtype)
+        if kind == "head" and not self.config.get("lm_head"):
+            return plain
+        if any(matches(pattern, name) for pattern in self._plain):
+            return plain
+        if kind == "linear" and self._blocks and not any(name.endswith(f".{block}") for block in self._blocks):
+            return plain
+        for pattern, overrides in self._dynamic.items():
+            if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
+                return plain if pattern.startswith("-:") else self._make(overrides)
+        return self._make({})
+
+    def _make(self, overrides: Mapping[str, Any]) -> GptqLayer:
+        config = self.config | dict(overrides)
+        bits, group = config.get("bits"), config.get("group_size", 128)
+        if bits not in BITS:
+            raise CheckpointError(f"quantization_config.bits is {bits!r}; of GPTQ's numbers of bits {', '.join(map(str, BITS))} are read.")
+        if not isinstance(group, int) or group < -1 or group == 0:
+            raise CheckpointError(f"quantization_config.group_size is {group!r}; a positive number or -1 (all inputs) is expected.")
+        is_second = config.get("checkpoint_format") == "gptq_v2"
+        return GptqLayer(self.context.dtype, int(bits), max(0, group), bool(config.get("desc_act")), 0 if is_second else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqLayer(LayerFormat):
+    """`qweight` [inputs / word, outputs], `qzeros` [groups, outputs / word], `scales` [groups,
+    outputs], `g_idx` [inputs]. `group`: inputs of a group (0: all). `lift`: added to stored zero
+    points."""
+
+    dtype: torch.dtype
+    bits: int
+    group: int
+    ordered: bool
+    lift: int
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        by_group = group_axis(self.group, self.ordered)
+        return {
+            "qweight": StoredTensor(torch.int32, (word_axis("input", self.bits), OUTPUTS)),
+            "qzeros": StoredTensor(torch.int32, (by_group, word_axis("output", self.bits))),
+            "scales": StoredTensor(torch.float32, (by_group, OUTPUTS)),
+            "g_idx": StoredTensor(torch.int32, (INPUTS,), optional=not self.ordered),
+        }
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        codes = unpack_words(tensors["qweight"].transpose(-1, -2), self.bits)
+        zeros = unpack_words(tensors["qzeros"], self.bits).transpose(-1, -2)
+        zeros = (zeros + self.lift).bitwise_and_((1 << self.bits) - 1)
+        if not self.ordered:
+            check_owners(tensors["g_idx"], "g_idx")
+        owners = tensors["g_idx"] if self.ordered else None
+        symmetric = bool((zeros == 1 << self.bits - 1).all())
+        scales = tensors["scales"].transpose(-1, -2)
+        return Integers(self.bits, codes[..., :inputs], scales, None if symmetric else zeros, owners).pack(self.dtype)
+
+
+def group_axis(group: int, ordered: bool) -> Axis | int:
+    """The axis of groups. All ranks hold all groups of an act-order, because a rank's inputs may
+    belong to any group; and the one group of all inputs."""
+    if not group:
+        return 1
+    return Axis("input", group, whole=True) if ordered else Axis("input", group, splits=True)

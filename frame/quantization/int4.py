@@ -1,0 +1,79 @@
+"""Quantizes unquantized checkpoints while loading, tensor by tensor, to int4 with a scale and a
+zero point per group of inputs (round-to-nearest)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from frame.core.interfaces.weight_format import (
+    BLOCK,
+    Axis,
+    FormatContext,
+    LayerFormat,
+    LayerKind,
+    PackedWeight,
+    StoredTensor,
+    WeightFormat,
+    WeightScheme,
+    pack_nibbles,
+)
+from frame.quantization import Int4Options
+from frame.quantization.plain import OUTPUTS, PlainLayer
+from frame.quantization.rounding import IgnoredLayers
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_SMALLEST = 1e-8
+
+
+class Int4(WeightFormat):
+    """Int4 for linear layers and experts whose checkpoint name matches no pattern of `ignore`."""
+
+    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._options = options if isinstance(options, Int4Options) else Int4Options()
+        self._ignored = IgnoredLayers(self._options)
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        dtype = self.context.dtype
+        if kind == "head" or self._ignored.matches(name):
+            return PlainLayer(dtype)
+        return RoundedInt4Layer(dtype, self._options.group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedInt4Layer(LayerFormat):
+    """int4 codes, and one scale and zero point for `group` inputs, or for the greatest divisor of
+    the inputs that divides `group` too."""
+
+    dtype: torch.dtype
+    group: int
+    rounds: ClassVar[bool] = True
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        size = gcd(inputs, self.group)
+        return {
+            "codes": StoredTensor(torch.uint8, (OUTPUTS, Axis("input", BLOCK, BLOCK // 2))),
+            "scales": StoredTensor(self.dtype, (OUTPUTS, Axis("input", size))),
+            "zeros": StoredTensor(torch.int16, (OUTPUTS, Axis("input", size))),
+        }
+
+    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """The least and the largest number of a group, and 0, lie between the codes 0 and 15."""
+        groups = weight.float().unflatten(1, (-1, gcd(weight.shape[1], self.group)))
+        low, high = groups.amin(2).clamp_max_(0), groups.amax(2).clamp_min_(0)
+        scales = ((high - low) / 15).clamp_min_(_SMALLEST).to(self.dtype)
+        zeros = (-low / scales.float()).round_().clamp_(0, 15)
+        codes = (groups / scales.float().unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15).to(torch.uint8).flatten(1)
+        padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % BLOCK))
+        return {"codes": pack_nibbles(padded), "scales": scales, "zeros": zeros.to(torch.int16)}
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        scheme = WeightScheme("int4", (1, gcd(inputs, self.group)), zeros=True)
+        return PackedWeight(scheme, inputs, tensors["codes"], tensors["scales"], tensors["zeros"])

@@ -1,0 +1,131 @@
+"""From stored integers to canonical codes: packed words, act-order, and compact scales.
+
+Used by the formats of integer weights. Depends on no configuration of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.weight_format import BLOCK, Axis, PackedWeight, WeightScheme, pack_nibbles
+
+_WORD = 32  # bits of a packed word
+
+
+def word_axis(of: str, bits: int) -> Axis:
+    """The axis of values packed into 32-bit words."""
+    if _WORD % bits == 0:
+        return Axis("output" if of == "output" else "input", _WORD // bits)
+    return Axis("output" if of == "output" else "input", _WORD, bits)
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [..., n] -> uint8 [..., 32 n / bits]: a stream of bits, the lowest first. `bits` is at
+    most 8; for others than 2, 4 and 8, n is a multiple of `bits`."""
+    if bits == 8:
+        return words.contiguous().view(torch.uint8)
+    if _WORD % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+        return (words.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
+    groups = words.long().bitwise_and_(0xFFFFFFFF).unflatten(-1, (-1, bits))
+    starts = torch.arange(0, _WORD * bits, bits, device=words.device)
+    first, offset = starts // _WORD, starts % _WORD
+    low = groups[..., first] >> offset
+    high = groups[..., (first + 1).clamp_max(bits - 1)] << (_WORD - offset)
+    return (low | high).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(-2)
+
+
+@dataclass(slots=True)
+class Integers:
+    """Unsigned codes uint8 [..., outputs, inputs], scales and, if there are any, unsigned zero
+    points uint8 [..., outputs, groups]. `owners`: int32 [..., inputs], the group of each input
+    (act-order); None: groups follow one another."""
+
+    bits: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    owners: torch.Tensor | None = None
+
+    def pack(self, dtype: torch.dtype) -> PackedWeight:
+        """The canonical form. `dtype`: of the model, preferred for scales if it represents them."""
+        inputs, ordered, order = self.codes.shape[-1], self, None
+        if self.owners is not None and self.scales.shape[-1] > 1:
+            ordered, order = self._sort()
+        group = ordered.codes.shape[-1] // ordered.scales.shape[-1]
+        scheme = WeightScheme("int4" if self.bits <= 4 else "int8", (1, group), self.zeros is not None, order is not None)
+        shift = (8 if self.bits <= 4 else 0) - (1 << self.bits - 1)  # from unsigned codes to the canonical ones
+        zeros = ordered.zeros.to(torch.int16).add_(shift) if ordered.zeros is not None else None
+        codes = ordered.codes.to(torch.int16).add_(shift).to(torch.uint8 if self.bits <= 4 else torch.int8)
+        if self.bits <= 4:
+            codes = pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK)))
+        return PackedWeight(scheme, inputs, codes.contiguous(), compact(ordered.scales, dtype), zeros, order=order)
+
+    def _sort(self) -> tuple[Integers, torch.Tensor | None]:
+        """The same weights with the inputs sorted by group, and the order; None: sorted before."""
+        assert self.owners is not None
+        groups = self.scales.shape[-1]
+        size = self.codes.shape[-1] // groups
+        flat = self.owners.reshape(-1, self.owners.shape[-1])
+        counts = torch.stack([torch.bincount(each.long(), minlength=groups) for each in flat])
+        is_whole = bool((counts == size).all())
+        if is_whole and bool((flat.diff() >= 0).all()):
+            return Integers(self.bits, self.codes, self.scales, self.zeros), None
+        if self.codes.dim() == 2:
+            return self._sort_inputs(counts[0], None if is_whole else int((-(-counts // BLOCK)).sum()))
+        blocks = None if is_whole else int((-(-counts // BLOCK)).sum(1).max())
+        parts = [self._select(expert)._sort_inputs(count, blocks) for expert, count in enumerate(counts)]  # noqa: SLF001 - own class
+        zeros = [part.zeros for part, _ in parts if part.zeros is not None]
+        joined = Integers(
+            self.bits,
+            torch.stack([part.codes for part, _ in parts]),
+            torch.stack([part.scales for part, _ in parts]),
+            torch.stack(zeros) if zeros else None,
+        )
+        return joined, torch.stack([order for _, order in parts])
+
+    def _select(self, expert: int) -> Integers:
+        zeros, owners = (None if each is None else each[expert] for each in (self.zeros, self.owners))
+        return Integers(self.bits, self.codes[expert], self.scales[expert], zeros, owners)
+
+    def _sort_inputs(self, counts: torch.Tensor, blocks: int | None) -> tuple[Integers, torch.Tensor]:
+        """Sort the inputs of one matrix. A rank's share of a group may have any size: it is then
+        padded to blocks of 32 codes whose weight is zero, `blocks` in all."""
+        assert self.owners is not None
+        owners = self.owners.long()
+        order = owners.argsort(stable=True)
+        if blocks is None:
+            return Integers(self.bits, self.codes[:, order], self.scales, self.zeros), order.to(torch.int32)
+        needed = -(-counts // BLOCK)
+        of_block = torch.arange(len(counts), device=owners.device).repeat_interleave(needed)
+        of_block = F.pad(of_block, (0, blocks - len(of_block)))
+        sorted_owners = owners[order]
+        place = torch.arange(len(order), device=owners.device) - (counts.cumsum(0) - counts)[sorted_owners]
+        place += (needed.cumsum(0) - needed)[sorted_owners] * BLOCK
+        scales, zeros = self.scales[:, of_block], None if self.zeros is None else self.zeros[:, of_block]
+        if zeros is None:
+            codes = self.codes.new_full((len(self.codes), blocks * BLOCK), 1 << self.bits - 1)
+        else:
+            codes = zeros.repeat_interleave(BLOCK, 1)
+        codes[:, place] = self.codes[:, order]
+        padded = order.new_zeros(blocks * BLOCK)
+        padded[place] = order
+        return Integers(self.bits, codes, scales, zeros), padded.to(torch.int32)
+
+
+def compact(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scales in a dtype of 16 bits that represents all of them, `dtype` first; else float32."""
+    for kind in (dtype, torch.float16, torch.bfloat16):
+        if kind.itemsize == 2 and torch.equal(scales.to(kind).float(), scales.float()):
+            return scales.to(kind).contiguous()
+    return scales.float().contiguous()
+
+
+def check_owners(owners: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError if the inputs are not sorted by group."""
+    if not bool((owners.diff() >= 0).all()):
+        raise CheckpointError(f"{name} permutes the inputs, but quantization_config does not say so (desc_act): correct config.json.")

@@ -1,0 +1,205 @@
+"""The conformance suite of GEMM kernels: every product equals that of the dequantized weight.
+
+Weights are random, in every scheme of the codes that the kernel has a speed for. Must not name a
+kernel or a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements
+from frame.core.interfaces.weight_format import Codes, PackedWeight, WeightScheme
+from frame.testing.attention_cases import build_context
+from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.devices import open_platform
+from frame.testing.packed_weights import make_weight
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
+ROUNDED = 0.1  # where a kernel rounds activations too
+ROWS = (1, 2, 7, 17, 70)
+OUTPUTS, INPUTS = 128, 256
+SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per output or without
+    (WeightScheme("plain"), False),
+    (WeightScheme("int4", (1, 0)), False),
+    (WeightScheme("int4", (1, 32)), False),
+    (WeightScheme("int4", (1, 64), zeros=True), False),
+    (WeightScheme("int4", (1, 128), zeros=True, ordered=True), False),
+    (WeightScheme("int8", (1, 0)), False),
+    (WeightScheme("int8", (1, 128), zeros=True), False),
+    (WeightScheme("int8", (1, 64), ordered=True), False),
+    (WeightScheme("e2m1", (1, 32)), False),
+    (WeightScheme("e2m1", (1, 16)), True),
+    (WeightScheme("e4m3", (1, 0)), False),
+    (WeightScheme("e4m3", (128, 128)), False),
+)
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """`gemm_kernel/1`, in every dtype of the capabilities."""
+    codes = _codes(subject)
+    for name in _dtypes(subject):
+        for scheme, outer in SCHEMES:
+            if scheme.codes in codes:
+                case = Case(subject, DTYPES[name], scheme, outer)
+                label = f"{name}-{str(scheme).replace(' ', '_')}"
+                yield Check(f"product_equals_the_reference-{label}", case.check_product)
+                yield Check(f"experts_equal_the_reference-{label}", case.check_experts)
+        first = next(((scheme, outer) for scheme, outer in SCHEMES if scheme.codes in codes), None)
+        if first is not None:
+            case = Case(subject, DTYPES[name], *first)
+            yield Check(f"bias_is_added-{name}", case.check_bias)
+            yield Check(f"a_row_stands_alone-{name}", case.check_row_alone)
+            yield Check(f"any_leading_dimensions-{name}", case.check_dimensions)
+            yield Check(f"values_replaced_in_place-{name}", case.check_update)
+            yield Check(f"arguments_are_not_changed-{name}", case.check_arguments)
+            yield Check(f"gated_product-{name}", case.check_gated)
+    yield Check("other_sizes", partial(_check_sizes, subject))
+
+
+def _codes(subject: Subject) -> set[Codes]:
+    capabilities = subject.record.capabilities
+    if not isinstance(capabilities, GemmCapabilities):
+        return {"int8"}
+    return {speed.codes for speed in capabilities.speeds}
+
+
+def _dtypes(subject: Subject) -> list[str]:
+    capabilities, device = subject.record.capabilities, subject.setting.device
+    if not isinstance(capabilities, GemmCapabilities):
+        return ["float32"]
+    kind, capability = device.partition(":")[0], open_platform(device).compute_capability
+    return [name for name in capabilities.dtypes if not capabilities.unsupported(GemmRequirements(kind, capability, name))]
+
+
+class Case:
+    """Products with random weights of one scheme."""
+
+    def __init__(self, subject: Subject, dtype: torch.dtype, scheme: WeightScheme, outer: bool) -> None:
+        self.device, self.dtype, self.scheme, self.outer = subject.setting.device, dtype, scheme, outer
+        self.kernel: GemmKernel = subject.target(build_context(torch.device(self.device), dtype, 16), subject.options)
+        self.tolerance = ROUNDED if scheme.codes == "e4m3" and dtype != torch.float32 else TOLERANCE[dtype]
+
+    def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
+        """A weight that the kernel takes."""
+        weight = make_weight(self.scheme, outputs, inputs, experts=experts, outer=self.outer, dtype=self.dtype, seed=seed)
+        for name, tensor in weight.tensors.items():
+            setattr(weight, name, tensor.to(self.device))
+        obstacle = self.kernel.find_obstacle(weight)
+        if obstacle is not None:
+            raise SkipCheck(obstacle)
+        return weight
+
+    def input(self, rows: int, inputs: int = INPUTS) -> torch.Tensor:
+        return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(self.device, self.dtype)
+
+    def compare(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        """Assert that a result is close to float64 numbers."""
+        assert got.dtype == self.dtype, f"{what}: the result is {got.dtype}, not {self.dtype}"
+        assert got.shape == expected.shape, f"{what}: the result has the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+        assert torch.isfinite(got).all(), f"{what}: the result is not finite"
+        error = float((got.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+        assert error <= self.tolerance, f"{what}: largest relative error {error:.2e}, allowed {self.tolerance:.0e}"
+
+    def reference(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        return x.double() @ weight.dequantize(torch.float32).double().t()
+
+    def check_product(self) -> None:
+        weight = self.make()
+        product = self.kernel.prepare(weight)
+        weight = self.make()
+        for rows in ROWS:
+            x = self.input(rows)
+            self.compare(product(x), self.reference(x, weight), f"{rows} rows")
+        assert product(self.input(0)).shape == (0, OUTPUTS), "no rows: the result has another shape"
+
+    def check_experts(self) -> None:
+        weight = self.make(experts=3)
+        product = self.kernel.prepare_experts(weight)
+        weight = self.make(experts=3)
+        for sizes in ((4, 0, 3), (0, 0, 1), (33, 20, 1), (2, 2, 0)):
+            x = self.input(sum(sizes))
+            ends = torch.tensor(sizes).cumsum(0).to(self.device, torch.int32)
+            parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x.split(sizes))]
+            self.compare(product(x, ends), torch.cat(parts), f"experts with {sizes} rows")
+        ends = torch.tensor([2, 3, 4]).to(self.device, torch.int32)
+        x = self.input(9)
+        parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
+        self.compare(product(x, ends)[:4], torch.cat(parts), "with rows after the last end")
+
+    def check_bias(self) -> None:
+        product = self.kernel.prepare(self.make())
+        bias = torch.randn(OUTPUTS, generator=torch.Generator().manual_seed(1)).to(self.device, self.dtype)
+        for rows in (1, 70):
+            x = self.input(rows)
+            self.compare(product(x, bias), self.reference(x, self.make()) + bias.double(), f"{rows} rows with a bias")
+
+    def check_row_alone(self) -> None:
+        product = self.kernel.prepare(self.make())
+        x = self.input(9)
+        expected = product(x).double()[:1]
+        x[1:] = torch.nan
+        self.compare(product(x)[:1], expected, "row 0 while all others are NaN")
+
+    def check_dimensions(self) -> None:
+        product = self.kernel.prepare(self.make())
+        x = self.input(6)
+        expected = self.reference(x, self.make())
+        self.compare(product(x.view(2, 3, INPUTS)), expected.view(2, 3, -1), "rows in two dimensions")
+        wide = torch.zeros(6, INPUTS + 64, device=self.device, dtype=self.dtype)
+        wide[:, :INPUTS] = x
+        self.compare(product(wide[:, :INPUTS]), expected, "rows that are not contiguous")
+
+    def check_update(self) -> None:
+        """A captured graph reads the tensors of the product: new values written there count."""
+        product, other = self.kernel.prepare(self.make()), self.kernel.prepare(self.make(seed=2))
+        before, after = list(product.tensors), list(other.tensors)
+        assert before, "the product lists no tensors"
+        if any(tensor.is_mkldnn for tensor in before):
+            raise SkipCheck("its tensors are opaque; they are replaced, not written")
+        for old, new in zip(before, after, strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype), "the tensors of equal weights differ in form"
+            old.copy_(new)
+        x = self.input(3)
+        self.compare(product(x), self.reference(x, self.make(seed=2)), "after an update in place")
+
+    def check_arguments(self) -> None:
+        product, x = self.kernel.prepare(self.make()), self.input(5)
+        kept = x.clone()
+        first = product(x)
+        assert torch.equal(x, kept), "the product changes its input"
+        self.compare(product(x), first.double(), "a second time")
+
+    def check_gated(self) -> None:
+        product = self.kernel.prepare(self.make())
+        gated = getattr(product, "multiply_gated", None)
+        out = None if gated is None else gated(self.input(3))
+        if out is None:
+            raise SkipCheck("it has no gated product for these rows")
+        gate, up = self.reference(self.input(3), self.make()).chunk(2, -1)
+        self.compare(out, torch.nn.functional.silu(gate) * up, "gated")
+
+
+def _check_sizes(subject: Subject) -> None:
+    """Sizes that no tile divides."""
+    found = 0
+    for name in _dtypes(subject)[:1]:
+        for scheme, outer in SCHEMES:
+            if scheme.codes not in _codes(subject):
+                continue
+            case = Case(subject, DTYPES[name], scheme, outer)
+            group = scheme.group[1] or 32
+            for outputs, inputs in ((48, group * 3), (200, group * 5)):
+                try:
+                    weight = case.make(outputs, inputs)
+                except SkipCheck:
+                    continue
+                found += 1
+                product, x = case.kernel.prepare(weight), case.input(19, inputs)
+                case.compare(product(x), case.reference(x, case.make(outputs, inputs)), f"{scheme}, {outputs} x {inputs}")
+    if not found:
+        raise SkipCheck("the kernel takes no such sizes")

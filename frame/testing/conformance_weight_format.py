@@ -1,0 +1,208 @@
+"""The conformance suite of weight formats: what is decoded has canonical form, whatever the merged
+parts, ranks and experts.
+
+Checkpoint tensors are random numbers of their dtype, or what the class's `make_conformance_tensor`
+returns. Whether stored weights are read correctly is a test of the format itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, PackedWeight, WeightFormat
+from frame.models.layers.parameter import Range
+from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
+from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.packed_weights import check_form
+
+DTYPE = torch.float32
+INPUTS, OUTPUTS = 256, (256, 128, 128)  # sizes that block scales of 128 divide
+EXPERTS = 3
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """`weight_format/1`."""
+    yield Check("layers_are_described", partial(_check_described, subject))
+    yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
+    for name in ("linear", "experts", "head"):
+        layout = _describe(subject, name)
+        label = f"-{name}"
+        yield Check(f"tensors_have_axes{label}", partial(_check_tensors, layout))
+        yield Check(f"canonical_form{label}", partial(_check_form, subject, layout))
+        yield Check(f"decode_changes_nothing{label}", partial(_check_pure, subject, layout))
+        yield Check(f"merged_parts_follow_one_another{label}", partial(_check_parts, subject, layout))
+        yield Check(f"ranks_split_outputs{label}", partial(_check_outputs, subject, layout))
+        yield Check(f"ranks_split_inputs{label}", partial(_check_inputs, subject, layout))
+        yield Check(f"experts_are_apart{label}", partial(_check_experts, subject, layout))
+        yield Check(f"a_second_load_replaces_the_first{label}", partial(_check_reload, subject, layout))
+        yield Check(f"rounding_is_close{label}", partial(_check_rounding, layout))
+
+
+# (name after the layer's, shape, dtype) -> a valid tensor; None: any numbers are valid
+MakeTensor = Callable[[str, Sequence[int], torch.dtype], torch.Tensor | None]
+
+
+def _describe(subject: Subject, kind: str) -> LayerFormat:
+    given = getattr(subject.target, "conformance_config", None)  # a checkpoint's `quantization_config`, where a format needs one
+    found: WeightFormat = subject.target(FormatContext(DTYPE, given), subject.options)
+    name = {"linear": NAME, "experts": "model.layers.0.mlp.experts.0.gate_proj", "head": "lm_head"}[kind]
+    return found.describe_layer(name, kind)  # type: ignore[arg-type]
+
+
+class Weight:
+    """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs."""
+
+    def __init__(self, subject: Subject, layout: LayerFormat, rank: int = 0, split: str = "", ranks: int = 1, experts: int = 0) -> None:
+        self.inputs = Range.split(INPUTS, rank, ranks) if split == "input" else Range.whole(INPUTS)
+        self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in OUTPUTS]
+        self.module = nn.Module()
+        sizes = WeightSizes(self.inputs.size, INPUTS, tuple(span.size for span in self.outputs), experts)
+        self.stored = StoredWeight(self.module, layout, sizes, DTYPE)
+        self.make: MakeTensor | None = getattr(subject.target, "make_conformance_tensor", None)
+        for expert in range(max(1, experts)):
+            local = 0
+            for part, span in enumerate(self.outputs):
+                placed = Range(span.full, span.start, span.size, local)
+                self.stored.bind(part, f"{expert}.{part}", placed, self.inputs, expert if experts else None)
+                local += span.size
+
+    def load(self, seed: int = 0) -> list[PackedWeight]:
+        """Load random tensors and decode them."""
+        for parameter in self.module.parameters():
+            if getattr(parameter, "optional", False):
+                continue
+            for name, part in getattr(parameter, "sources", {}).items():
+                parameter.load(name, self._random(f"{name}/{seed}", name, part.shape, parameter.stored_dtype))  # type: ignore[attr-defined]
+        return self.stored.decode()
+
+    def _random(self, key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(ord(letter) * (index + 1) for index, letter in enumerate(key)))
+        made = self.make(name.rsplit(".", 1)[1], shape, dtype) if self.make is not None else None
+        if made is not None:
+            return made
+        if not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=torch.int64).to(dtype)
+        if "scale" in name:
+            return (torch.rand(shape, generator=generator) * 0.01 + 0.01).to(dtype)
+        return (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+
+
+def _dense(weights: Sequence[PackedWeight]) -> torch.Tensor:
+    return torch.cat([weight.dequantize(DTYPE) for weight in weights], weights[0].codes.dim() - 2)
+
+
+def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert got.shape == expected.shape, f"{what}: the shape is {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert torch.equal(got, expected), f"{what}: the weights differ by up to {float((got - expected).abs().max()):.2e}"
+
+
+def _check_described(subject: Subject) -> None:
+    for kind in ("linear", "experts", "head"):
+        layout = _describe(subject, kind)
+        assert isinstance(layout, LayerFormat), f"describe_layer returns {type(layout).__name__} for {kind}"
+        assert layout == _describe(subject, kind), "two descriptions of one layer differ; compare them by value (a frozen dataclass)"
+
+
+def _check_ignored(subject: Subject) -> None:
+    given = getattr(subject.target, "conformance_config", None)
+    for pattern in subject.target(FormatContext(DTYPE, given), subject.options).ignored_weights:
+        assert not re.match(pattern, f"{NAME}.weight"), f"{pattern!r} ignores weights"
+
+
+def _check_tensors(layout: LayerFormat) -> None:
+    tensors = layout.list_tensors(INPUTS, OUTPUTS)
+    assert tensors, "list_tensors names no tensor"
+    for name, stored in tensors.items():
+        for axis in stored.axes:
+            assert isinstance(axis, int) or axis.block >= 1, f"{name}: an axis has blocks of {axis}"
+        of = [axis.of for axis in stored.axes if isinstance(axis, Axis)]
+        assert len(of) == len(set(of)), f"{name} has two axes of one kind"
+        assert not stored.scalar or of == ["output"], f"{name} is scalar, but its axes are {of}"
+
+
+def _check_form(subject: Subject, layout: LayerFormat) -> None:
+    for experts in (0, EXPERTS):
+        for weight in Weight(subject, layout, experts=experts).load():
+            check_form(weight, weight.outputs, INPUTS, (experts,) if experts else ())
+            dense = weight.dequantize(DTYPE)
+            assert torch.isfinite(dense).all(), "a weight is not finite"
+            assert float(dense.abs().max()) > 0, "all weights are zero"
+        assert len(_dense(Weight(subject, layout).load())) == sum(OUTPUTS), "outputs are missing"
+
+
+def _check_pure(subject: Subject, layout: LayerFormat) -> None:
+    made = Weight(subject, layout)
+    first = _dense(made.load()).clone()
+    _compare(_dense(made.stored.decode()), first, "decoded a second time")
+
+
+def _check_parts(subject: Subject, layout: LayerFormat) -> None:
+    whole = _dense(Weight(subject, layout).load())
+    assert int(torch.linalg.matrix_rank(whole.double())) > INPUTS // 2, "the merged parts repeat each other"
+    for part, rows in enumerate(whole.split(OUTPUTS)):
+        sizes, module = WeightSizes(INPUTS, INPUTS, (OUTPUTS[part],)), nn.Module()
+        alone, merged = StoredWeight(module, layout, sizes, DTYPE), Weight(subject, layout)
+        alone.bind(0, f"0.{part}", Range.whole(OUTPUTS[part]), Range.whole(INPUTS))
+        for parameter in module.parameters():
+            if getattr(parameter, "optional", False):
+                continue
+            for name, source in getattr(parameter, "sources", {}).items():
+                parameter.load(name, merged._random(f"{name}/0", name, source.shape, parameter.stored_dtype))  # type: ignore[attr-defined]  # noqa: SLF001
+        _compare(rows, _dense(alone.decode()), f"part {part} of a merged layer")
+
+
+def _check_outputs(subject: Subject, layout: LayerFormat) -> None:
+    whole = _dense(Weight(subject, layout).load())
+    for rank in range(2):
+        part = _dense(Weight(subject, layout, rank, "output", 2).load())
+        expected = torch.cat([rows.chunk(2)[rank] for rows in whole.split(OUTPUTS)])
+        if layout.rounds:
+            assert part.shape == expected.shape, "a rank has other outputs"
+        else:
+            _compare(part, expected, f"outputs of rank {rank}")
+
+
+def _check_inputs(subject: Subject, layout: LayerFormat) -> None:
+    whole = _dense(Weight(subject, layout).load())
+    for rank in range(2):
+        part = _dense(Weight(subject, layout, rank, "input", 2).load())
+        expected = whole.chunk(2, 1)[rank]
+        if layout.rounds:
+            assert part.shape == expected.shape, "a rank has other inputs"
+        else:
+            _compare(part, expected, f"inputs of rank {rank}")
+
+
+def _check_experts(subject: Subject, layout: LayerFormat) -> None:
+    first = _dense(Weight(subject, layout).load())
+    experts = _dense(Weight(subject, layout, experts=EXPERTS).load())
+    assert tuple(experts.shape) == (EXPERTS, sum(OUTPUTS), INPUTS), f"experts have the shape {tuple(experts.shape)}"
+    _compare(experts[0], first, "expert 0")
+    assert not torch.equal(experts[0], experts[1]), "two experts are equal"
+
+
+def _check_reload(subject: Subject, layout: LayerFormat) -> None:
+    made, other = Weight(subject, layout), Weight(subject, layout)
+    made.load()
+    made.stored.release()
+    _compare(_dense(made.load(seed=1)), _dense(other.load(seed=1)), "after a second load")
+
+
+def _check_rounding(layout: LayerFormat) -> None:
+    if not layout.rounds:
+        raise SkipCheck("the checkpoint's weights are not rounded")
+    weight = torch.randn(256, INPUTS, generator=torch.Generator().manual_seed(0)) * 0.05
+    tensors = layout.encode(weight, (256,))
+    assert tensors.keys() == layout.list_tensors(INPUTS, (256,)).keys(), "encode and list_tensors name other tensors"
+    dense = layout.decode(tensors, INPUTS).dequantize(DTYPE)
+    error = float((dense - weight).norm() / weight.norm())
+    assert error < 0.2, f"the weights differ by {error:.2f} of their norm"
+    half = layout.decode(layout.encode(weight[:128], (256,)), INPUTS).dequantize(DTYPE)
+    _compare(half, dense[:128], "half of the outputs, encoded alone")

@@ -1,0 +1,69 @@
+"""Packed weights with random values, and the check that a weight has canonical form.
+
+Used by the suites of weight formats and GEMM kernels and by tests. Depends on no plugin.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from frame.core.interfaces.weight_format import NIBBLES, Codes, PackedWeight, WeightScheme
+
+DTYPES: dict[Codes, torch.dtype] = {"int4": torch.uint8, "e2m1": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+
+def make_weight(
+    scheme: WeightScheme, outputs: int, inputs: int, *, experts: int = 0, outer: bool = False, dtype: torch.dtype, seed: int = 0
+) -> PackedWeight:
+    """A random weight of a scheme. `dtype`: of plain codes, and of scales."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (experts,) if experts else ()
+    if scheme.codes == "plain":
+        return PackedWeight(scheme, inputs, (torch.randn(*lead, outputs, inputs, generator=generator) * inputs**-0.5).to(dtype))
+    codes = _make_codes(scheme.codes, (*lead, outputs, inputs), generator)
+    rows, columns = scheme.group[0] or outputs, scheme.group[1] or inputs
+    shape = (*lead, -(-outputs // rows), -(-inputs // columns))
+    largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "e4m3": 2.0}[scheme.codes]
+    scales = ((torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5 / largest).to(dtype)
+    low, high = (0, 16) if scheme.codes == "int4" else (-128, 128)
+    zeros = torch.randint(low, high, shape, generator=generator).to(torch.int16) if scheme.zeros else None
+    order = None
+    if scheme.ordered:
+        orders = [torch.randperm(inputs, generator=generator) for _ in range(max(1, experts))]
+        order = (torch.stack(orders) if experts else orders[0]).to(torch.int32)
+    factor = torch.rand(*lead, outputs, generator=generator) + 0.5 if outer else None
+    return PackedWeight(scheme, inputs, codes, scales, zeros, factor, order, divides=bool(seed % 2))
+
+
+def _make_codes(codes: Codes, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if codes in NIBBLES:
+        packed = (*shape[:-1], -(-shape[-1] // 32) * 16)
+        return torch.randint(0, 256, packed, generator=generator, dtype=torch.int64).to(torch.uint8)
+    if codes == "int8":
+        return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int64).to(torch.int8)
+    return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+
+def check_form(weight: PackedWeight, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> None:
+    """Assert that a weight [*lead, outputs, inputs] has canonical form."""
+    scheme, codes = weight.scheme, weight.codes
+    assert weight.inputs == inputs, f"the weight has {weight.inputs} inputs, not {inputs}"
+    width = -(-weight.columns // 32) * 16 if scheme.codes in NIBBLES else weight.columns
+    assert tuple(codes.shape) == (*lead, outputs, width), f"codes have the shape {tuple(codes.shape)}, not {(*lead, outputs, width)}"
+    if scheme.codes == "plain":
+        assert weight.tensors.keys() == {"codes"}, "a plain weight has other tensors than its codes"
+        return
+    assert codes.dtype == DTYPES[scheme.codes], f"{scheme.codes} codes are {codes.dtype}"
+    assert weight.scales is not None, "the weight has no scales"
+    rows, columns = scheme.group[0] or outputs, scheme.group[1] or weight.columns
+    shape = (*lead, -(-outputs // rows), -(-weight.columns // columns))
+    assert tuple(weight.scales.shape) == shape, f"scales have the shape {tuple(weight.scales.shape)}, not {shape}"
+    assert weight.scales.is_floating_point(), "scales are no floats"
+    assert (weight.zeros is not None) == scheme.zeros, "zero points and the scheme differ"
+    assert (weight.order is not None) == scheme.ordered, "the order and the scheme differ"
+    if weight.zeros is not None:
+        assert weight.zeros.dtype == torch.int16, f"zero points are {weight.zeros.dtype}, not int16"
+        assert weight.zeros.shape == weight.scales.shape, "there is not one zero point for each scale"
+    if weight.order is not None:
+        assert weight.order.dtype == torch.int32, f"the order is {weight.order.dtype}, not int32"
+        assert bool(((weight.order >= 0) & (weight.order < inputs)).all()), "the order names inputs that there are not"

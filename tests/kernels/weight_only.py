@@ -1,0 +1,105 @@
+"""Products with 4-bit and 8-bit weights against float64, over codes, groups, rows and experts.
+
+Collected by `tests/gpu/test_weight_only.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.kernels.linear.weight_only import MAX_FUSED_ROWS, Plan, choose_plan, dequantize, find_obstacle, multiply
+from frame.quantization.gemm.weight_only import WeightOnlyGroupedProduct, WeightOnlyProduct
+from frame.testing.packed_weights import make_weight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LARGE = DEVICE.type == "cuda"
+DTYPES = (torch.bfloat16, torch.float16) if LARGE else (torch.float32,)
+CLOSE = 0.01 if LARGE else 1e-5  # relative to the largest value
+CASES = [
+    (WeightScheme("int4", (1, 128)), False),
+    (WeightScheme("int4", (1, 64), zeros=True), False),
+    (WeightScheme("int4", (1, 32), zeros=True), False),
+    (WeightScheme("int4", (1, 0)), False),
+    (WeightScheme("int8", (1, 0)), False),
+    (WeightScheme("int8", (1, 64), zeros=True), False),
+    (WeightScheme("e2m1", (1, 32)), False),
+    (WeightScheme("e2m1", (1, 16)), True),
+    (WeightScheme("e4m3", (1, 0)), False),
+    (WeightScheme("e4m3", (128, 128)), False),
+]
+SIZES = [(64, 256), (40, 192), *([(4096, 4096), (1024, 14336)] if LARGE else [])]
+
+
+def weight_of(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, dtype: torch.dtype, experts: int = 0) -> PackedWeight:
+    weight = make_weight(scheme, outputs, inputs, experts=experts, outer=outer, dtype=dtype)
+    for name, tensor in weight.tensors.items():
+        setattr(weight, name, tensor.to(DEVICE))
+    return weight
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.isfinite(got).all()
+    error = float((got.double() - want).abs().max() / want.abs().max())
+    assert error <= CLOSE, f"largest error {error:.2e} of the largest number"
+
+
+@pytest.mark.parametrize(("scheme", "outer"), CASES, ids=[str(scheme) for scheme, _ in CASES])
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_products(scheme: WeightScheme, outer: bool, outputs: int, inputs: int) -> None:
+    for dtype in DTYPES:
+        weight = weight_of(scheme, outer, outputs, inputs, dtype)
+        assert find_obstacle(weight) is None
+        dense = weight.dequantize(torch.float32).double()
+        assert torch.equal(dequantize(weight, torch.float32), dense.float())
+        counter = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+        bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+        for rows in (1, 20, 130) if LARGE or outputs == 64 else (3,):
+            x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+            want = x.double() @ dense.t()
+            plans = [choose_plan(rows, weight, 132), *([Plan(32, 64, 64, 3, split=2), Plan(16, 64, 32, 2)] if LARGE else [])]
+            for plan in plans:
+                if scheme.group[1] and scheme.group[1] % plan.inputs and scheme.group[1] % 32 and scheme.group[1] != 16:
+                    continue
+                check(multiply(x, weight, None, plan, counter), want)
+                check(multiply(x, weight, bias, plan, counter), want + bias.double())
+                assert not counter.any()
+
+
+@pytest.mark.parametrize(("scheme", "outer"), CASES[:3] + CASES[6:8], ids=[str(scheme) for scheme, _ in CASES[:3] + CASES[6:8]])
+def test_experts(scheme: WeightScheme, outer: bool) -> None:
+    dtype = DTYPES[0]
+    weight = weight_of(scheme, outer, 64, 256, dtype, experts=3)
+    product = WeightOnlyGroupedProduct(weight)
+    for sizes in ((1, 0, 2), (0, 40, 3), (5, 5, 0)):
+        x = torch.randn(sum(sizes) + 1, 256, device=DEVICE, dtype=dtype)
+        ends = torch.tensor(sizes).cumsum(0).to(DEVICE, torch.int32)
+        parts = x[: sum(sizes)].split(sizes)
+        want = torch.cat([part.double() @ weight.expert(index).dequantize(torch.float32).double().t() for index, part in enumerate(parts)])
+        check(product(x, ends)[: sum(sizes)], want)
+
+
+def test_an_order_of_inputs() -> None:
+    dtype = DTYPES[0]
+    scheme = WeightScheme("int4", (1, 64), zeros=True, ordered=True)
+    weight = weight_of(scheme, False, 64, 192, dtype)
+    x = torch.randn(2, 3, 192, device=DEVICE, dtype=dtype)
+    check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+    experts = weight_of(scheme, False, 64, 192, dtype, experts=2)
+    ends = torch.tensor([4, 6], device=DEVICE, dtype=torch.int32)
+    parts = x.flatten(0, 1).double().split((4, 2))
+    want = [part @ experts.expert(index).dequantize(torch.float32).double().t() for index, part in enumerate(parts)]
+    check(WeightOnlyGroupedProduct(experts)(x.flatten(0, 1), ends), torch.cat(want))
+
+
+def test_many_rows_multiply_the_dequantized_weight() -> None:
+    weight = weight_of(WeightScheme("int4", (1, 64), zeros=True), False, 64, 128, DTYPES[0])
+    x = torch.randn(MAX_FUSED_ROWS + 1, 128, device=DEVICE, dtype=DTYPES[0])
+    check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+
+
+def test_groups_that_no_tile_fits_are_refused() -> None:
+    assert "multiples of 32" in str(find_obstacle(weight_of(WeightScheme("int4", (1, 24)), False, 64, 192, DTYPES[0])))
+    assert "multiples of 32" in str(find_obstacle(weight_of(WeightScheme("int8", (1, 16)), False, 64, 192, DTYPES[0])))

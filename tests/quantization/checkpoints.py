@@ -1,0 +1,140 @@
+"""Tiny checkpoints in the layouts of several libraries, with random codes, and unquantized twins
+that hold the numbers that the codes stand for by each library's definition.
+
+The packing here is written value by value, independently of the package's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from frame.testing.checkpoints import make_checkpoint
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32, "num_key_value_heads": 2}
+GROUP = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of the nibbles of a word, lowest first
+
+Stored = tuple[dict[str, torch.Tensor], torch.Tensor]  # tensors after the layer's name, numbers [outputs, inputs]
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, m] -> int32 [n, m * bits / 32]: a stream of bits, the lowest first."""
+    rows = []
+    for row in values.tolist():
+        number = sum(int(value) << bits * place for place, value in enumerate(row))
+        words = [number >> 32 * word & 0xFFFFFFFF for word in range(len(row) * bits // 32)]
+        rows.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def draw(outputs: int, inputs: int, bits: int, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [outputs, inputs], zero points and scales [outputs, groups]."""
+    codes = torch.randint(0, 1 << bits, (outputs, inputs))
+    zeros = torch.randint(1, 1 << bits, (outputs, inputs // group))
+    return codes, zeros, (torch.rand(outputs, inputs // group) * 0.3 / (1 << bits)).half()
+
+
+def gptq(bits: int, ordered: bool, version: int = 1) -> Callable[[int, int], Stored]:
+    def store(outputs: int, inputs: int) -> Stored:
+        codes, zeros, scales = draw(outputs, inputs, bits)
+        owners = torch.arange(inputs) // GROUP
+        if ordered:  # of one order for all layers with these inputs, as a calibration gives
+            owners = owners[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+        dense = (codes - zeros[:, owners]) * scales.float()[:, owners]
+        stored_zeros = (zeros - (2 - version)).remainder(1 << bits)
+        return {
+            "qweight": pack(codes, bits).t().contiguous(),
+            "qzeros": pack(stored_zeros.t(), bits),
+            "scales": scales.t().contiguous(),
+            "g_idx": owners.to(torch.int32),
+        }, dense
+
+    return store
+
+
+def awq(outputs: int, inputs: int) -> Stored:
+    codes, zeros, scales = draw(outputs, inputs, 4)
+
+    def words(values: torch.Tensor) -> torch.Tensor:
+        return pack(values.t().unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1), 4)
+
+    dense = (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scales.t().contiguous()}, dense
+
+
+def packed(outputs: int, inputs: int) -> Stored:
+    codes, zeros, scales = draw(outputs, inputs, 4)
+    dense = (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    return {
+        "weight_packed": pack(codes, 4),
+        "weight_scale": scales,
+        "weight_zero_point": pack(zeros.t(), 4).t().contiguous(),
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }, dense
+
+
+def int8(outputs: int, inputs: int) -> Stored:
+    codes, scales = torch.randint(-128, 128, (outputs, inputs)), torch.rand(outputs, 1) * 0.002
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales
+
+
+def nvfp4(outputs: int, inputs: int) -> Stored:
+    codes = torch.randint(0, 16, (outputs, inputs))
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = table[codes % 8] * torch.where(codes > 7, -1.0, 1.0)
+    scales, outer = (torch.rand(outputs, inputs // 16) * 4).to(torch.float8_e4m3fn), torch.tensor([100.0])
+    stored = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), "weight_scale": scales}
+    return stored | {"weight_global_scale": outer}, numbers * (scales.float() / outer).repeat_interleave(16, 1)
+
+
+def _groups(**weights: Any) -> dict[str, Any]:
+    stored = weights.pop("format")
+    return {
+        "quant_method": "compressed-tensors", "format": stored, "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+
+DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
+    **{
+        f"gptq {bits}{' ordered' * ordered}": (
+            {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": False}, gptq(bits, ordered)
+        )
+        for bits, ordered in ((2, False), (3, False), (4, False), (4, True), (8, True))
+    },
+    "gptq v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"}, gptq(4, False, 2)
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "packed": (_groups(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, format="pack-quantized"), packed),
+    "int8": (_groups(num_bits=8, type="int", strategy="channel", format="int-quantized"), int8),
+    "nvfp4": (_groups(num_bits=4, type="float", strategy="tensor_group", group_size=16, format="nvfp4-pack-quantized"), nvfp4),
+}  # fmt: skip
+
+
+def make_pair(architecture: str, dialect: str, folder: Path) -> tuple[Path, Path]:
+    """(a quantized checkpoint, an unquantized one with the same numbers)."""
+    config, store = DIALECTS[dialect]
+    torch.manual_seed(0)
+    stored, plain = folder / "stored", folder / "plain"
+    make_checkpoint(architecture, stored, **SIZES)
+    shutil.copytree(stored, plain)
+    tensors, numbers = load_file(stored / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if weight.dim() == 2 and "_proj" in name:
+            parts, dense = store(*weight.shape)
+            del tensors[name]
+            tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in parts.items()}
+            numbers[name] = dense.to(weight.dtype)
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    raw = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    return stored, plain

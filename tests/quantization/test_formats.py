@@ -1,0 +1,246 @@
+"""Weight formats: every format with every kernel, dense and with experts, on one rank and on two;
+bit equality with the libraries that wrote the weights; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from frame.core.errors import CheckpointError, ConfigurationError
+from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme, pack_nibbles, unpack_nibbles
+from frame.core.loading.safetensors_reader import read_weights
+from frame.models.layers.parameter import Range, load_parameters
+from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
+from frame.quantization import Int4Options
+from frame.quantization.awq import Awq, AwqLayer
+from frame.quantization.compressed_tensors import CompressedTensors, read_scheme
+from frame.quantization.gptq import Gptq
+from frame.quantization.int4 import Int4
+from frame.quantization.int8 import Int8, RoundedInt8Layer
+from frame.quantization.plain import PlainLayer
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.testing.packed_weights import check_form
+from tests.models.harness import Session, open_session
+from tests.models.ranks import on_ranks
+from tests.quantization.checkpoints import DIALECTS, make_pair
+from tests.quantization.write_compressed_tensors import DATA, INPUTS, OUTPUTS, SCHEMES, digest
+from tests.testing.failures import failures
+
+TOKENS = list(range(20, 44))
+
+
+def logits_of(session: Session) -> torch.Tensor:
+    """Logits of a prompt and of a decode."""
+    return torch.cat((session.step([(0, TOKENS[:-1])])[0], session.step([(0, TOKENS[-1:])])[0])).float()
+
+
+def reference_logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = load_reference(folder)(torch.tensor([TOKENS])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_format_with_every_kernel_on_one_and_two_ranks(architecture: str, dialect: str, tmp_path: Path) -> None:
+    stored, plain = make_pair(architecture, dialect, tmp_path)
+    want, method = reference_logits(plain), DIALECTS[dialect][0]["quant_method"]
+    for kernel in (None, "torch", "unpacked"):
+        got = logits_of(open_session(stored, quantization=method, gemm_kernel=kernel))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization=method, gemm_kernel="torch")))
+    torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dialect", ["awq", "gptq 4"])
+def test_a_model_in_bfloat16(dialect: str, tmp_path: Path) -> None:
+    stored, plain = make_pair("LlamaForCausalLM", dialect, tmp_path)
+    want = reference_logits(plain)
+    got = logits_of(open_session(stored, quantization=DIALECTS[dialect][0]["quant_method"], dtype=torch.bfloat16))
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.05
+
+
+def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int = OUTPUTS, inputs: int = INPUTS) -> PackedWeight:
+    """Load one layer and decode it."""
+    module = nn.Module()
+    stored = StoredWeight(module, layout, WeightSizes(inputs, inputs, (outputs,)), torch.float32)
+    stored.bind(0, "layer", Range.whole(outputs), Range.whole(inputs))
+    load_parameters(module, [(f"layer.{name}", tensor) for name, tensor in tensors.items()], CompressedTensors.ignored_weights)
+    (weight,) = stored.decode()
+    check_form(weight, outputs, inputs)
+    return weight
+
+
+@pytest.fixture(scope="module")
+def written() -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+    """Tensors by scheme that compressed-tensors wrote, and digests of what it reads from them."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(DATA).items():
+        scheme, _, key = name.partition(".")
+        parts.setdefault(scheme, {})[key] = tensor
+    with safe_open(DATA, "pt") as file:
+        return parts, json.loads(file.metadata()["digests"])
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, "awq"])
+def test_dequantization_equals_compressed_tensors(name: str, written: Any) -> None:
+    parts, digests = written
+    if name == "awq":
+        layout: LayerFormat = AwqLayer(torch.float16, 32)
+    else:
+        values = {**SCHEMES[name], "format": None}
+        group = {"weights": values, "format": SCHEMES[name]["format"]}
+        layout = read_scheme("group", group, {}, torch.bfloat16)
+    weight = decode(layout, parts[name])
+    dtype = getattr(torch, digests[name].split()[0])
+    assert digest(weight.dequantize(dtype)) == digests[name]
+
+
+def test_packed_nibbles() -> None:
+    codes = torch.randint(0, 16, (3, 96), dtype=torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)
+
+
+def test_an_order_may_repeat_inputs() -> None:
+    order = torch.tensor([2, 0, 1, 1], dtype=torch.int32)
+    weight = PackedWeight(
+        WeightScheme("int8", (1, 0), ordered=True), 3, torch.tensor([[3, 1, 2, 0]], dtype=torch.int8), torch.tensor([[2.0]]), order=order
+    )
+    assert weight.dequantize(torch.float32).tolist() == [[2.0, 4.0, 6.0]]
+
+
+@pytest.mark.parametrize("target", [Int8, Int4])
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_quantization_while_loading_stays_close(target: type, architecture: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(architecture, tmp_path)
+    want = reference_logits(folder)
+    bound = 0.05 if target is Int8 else 0.4
+    for dtype in (torch.float32, torch.bfloat16):
+        got = logits_of(open_session(folder, dtype=dtype, quantization=target.__name__.lower()))
+        assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < bound
+
+
+def test_ignored_layers_stay_unquantized() -> None:
+    context = FormatContext(torch.float32)
+    found = Int4(context, Int4Options(ignore=("layers.0.", "o_proj$"), group_size=32))
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.o_proj"):
+        assert isinstance(found.describe_layer(name, "linear"), PlainLayer)
+    assert isinstance(found.describe_layer("lm_head", "head"), PlainLayer)
+    assert isinstance(Int8(context).describe_layer("model.layers.1.mlp.up_proj", "linear"), RoundedInt8Layer)
+    quantized = Gptq(FormatContext(torch.float32, {"bits": 4, "dynamic": {"-:.*down_proj": {}, "+:.*up_proj": {"bits": 8}}}))
+    assert isinstance(quantized.describe_layer("model.layers.0.mlp.down_proj", "linear"), PlainLayer)
+    assert getattr(quantized.describe_layer("model.layers.0.mlp.up_proj", "linear"), "bits", 0) == 8
+    assert getattr(quantized.describe_layer("model.layers.0.mlp.gate_proj", "linear"), "bits", 0) == 4
+
+
+def test_schemes_by_layer_within_a_merged_layer(tmp_path: Path) -> None:
+    """The down, key and gate projections have another scheme than the others; a layer is left
+    out."""
+    stored, plain = make_pair("LlamaForCausalLM", "int8", tmp_path)
+    other, _ = make_pair("LlamaForCausalLM", "packed", tmp_path / "other")
+    tensors, numbers = load_file(stored / "model.safetensors"), load_file(plain / "model.safetensors")
+    theirs, their_numbers = load_file(other / "model.safetensors"), load_file(tmp_path / "other/plain/model.safetensors")
+    config = json.loads((stored / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["second"] = dict(DIALECTS["packed"][0]["config_groups"]["group_0"])
+    groups["second"] |= {"targets": ["re:.*(down|gate|k)_proj$"], "format": "pack-quantized"}
+    config["quantization_config"]["ignore"].append("model.layers.1.self_attn.v_proj")
+    for name in list(tensors):
+        if any(f"{each}_proj" in name for each in ("down", "gate", "k")) or name.startswith("model.layers.1.self_attn.v_proj."):
+            del tensors[name]
+    tensors |= {name: tensor for name, tensor in theirs.items() if any(f"{each}_proj" in name for each in ("down", "gate", "k"))}
+    numbers |= {name: tensor for name, tensor in their_numbers.items() if any(f"{each}_proj" in name for each in ("down", "gate", "k"))}
+    tensors["model.layers.1.self_attn.v_proj.weight"] = numbers["model.layers.1.self_attn.v_proj.weight"]
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    (stored / "config.json").write_text(json.dumps(config))
+    got = logits_of(open_session(stored, quantization="compressed-tensors"))
+    torch.testing.assert_close(got, reference_logits(plain), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "sentence"),
+    [
+        (Gptq, {"bits": 5}, r"bits is 5; of GPTQ's numbers of bits 2, 3, 4, 8 are read"),
+        (Gptq, {"bits": 4, "group_size": 0}, "group_size is 0"),
+        (Gptq, {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (Awq, {"bits": 4, "version": "gemv"}, "version is 'gemv'"),
+        (Awq, {"bits": 8}, "bits is 8"),
+        (CompressedTensors, {}, "config_groups is empty"),
+        (
+            CompressedTensors,
+            {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 6, "type": "int", "strategy": "channel"}}}},
+            r"config_groups.a stores weights as 6-bit int by channel \(pack-quantized\)",
+        ),
+        (CompressedTensors, {"config_groups": {"a": {}}, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    ],
+)
+def test_unknown_schemes_are_refused(target: type, config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        target(FormatContext(torch.float32, config)).describe_layer("model.layers.0.mlp.up_proj", "linear")
+
+
+def test_broken_tensors_are_named(tmp_path: Path) -> None:
+    stored, _ = make_pair("LlamaForCausalLM", "gptq 4", tmp_path)
+    good = load_file(stored / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+
+    def refuse(sentence: str, **changes: torch.Tensor | None) -> None:
+        tensors = dict(good)
+        for key, value in changes.items():
+            del tensors[f"{name}.{key}"]
+            if value is not None:
+                tensors[f"{name}.{key}"] = value
+        save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=sentence):
+            open_session(stored, quantization="gptq")
+
+    refuse("lacks model.layers.0.mlp.down_proj.qzeros", qzeros=None)
+    refuse(r"down_proj.qweight has the shape \[8, 64\], but \[16, 64\]", qweight=good[f"{name}.qweight"][:8].clone())
+    refuse("down_proj.scales is stored as int32, but float32 is expected", scales=good[f"{name}.scales"].int())
+    refuse("g_idx permutes the inputs, but quantization_config does not say so", g_idx=good[f"{name}.g_idx"].flip(0).contiguous())
+
+
+def test_a_named_kernel_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    stored, _ = make_pair("LlamaForCausalLM", "int8", tmp_path)
+    with pytest.raises(ConfigurationError, match="gemm kernel 'cpu_int8' does not multiply .*it takes no zero points"):
+        session_of_int8_with_zeros(stored)
+
+
+def session_of_int8_with_zeros(stored: Path) -> Session:
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (stored / "config.json").write_text(json.dumps(config))
+    tensors = load_file(stored / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if name.endswith("weight_scale"):
+            tensors[name.replace("weight_scale", "weight_zero_point")] = torch.ones_like(tensor, dtype=torch.int8)
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    return open_session(stored, quantization="compressed-tensors", gemm_kernel="cpu_int8")
+
+
+@pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if "ordered" not in dialect and "gptq 3" not in dialect])
+def test_conformance_of_stored_formats(dialect: str) -> None:
+    config = DIALECTS[dialect][0]
+    base: type = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors}[config["quant_method"]]
+
+    def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        if dtype == torch.float8_e4m3fn:
+            return torch.full(shape, 0.5).to(dtype)
+        return None
+
+    stored = type("Stored", (base,), {"conformance_config": config, "make_conformance_tensor": staticmethod(make)})
+    assert failures("weight_format", stored) == {}
+
+
+def test_a_checkpoint_with_scalar_tensors(tmp_path: Path) -> None:
+    save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    ((name, tensor),) = read_weights(tmp_path)
+    assert (name, tensor.shape, tensor[...].item()) == ("scale", (), 3.0)

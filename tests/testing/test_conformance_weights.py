@@ -1,0 +1,51 @@
+"""The suites of weight formats and GEMM kernels notice broken plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from frame.core.interfaces.gemm_kernel import Product
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight
+from frame.quantization.gemm.reference import ReferenceKernel, ReferenceProduct
+from frame.quantization.int8 import Int8, RoundedInt8Layer
+from frame.testing import conformance_gemm_kernel, conformance_weight_format
+from tests.testing.failures import failures
+
+
+class ForgetsTheBias(ReferenceProduct):
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().__call__(x)
+
+
+class Biasless(ReferenceKernel):
+    def prepare(self, weight: PackedWeight) -> Product:
+        return ForgetsTheBias(weight)
+
+
+class Halved(RoundedInt8Layer):
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        found = super().decode(tensors, inputs)
+        return replace(found, codes=found.codes.to(torch.int16))
+
+
+class WrongDtype(Int8):
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        return Halved(self.context.dtype)
+
+
+def test_the_reference_passes() -> None:
+    assert failures("gemm_kernel", ReferenceKernel) == {}
+    assert failures("weight_format", Int8) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "check"),
+    [("gemm_kernel", Biasless, "bias_is_added"), ("weight_format", WrongDtype, "canonical_form")],
+)
+def test_a_broken_plugin_is_caught(kind: str, target: type, check: str) -> None:
+    assert {"gemm_kernel": conformance_gemm_kernel, "weight_format": conformance_weight_format}[kind].suite is not None
+    assert any(name.startswith(check) for name in failures(kind, target))
