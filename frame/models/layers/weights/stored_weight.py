@@ -93,6 +93,9 @@ class StoredWeight:
     def decode(self) -> list[PackedWeight]:
         """The canonical forms, which follow one another in the outputs: one, unless the order of
         inputs differs between merged parts."""
+        for key, stored in zip(self.keys.values(), self.stored.values(), strict=True):
+            if stored.optional:
+                self._get(key).allocate()  # zeros where the checkpoint lacks it
         tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
         if not any(self._is_by_part(stored) for stored in self.stored.values()):
             return [self.layout.decode(tensors, self.inputs)]
