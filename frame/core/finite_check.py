@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from frame.core.execution.model_runner import TorchModelRunner
     from frame.core.interfaces.batch import ScheduledBatch
 
-# The methods of plugins that compute tensors from tensors; those of layers, such as a quantization
-# method's `apply`, are called by the modules that own them.
+# The methods of plugins that compute tensors from tensors; the products of GEMM kernels are called
+# by the modules that own them.
 _METHODS = ("run", "run_parts", "run_mla", "dispatch", "combine")
 
 
@@ -88,12 +88,13 @@ def _noting(part: object, name: str, method: Callable[..., Any], note: Callable[
 
 @contextmanager
 def _watched_modules(model: Any, note: Callable[[object, str, Any, Any], None]) -> Iterator[None]:
-    """Note the results of a model's modules, the inner ones first. The result of a module with a
-    quantization method of its own is the method's."""
+    """Note the results of a model's modules, the inner ones first. The result of a module with the
+    product of a plugin is the product's."""
 
     def hook(name: str) -> Callable[..., None]:
         def noting(module: Any, inputs: Any, result: Any) -> None:
-            note(getattr(module, "method", model), name, inputs, result)
+            product = getattr(module, "product", None)
+            note(model if product is None or find_origin(product) is None else product, name, inputs, result)
 
         return noting
 

@@ -42,7 +42,8 @@ OWNER = "(theirs 2.1)"
 BASES = {
     "model": "mixtral",
     "attention_backend": "torch_native",
-    "quantization_method": "none",
+    "weight_format": "none",
+    "gemm_kernel": "plain",
     "moe_runner": "torch_native",
     "moe_dispatcher": "all_reduce",
     "scheduling_policy": "fcfs",
@@ -52,7 +53,8 @@ BASES = {
 SECTIONS = {
     "model": ("model", "implementation"),
     "attention_backend": ("attention", "backend"),
-    "quantization_method": ("model", "quantization"),
+    "weight_format": ("model", "quantization"),
+    "gemm_kernel": ("model", "gemm_kernel"),
     "moe_runner": ("moe", "runner"),
     "moe_dispatcher": ("moe", "dispatcher"),
     "scheduling_policy": ("scheduler", "policy"),
@@ -197,7 +199,8 @@ class AtStart(NamedTuple):
 START = {
     **{f"constructing a {kind}": AtStart(kind, "__init__", "at start") for kind in BASES},
     "loading weights": AtStart("model", "load_weights", "at start"),
-    "weights of a layer": AtStart("quantization_method", "linear", "at start"),
+    "weights of a layer": AtStart("weight_format", "describe_layer", "at start"),
+    "preparing a product": AtStart("gemm_kernel", "prepare", "at start"),
     "preparing kernels": AtStart("attention_backend", "prepare", "at start"),
     "planning in warm-up": AtStart("attention_backend", "plan", "in a warm-up step"),
     "attention in warm-up": AtStart("attention_backend", "run", "in a warm-up step"),
@@ -244,18 +247,16 @@ def test_not_a_number_in_warm_up_stops_the_start(kind: str, faulty: Faulty) -> N
     assert text.endswith(f"{remedy(kind)}.")
 
 
-def test_weights_that_a_quantization_method_makes_not_a_number_are_its_own(faulty: Faulty) -> None:
-    base = faulty.registry.load(faulty.registry.get("quantization_method", "none"))
+def test_products_that_a_gemm_kernel_makes_not_a_number_are_its_own(faulty: Faulty) -> None:
+    base = faulty.registry.load(faulty.registry.get("gemm_kernel", "plain"))
 
-    def linear(self: Any, prefix: str, kind: str) -> Any:
-        method = base.linear(self, prefix, kind)
-        right = method.apply
-        method.apply = lambda *arguments: right(*arguments) * float("nan")
-        return method
+    def prepare(self: Any, weight: Any) -> Any:
+        weight.codes.mul_(float("nan"))
+        return base.prepare(self, weight)
 
-    faulty.add("quantization_method", linear=linear)
+    faulty.add("gemm_kernel", prepare=prepare)
     with pytest.raises(PluginError, match=r"yields NaN or infinity in a warm-up step, in layers\.0\."):
-        faulty.start("quantization_method")
+        faulty.start("gemm_kernel")
 
 
 # loading ------------------------------------------------------------------------------------------
