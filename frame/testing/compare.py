@@ -53,7 +53,7 @@ EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "
 COMPARED = (
     "model",
     "attention_backend",
-    "quantization_method",
+    "gemm_kernel",
     "moe_runner",
     "moe_dispatcher",
     "scheduling_policy",

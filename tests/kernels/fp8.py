@@ -28,7 +28,8 @@ from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
 from frame.quantization.gemm.fp8_matmul import Fp8Matmul, find_obstacle
 from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference
-from tests.models.harness import make_gemm_kernels, open_session
+from frame.testing.gemm_kernels import make_gemm_kernels
+from tests.models.harness import open_session
 from tests.quantization.fp8_checkpoints import make_pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

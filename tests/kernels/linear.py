@@ -22,7 +22,7 @@ from frame.models.layers.parameter import load_parameters
 from frame.models.layers.plain_matmul import PlainMatmul
 from frame.quantization.plain import Plain
 from frame.testing.devices import open_platform
-from tests.models.harness import make_gemm_kernels
+from frame.testing.gemm_kernels import make_gemm_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates bfloat16

@@ -20,14 +20,13 @@ from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
-from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements
 from frame.core.interfaces.model import CausalLM, ModelConfig, ModelContext
-from frame.core.interfaces.rank_context import RankContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.loading.loader import WeightSource, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
 from frame.plugins.loader import load_registry
+from frame.testing.gemm_kernels import make_gemm_kernels
 
 
 class NaivePool:
@@ -198,17 +197,6 @@ def build_context(
         gemm_kernels=make_gemm_kernels(bare, names.get("gemm_kernel")),
         moe_runner=part("moe_runner", "torch_native")(bare) if model_config.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if model_config.num_experts else None,
-    )
-
-
-def make_gemm_kernels(context: RankContext, named: str | None = None) -> tuple[GemmChoice, ...]:
-    """The in-tree GEMM kernels that run on the context's device; `named` as if the user had named
-    it."""
-    registry = load_registry(installed=False)
-    requirements = GemmRequirements(context.device.type, None, str(context.dtype).removeprefix("torch."))
-    records = [record for record in registry.records("gemm_kernel") if not record.capabilities.unsupported(requirements)]
-    return tuple(
-        GemmChoice(record.name, registry.load(record)(context), record.capabilities.speeds, record.name == named) for record in records
     )
 
 

@@ -23,8 +23,8 @@ from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import Model, ModelConfig, ModelContext
-from frame.core.interfaces.quantization import QuantizationContext
 from frame.core.interfaces.rank_context import Task
+from frame.core.interfaces.weight_format import FormatContext
 from frame.core.loading.dummy_weights import random_weights
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.core.loading.model_config import read_model_config
@@ -33,6 +33,7 @@ from frame.plugins.loader import load_registry
 from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_context, forward_batch
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
 from frame.testing.conformance import Subject
+from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.mutants.plain_attention import PlainAttention
 from frame.testing.suites.attention_steps import LayeredKVCache
 from frame.testing.suites.unchanged import unchanged
@@ -112,7 +113,8 @@ def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) ->
         bare,
         task=task,
         attention=backend,
-        quantization=part("quantization_method", "none", QuantizationContext()),
+        weight_format=part("weight_format", "none", FormatContext(dtype)),
+        gemm_kernels=make_gemm_kernels(bare),
         moe_runner=part("moe_runner", "torch_native", bare) if config.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
     )

@@ -1,0 +1,28 @@
+"""The in-tree GEMM kernels of a device, as layers get them.
+
+Used by the conformance suites and the tests of models. Must not name a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmChoice, GemmRequirements
+from frame.plugins.loader import load_registry
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.rank_context import RankContext
+
+
+def make_gemm_kernels(context: RankContext, named: str | None = None) -> tuple[GemmChoice, ...]:
+    """The in-tree GEMM kernels that run on the context's device; `named` as if the user had named
+    it."""
+    registry = load_registry(installed=False)
+    dtype = str(context.dtype).removeprefix("torch.")
+    requirements = GemmRequirements(context.device.type, context.platform.compute_capability, dtype)
+    found = []
+    for record in registry.records("gemm_kernel"):
+        capabilities = record.capabilities
+        if isinstance(capabilities, GemmCapabilities) and not capabilities.unsupported(requirements):
+            found.append(GemmChoice(record.name, registry.load(record)(context, None), capabilities.speeds, record.name == named))
+    return tuple(found)
