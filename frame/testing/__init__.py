@@ -1,4 +1,4 @@
-"""Conformance suites and fakes that plugin authors import; knows the interfaces, no plugin by name.
+"""Conformance suites and fakes that plugin authors import. Must not know a plugin by name.
 
     pytest --frame-conformance=attention_backend:NAME --frame-conformance-json=verdict.json
 
@@ -16,9 +16,12 @@ _HOMES = MappingProxyType(
         # suites
         "Check": "conformance",
         "Setting": "conformance",
+        "SkipCheck": "conformance",
         "Subject": "conformance",
         "checks": "conformance",
         "find": "conformance",
+        "MutantList": "mutants",
+        "run_suite": "mutants",
         # attention kernels on their own
         "Case": "conformance_attention",
         "check_case": "conformance_attention",

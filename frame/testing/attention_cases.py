@@ -1,9 +1,8 @@
-"""Forward batches over a plain paged cache, and the cases of the attention conformance suite. Used
-by the suite, tests and benchmarks.
+"""Forward batches over a plain paged cache, and the cases of the attention conformance suite.
 
-Builds what `InputBatch` would build, with shuffled pages, and fills everything that no row owns
-with NaN, so that a backend which reads a foreign slot shows it. Cases are drawn within what a
-backend says of itself. Knows no scheduler and no model.
+Used by the suite, tests and benchmarks. Batches are those of `InputBatch`, with shuffled pages.
+KV slots that no row owns are NaN, so that the result shows whether a backend reads them. Cases are
+drawn within a backend's capabilities. Must not know the scheduler or a model.
 """
 
 from __future__ import annotations
@@ -388,8 +387,8 @@ def replays() -> Iterator[tuple[str, Case, Changes]]:
         shared,
         ((SHARED_ROWS, SHARED_GROUPS), (longer, SHARED_GROUPS), (SHARED_ROWS, ()), (longer, ((4, 37), (5, 37)))),
     )
-    alike = Rows.of([4200 + row for row in range(64)])
-    yield "mha-shared-prefix-64-rows", replace(heads, rows=alike, groups=((64, 256),)), ((alike, ()), (alike, ((30, 256), (34, 250))))
+    similar = Rows.of([4200 + row for row in range(64)])
+    yield "mha-shared-prefix-64-rows", replace(heads, rows=similar, groups=((64, 256),)), ((similar, ()), (similar, ((30, 256), (34, 250))))
 
 
 def _encoder_cases() -> Iterator[tuple[str, Case]]:

@@ -1,8 +1,8 @@
 """Tiny random checkpoints in Hugging Face layout, saved by transformers itself, each with a
 tokenizer and a chat template.
 
-For tests of models and for plugin authors: equal arguments give equal bytes. transformers is
-imported when the first one is made. Knows nothing of how frame loads or runs a model.
+Used by tests of models and by plugin authors. Equal arguments give equal bytes. transformers is
+imported when the first one is made. Must not know how frame loads or runs a model.
 """
 
 from __future__ import annotations

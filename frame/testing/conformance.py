@@ -1,9 +1,8 @@
-"""The conformance suites by plugin family: which laws there are for which kind, and how a suite
-finds its plugin.
+"""The conformance suites by plugin kind, and how a suite finds its plugin.
 
-A suite yields named checks; each is a function without arguments that raises AssertionError with a
-sentence. Knows the registry, no plugin by name and no pytest (that is
-`frame.testing.pytest_plugin`).
+A suite yields named checks. A check is a function without arguments that raises AssertionError with
+a sentence, or `SkipCheck`. Used by `frame.testing.pytest_plugin` and `frame plugins check`. Must
+not know a plugin by name, or pytest.
 """
 
 from __future__ import annotations

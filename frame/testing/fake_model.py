@@ -1,7 +1,8 @@
 """A model without weights whose next token is a checksum of what the cache holds for its row.
 
 Any mistake in pages, positions, slots or last tokens changes the tokens: `next_token` says what
-they must be. Knows no scheduler; `frame.testing.fake_runner` is a whole runner without torch.
+they must be. `frame.testing.fake_runner` is a whole runner without torch. Must not know the
+scheduler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scheduler and runner in one thread, without transport or text: what tests of models, backends and
 caches drive.
 
-The two come from `frame.entrypoints.processes.build_engine`, or are made by hand. Knows no plugin
-and no device.
+The two come from `frame.entrypoints.processes.build_engine`, or are made by hand. Must not
+know a plugin or a device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`SchedulerRig`: a scheduler with a `FakeRunner`, driven step by step and checked against what an
 unconstrained run would yield.
 
-Shared by the scheduler's own tests and by the conformance checks of policies; knows no policy by
-name.
+Used by the scheduler's own tests and by the conformance checks of policies. Must not know a policy
+by name.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class SchedulerRig:
     """Runs requests and remembers what they should and did yield.
 
     `step` builds and launches one batch and commits those that are due (with overlap one stays in
-    flight). After every step pages, locks and slots are checked, and that nobody waits longer than
-    `PATIENCE` steps while there is room.
+    flight). After every step it checks pages, locks and slots, and that no request waits longer
+    than `PATIENCE` steps while there is room.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ class SchedulerRig:
             raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
 
     def _check_admission(self, batch: ScheduledBatch | None, has_preempted: bool) -> None:
-        """The scheduler is work-conserving: with budget, slots and pages left, whoever waits is
-        admitted within a few steps."""
+        """The scheduler is work-conserving: with budget, slots and pages left, it admits a waiting
+        request within a few steps."""
         scheduler, kept = self.scheduler, {}
         prompt_tokens = 0 if batch is None else int(batch.num_scheduled[batch.num_decodes :].sum())
         waiting = scheduler._queue.head(POLICY_MATCH_WINDOW)
