@@ -38,7 +38,6 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.http.app",
             "frame.entrypoints.http.request_context",
             "frame.entrypoints.http.errors",
-            "frame.entrypoints.http.protocol.half_closed",
             "frame.entrypoints.http.openai.logprobs",
             "frame.entrypoints.http.operations.metrics",
             "frame.entrypoints.http.openai.completions_schema",

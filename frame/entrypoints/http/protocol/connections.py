@@ -15,7 +15,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
-from frame.entrypoints.http.protocol.half_closed import HalfClosableProtocol
+from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProtocol
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ConnectionLimits:
     lingering: set[asyncio.Protocol] = field(default_factory=set)
 
 
-class GuardedProtocol(HalfClosableProtocol):
+class GuardedProtocol(UpgradeRefusingProtocol):
     """One connection. At most one timer runs for its reading side (`_reading`) and one for its
     writing side (`_writing`)."""
 
