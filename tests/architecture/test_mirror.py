@@ -80,7 +80,7 @@ UNTESTED: dict[str, str] = {
         "tests/entrypoints/http/protocol/test_response_docs.py validates responses against its schemas",
     ),
     **dict.fromkeys(
-        ("frame.entrypoints.http.extensions.middleware", "frame.entrypoints.http.extensions.plugin_routes"),
+        tuple(f"frame.entrypoints.http.extensions.{name}" for name in ("hooks", "middleware", "plugin_routes")),
         "tests/entrypoints/http/extensions/test_loading.py serves requests through them",
     ),
     "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of frame.testing.mutants",

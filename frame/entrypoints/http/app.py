@@ -103,8 +103,8 @@ class App(FastAPI):
         app: Any = self.dispatcher
         if self.extensions.middleware:
             app = InnermostChannel(app)
-        for kind, options, owner in reversed(self.extensions.middleware):
-            app = GuardedMiddleware(app, kind, options, owner)
+        for kind, options, extension in reversed(self.extensions.middleware):
+            app = GuardedMiddleware(app, kind, options, extension)
         for added, arguments, keywords in reversed(self.user_middleware):
             app = added(app, *arguments, **keywords)
         return app

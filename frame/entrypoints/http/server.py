@@ -73,6 +73,7 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
     started = time.perf_counter()
     certificate = load_certificate(resolved.user.server)
     check_grpc(resolved.user.server)
+    extensions = load_extensions(resolved, prepared.registry)
     if (folder := resolved.user.batches.folder) is not None:
         make_folder(Path(folder))
     admin = AdminListener(resolved.user.server)
@@ -88,7 +89,7 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
             info = wait_ready(deployment, report)
             start_seconds = time.perf_counter() - spawned
         services = _services(prepared, deployment, tokenizer, info)
-        app = App(services, extensions=load_extensions(resolved, prepared.registry))
+        app = App(services, extensions=extensions)
         services.watch = start_monitor(deployment.pids, resolved.user.server)
         supervisor = _supervisor(services, deployment, start_seconds)
         user = resolved.user

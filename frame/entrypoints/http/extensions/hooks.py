@@ -11,8 +11,8 @@ import logging
 import time
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
+from frame.core.blame import describe, remedy
 from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_context import RequestContext
@@ -20,19 +20,12 @@ from frame.entrypoints.http.request_context import RequestContext
 log = logging.getLogger(__name__)
 
 
-class LoadedExtension(NamedTuple):
-    """An extension, and the words by which the log names it: kind, name, package and version."""
-
-    owner: str
-    extension: HttpExtension
-
-
 class Hooks:
     """The hooks of all extensions, in the configured order."""
 
-    def __init__(self, extensions: Sequence[LoadedExtension]) -> None:
-        self._before = [each for each in extensions if each.extension.has_hook("on_request")]
-        self._after = [each for each in extensions if each.extension.has_hook("on_response")]
+    def __init__(self, extensions: Sequence[HttpExtension]) -> None:
+        self._before = [each for each in extensions if each.has_hook("on_request")]
+        self._after = [each for each in extensions if each.has_hook("on_response")]
 
     def __bool__(self) -> bool:
         return bool(self._before or self._after)
@@ -43,13 +36,13 @@ class Hooks:
         if not self._before:
             return
         request = _describe(context, route)
-        for owner, extension in self._before:
+        for extension in self._before:
             try:
                 await extension.on_request(request)
             except RefuseRequest as refusal:
-                raise _refusal(owner, refusal) from None
+                raise _refusal(extension, refusal) from None
             except Exception:
-                log.exception("%s: on_request failed; the request is answered with 500", owner)
+                log.exception("%s failed in on_request; the request is answered with 500; %s", describe(extension), remedy(extension))
                 raise ApiError(500, "a part of the server failed on this request; its log says which") from None
 
     async def record_response(self, context: RequestContext, route: str, status: int) -> None:
@@ -57,11 +50,11 @@ class Hooks:
         if not self._after:
             return
         request, response = _describe(context, route), _summarise(context, status)
-        for owner, extension in self._after:
+        for extension in self._after:
             try:
                 await extension.on_response(request, response)
             except Exception:
-                log.exception("%s: on_response failed", owner)
+                log.exception("%s failed in on_response; %s", describe(extension), remedy(extension))
 
 
 def _describe(context: RequestContext, route: str) -> HttpRequest:
@@ -86,10 +79,11 @@ def _summarise(context: RequestContext, status: int) -> HttpResponse:
     return HttpResponse(status, seconds, sum(prompts.values()), sum(sequence.num_tokens for sequence in state.sequences))
 
 
-def _refusal(owner: str, refusal: RefuseRequest) -> ApiError:
+def _refusal(extension: HttpExtension, refusal: RefuseRequest) -> ApiError:
     """The refusal as an ApiError. A status that is no error is a fault of the extension: 500."""
     if not (isinstance(refusal.status, int) and MIN_REFUSAL <= refusal.status <= MAX_REFUSAL):
-        log.error("%s: on_request refused with status %r; RefuseRequest takes %d to %d", owner, refusal.status, MIN_REFUSAL, MAX_REFUSAL)
+        sentence = "%s refused a request with status %r; RefuseRequest takes %d to %d"
+        log.error(sentence, describe(extension), refusal.status, MIN_REFUSAL, MAX_REFUSAL)
         return ApiError(500, "a part of the server failed on this request; its log says which")
     error = ApiError(refusal.status, refusal.sentence, code=refusal.code)
     error.headers = tuple((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in refusal.headers.items())

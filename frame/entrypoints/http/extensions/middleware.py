@@ -10,6 +10,8 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from frame.core.blame import describe, remedy
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_context import JSON, Receive, Scope, Send
 
@@ -22,9 +24,9 @@ class GuardedMiddleware:
     Errors of inner applications do not come this far: routes answer theirs.
     """
 
-    def __init__(self, app: Any, kind: type, arguments: Mapping[str, Any], owner: str) -> None:
+    def __init__(self, app: Any, kind: type, arguments: Mapping[str, Any], extension: HttpExtension) -> None:
         self._app = kind(app, **arguments)
-        self._owner = owner
+        self._extension = extension
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_started = False
@@ -37,7 +39,8 @@ class GuardedMiddleware:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            log.exception("%s: its middleware failed; the request is answered with 500", self._owner)
+            sentence = "%s failed in its middleware; the request is answered with 500; %s"
+            log.exception(sentence, describe(self._extension), remedy(self._extension))
             if is_started:
                 raise  # the server closes the connection: a response that is cut off must not look complete
             body = ApiError(500, "a part of the server failed on this request; its log says which").body()

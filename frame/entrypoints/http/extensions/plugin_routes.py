@@ -17,10 +17,11 @@ from fastapi import APIRouter, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from frame.core.blame import describe, remedy
 from frame.core.errors import PluginError
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.dependencies import ContextDep
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
-from frame.entrypoints.http.extensions.hooks import LoadedExtension
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter
 from frame.entrypoints.http.request_context import RequestContext
@@ -31,23 +32,22 @@ log = logging.getLogger(__name__)
 _CONVERTER = re.compile(r"{\w+:(?!path})")
 
 
-def make_plugin_routes(loaded: LoadedExtension, router: APIRouter) -> Iterator[ApiRoute]:
+def make_plugin_routes(extension: HttpExtension, router: APIRouter) -> Iterator[ApiRoute]:
     """The routes of one router. Raises PluginError for a route that cannot be served."""
-    owner, extension = loaded
+    owner = describe(extension)
     for route in router.routes:
         if not isinstance(route, APIRoute):
             raise PluginError(f"{owner}: the router has a {type(route).__name__}; declare plain HTTP routes with @router.get and the like.")
         if _CONVERTER.search(route.path):
-            remedy = "write {name} or {name:path}, and annotate its type"
-            raise PluginError(f"{owner}: the path {route.path} has a typed parameter; {remedy}.")
+            raise PluginError(f"{owner}: the path {route.path} has a typed parameter; write {{name}} and annotate its type.")
         level = Access.OPEN if route.path in extension.open_paths else Access.USER
         made = ApiRouter(access=level)
         methods = sorted(set(route.methods or ()) - {"HEAD"})
-        made.add_api_route(route.path, _forwarding(owner, route), methods=methods, include_in_schema=False)
+        made.add_api_route(route.path, _forwarding(extension, route), methods=methods, include_in_schema=False)
         yield from made.api_routes
 
 
-def _forwarding(owner: str, route: APIRoute) -> Any:
+def _forwarding(extension: HttpExtension, route: APIRoute) -> Any:
     """The endpoint that lets FastAPI run the plugin's route with a bounded body."""
 
     async def forward(context: ContextDep) -> None:
@@ -62,7 +62,8 @@ def _forwarding(owner: str, route: APIRoute) -> Any:
         except RequestValidationError as error:
             raise validation_error([{**each, "loc": each["loc"][1:]} for each in error.errors()], error.body) from None
         except Exception:
-            log.exception("%s: its route %s failed; the request is answered with 500", owner, route.path)
+            sentence = "%s failed in its route %s; the request is answered with 500; %s"
+            log.exception(sentence, describe(extension), route.path, remedy(extension))
             raise ApiError(500, "a part of the server failed on this request; its log says which") from None
 
     return forward

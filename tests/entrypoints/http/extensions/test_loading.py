@@ -4,6 +4,7 @@ alone: own routes, an auth hook, an audit, middleware; and what failing ones do.
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,16 +14,18 @@ from typing import Any
 import pytest
 from fastapi import APIRouter
 
+from frame.core.blame import note_origin
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
+from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.extensions.hooks import LoadedExtension
 from frame.entrypoints.http.extensions.loading import Extensions
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, checks, find
 from frame.testing.mutants.http_extension import AddHeader
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.published import check_response
+from tests.entrypoints.serving import RunningServer
 
 PYPROJECT = """
 [build-system]
@@ -66,6 +69,8 @@ class Members(HttpExtension):
     open_paths = frozenset({"/members/count"})
 
     def __init__(self, context, options=None):
+        if "everyone" in options.members:
+            raise ValueError("everyone is no member")
         self.members = options.members
         self.audit = deque(maxlen=1000)
 
@@ -166,7 +171,7 @@ async def test_own_routes_are_those_of_fastapi(installed: dict[str, Any], caplog
         assert (await server.post("/members/notes", {"text": "x" * (1 << 16)}, **ALICE)).status == 413
         with caplog.at_level(logging.ERROR):
             assert (await server.post("/members/notes", {"text": "fail"}, **ALICE)).status == 500
-        assert "http_extension 'members' (frame-members 1.2): its route /members/notes failed" in caplog.text
+        assert "http_extension 'members' (frame-members 1.2) failed in its route /members/notes" in caplog.text
         described = (await server.request("GET", "/openapi.json", headers=[(b"x-member", b"bob")])).json()
         assert described["paths"]["/members/notes"]["post"]["requestBody"]
         assert "Note" in described["components"]["schemas"]
@@ -191,6 +196,19 @@ async def test_extensions_are_selected_and_denied(installed: dict[str, Any]) -> 
                 pass
 
 
+def test_a_server_serves_the_package_or_says_why_not(site: Path, checkpoint: Path) -> None:
+    path = {"PYTHONPATH": os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))}
+    flags = ("--max-model-len", "512", "--max-total-tokens", "1024")
+    with RunningServer(checkpoint, "--http-extensions", "openai,members", *flags, env=path) as server:
+        assert server.get("/members/count") == {"members": 1}
+        assert [server.post(route, TEXT).status_code for route in ("/v1/completions", "/generate")] == [402, 404]
+    command = [sys.executable, "-m", "frame", "serve", "--model", str(checkpoint), "--port", "0", *flags]
+    failing = ("--http-extensions", "members", "--set", 'plugins.options={"http_extension/members": {"members": ["everyone"]}}')
+    done = subprocess.run([*command, *failing], capture_output=True, text=True, env={**os.environ, **path}, timeout=60, check=False)
+    assert "http_extension 'members' (frame-members 1.2) failed in Members.__init__ at the start: ValueError" in done.stderr
+    assert done.returncode == 78
+
+
 def test_the_package_passes_its_suite(installed: dict[str, Any]) -> None:
     subject = find(load_registry(), "http_extension:members", Setting(options={"members": ["alice"]}))
     found = checks("http_extension", subject)
@@ -205,8 +223,9 @@ OWNER = "http_extension 'test' (frame-test 1)"
 def extensions_of(*own: HttpExtension) -> Extensions:
     """The in-tree APIs, then these."""
     registry = load_registry(installed=False)
-    in_tree = [LoadedExtension("ours", registry.load(each)(HttpContext(""))) for each in registry.records("http_extension")]
-    return Extensions([*in_tree, *(LoadedExtension(OWNER, each) for each in own)])
+    for each in own:
+        note_origin(type(each), PluginRecord("http_extension", "test", "test:Test", "", distribution="frame-test", version="1"))
+    return Extensions([*(registry.load(each)(HttpContext("")) for each in registry.records("http_extension")), *own])
 
 
 class Fails(HttpExtension):
@@ -226,11 +245,11 @@ class Fails(HttpExtension):
 async def test_a_failing_hook_ends_its_request_alone_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as server:
         server.app = App(server.services, extensions=extensions_of(Fails(HttpContext(""))))
-        failures = (("x_fail", 500, "on_request failed"), ("x_odd", 500, "on_request refused with status 200"))
-        for header, status, words in (*failures, ("x_fail_after", 200, "on_response failed")):
+        failures = (("x_fail", 500, "failed in on_request"), ("x_odd", 500, "refused a request with status 200"))
+        for header, status, words in (*failures, ("x_fail_after", 200, "failed in on_response")):
             caplog.clear()
             assert (await server.post("/v1/completions", TEXT, **{header: "1"})).status == status
-            assert f"{OWNER}: {words}" in caplog.text
+            assert f"{OWNER} {words}" in caplog.text
             assert (await server.post("/v1/completions", TEXT)).status == 200
         assert (await get(server, "/health", x_fail="1")).status == 200  # hooks do not run for routes that are open to all
 
@@ -262,7 +281,7 @@ async def test_middleware_sees_responses_of_all_routes(caplog: pytest.LogCapture
             assert answer.headers["x-extension"] == "1"
         failed = await get(server, "/load")
         assert (failed.status, failed.json()["error"]["type"]) == (500, "server_error")
-        assert f"{OWNER}: its middleware failed" in caplog.text
+        assert f"{OWNER} failed in its middleware" in caplog.text
 
 
 def routes(*paths: str) -> HttpExtension:
@@ -290,9 +309,9 @@ def returning(**methods: Any) -> HttpExtension:
         (routes("/health"), "GET /health is a route of the server"),
         (routes("/a", "/a"), "GET /a is a route of"),
         (routes("/a/{number:int}"), "typed parameter"),
-        (returning(make_routers=[3]), "returned a int"),
-        (returning(make_routers=3), "make_routers failed: TypeError"),
-        (returning(make_middleware=[AddHeader]), "make_middleware failed"),
+        (returning(make_routers=[3]), r"returned \[3\]"),
+        (returning(make_routers=3), "make_routers returned 3"),
+        (returning(make_middleware=[AddHeader]), "make_middleware returned"),
     ],
 )
 def test_what_cannot_be_served_stops_the_start_and_is_named(own: HttpExtension, words: str) -> None:
