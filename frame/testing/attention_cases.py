@@ -17,6 +17,7 @@ import torch
 from frame.core.interfaces.attention import AttentionBackend, AttentionRequirements, AttentionSpec, Phase
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.testing.devices import open_platform
 
 FP8_MAX = 448.0  # of e4m3
@@ -42,26 +43,10 @@ class PlainKVCache:
         return self.parts
 
 
-class OneRank:
-    """A group of one rank (`frame.core.interfaces.build.Collective`)."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return tensor
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        return tensor
-
-
 def build_context(device: torch.device | str, dtype: torch.dtype, page_size: int, rows: int = 64, **parts: Any) -> BuildContext:
     """A context of one rank; `parts` are further fields of `BuildContext`."""
     limits = Limits(max_running_requests=rows, max_tokens_per_step=8192, max_context=131072, page_size=page_size)
-    return BuildContext(platform=open_platform(device), device=torch.device(device), dtype=dtype, tp=OneRank(), limits=limits, **parts)
+    return BuildContext(platform=open_platform(device), device=torch.device(device), dtype=dtype, tp=LocalGroup(), limits=limits, **parts)
 
 
 @dataclass(frozen=True)

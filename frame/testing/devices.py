@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.platform import HOST, CapturedGraph, Platform, PlatformContext
+from frame.entrypoints.configuration.hardware_probe import probe
 from frame.plugins.loader import load_registry
 
 if TYPE_CHECKING:
@@ -50,3 +51,10 @@ def capture_graph(platform: Platform, run: Callable[[], object]) -> CapturedGrap
         finally:
             platform.end_capture(graph)
     return graph
+
+
+def count_devices(name: str) -> int:
+    """The number of devices of a platform on this machine; 0: the host, which any number of ranks
+    shares."""
+    record = load_registry().get("platform", name)
+    return len(probe([record]).of(name))

@@ -31,6 +31,7 @@ CONFIGURATION = (
     "frame.core.loading.sentence_transformers",
 )
 SMALL_FAMILIES = (
+    "frame.plugins.collectives",
     "frame.plugins.eviction_policies",
     "frame.plugins.grammar_backends",
     "frame.plugins.http_extensions",

@@ -16,7 +16,8 @@ FOLDER = 15  # modules beside `__init__`
 # One plugin, or one interface, one suite or the mutants of one kind a file, without a bound.
 FAMILIES = (
     "frame/core/interfaces",
-    "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/eviction_policies", "frame/plugins/grammar_backends",
+    "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/collectives", "frame/plugins/eviction_policies",
+    "frame/plugins/grammar_backends",
     "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",

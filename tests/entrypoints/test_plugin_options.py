@@ -28,6 +28,7 @@ from frame.testing.checkpoints import make_checkpoint
 MODULE = "frame_test_options_module"
 BASES = {
     "platform": "cpu",
+    "collective": "single",
     "model": "mixtral",
     "attention_backend": "torch_native",
     "weight_format": "none",
@@ -46,6 +47,7 @@ CONFIG: dict[str, Any] = {
     "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake"},
     "attention": {"backend": "fake"},
     "moe": {"runner": "fake", "dispatcher": "fake"},
+    "parallel": {"collective": "fake"},
     "scheduler": {"policy": "fake", "max_running_requests": 4, "chunked_prefill_size": 64},
     "cache": {"prefix": "fake", "eviction": "fake", "max_total_tokens": 256},
     "sampling": {"processors": ["fake"], "grammar": "fake"},

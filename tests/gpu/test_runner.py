@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from frame.core.config.schema import FrameConfig
-from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity

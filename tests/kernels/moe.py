@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.moe import DispatchOutput
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.model import CausalLM, ModelConfig, ModelContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.loading.loader import WeightSource, load_model

@@ -83,12 +83,12 @@ def test_heads_that_cannot_be_split_are_refused(checkpoint: Callable[..., Path])
 RANK = """
 import sys, torch
 from pathlib import Path
-from frame.core.execution.collectives import connect
+from tests.plugins.test_collectives import join
 from tests.models.harness import open_session
 from tests.models.test_tensor_parallel import PLAN
 torch.set_num_threads(1)
 rank, meeting, folder, out = int(sys.argv[1]), *map(Path, sys.argv[2:])
-group = connect(rank, 2, meeting, torch.device("cpu"), timeout=60)
+group = join(rank, 2, meeting, timeout=60)
 session = open_session(folder, group)
 steps = [torch.cat(session.step(rows)) for rows in PLAN]
 torch.save(torch.cat(steps), out / f"{rank}.pt")

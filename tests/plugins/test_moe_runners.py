@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.moe import DispatchOutput, MoERequirements
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.expert_weights import pack_small_experts

@@ -4,7 +4,7 @@ packages."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from frame.core.config.resolve import ResolveError
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import UnknownPluginError
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities
 from frame.core.interfaces.rank_context import Limits, RankContext
 from frame.entrypoints.configuration import prepare as preparing
@@ -25,7 +26,6 @@ from frame.entrypoints.processes.build_engine import build_rank
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 from frame.testing import conformance, fake_platform
-from frame.testing.attention_cases import OneRank
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance_platform import suite
 from frame.testing.fake_platform import FakeGraph
@@ -43,7 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes a module's platforms plugins of an installed package."""
 
     def add(module: ModuleType) -> None:
-        def read(config: FrameConfig) -> Registry:
+        def read(config: FrameConfig, classes: Sequence[type] = ()) -> Registry:
             registry = load_registry(installed=False)
             part = registry.kind("platform", "theirs", "1.0")
             module.register_platforms(part)
@@ -161,4 +161,4 @@ def test_a_context_names_a_platform_of_its_device() -> None:
     import torch
 
     with pytest.raises(TypeError, match="a context on meta needs its platform"):
-        RankContext(device=torch.device("meta"), dtype=torch.float32, tp=OneRank(), limits=Limits(1, 1, 1, 1))
+        RankContext(device=torch.device("meta"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(1, 1, 1, 1))

@@ -44,6 +44,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
 from frame.core.interfaces.gemm_kernel import GemmRequirements
+from frame.core.interfaces.collective import CollectiveRequirements
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
@@ -196,6 +197,8 @@ class _Solver:
         with self._collect():
             self._check_tensor_parallel()
         with self._collect():
+            self._collective()
+        with self._collect():
             self._quantization()
         with self._collect():
             self._attention(kv_dtype)
@@ -297,6 +300,11 @@ class _Solver:
         if problems:
             fitting = max(size for size in range(1, tp) if not indivisible(model_config, size))
             raise ResolveError(f"parallel.tp is {tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
+
+    def _collective(self) -> None:
+        size = self.config.parallel.tp
+        requirements = CollectiveRequirements(self.device, size, compatible=self._compatible)
+        self._select("collective", requirements, self.config.parallel.collective, f"No collective connects {size} rank(s) on {self.device}")
 
     def _quantization(self) -> None:
         stored, named = self.model_config.quantization, self.config.model.quantization

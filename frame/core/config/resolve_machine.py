@@ -144,6 +144,7 @@ def graph_sizes(
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
     none. Raises ResolveError if the user sets a size where nothing can be captured."""
     execution, kinds = config.execution, ("model", "gemm_kernel", "moe_runner", "moe_dispatcher")
+    execution, kinds = config.execution, ("collective", "model", "quantization_method", "moe_runner", "moe_dispatcher")
     obstacles = {
         "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": graph_obstacle(chosen, platform, task, kinds)
@@ -173,7 +174,8 @@ def graph_obstacle(chosen: Choices, platform: PluginRecord, task: Task, kinds: t
         return f"the task is {task}, which does not decode"
     for kind in kinds:
         for found in chosen.selected.get(kind, ()):
-            if getattr(found.record.capabilities, "graphs", False) in (False, "none"):
+            can = found.record.capabilities
+            if getattr(can, "capturable" if kind == "collective" else "graphs", False) in (False, "none"):
                 return f"{KEYS[kind]} {found.record.name} cannot be captured in a CUDA graph"
     return ""
 

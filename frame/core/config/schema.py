@@ -140,6 +140,9 @@ class ParallelSection(Section):
     """Distribution of the model over devices."""
 
     tp: int = setting(1, "Number of tensor-parallel ranks.", flag="tp", ge=1, le=64)
+    collective: Annotated[str | None, Auto] = setting(
+        None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
+    )
 
 
 class AttentionSection(Section):

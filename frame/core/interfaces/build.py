@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.rank_context import Collective, Limits, LoadCode, RankContext
+from frame.core.interfaces.collective import Collective
+from frame.core.interfaces.rank_context import Limits, LoadCode, RankContext
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend

@@ -66,6 +66,16 @@ _ALL = (
         suite="conformance_platform:suite",
     ),
     Kind(
+        name="collective",
+        plural="collectives",
+        version=1,
+        summary="collectives: operations on tensors of several ranks",
+        interface="collective:Collective",
+        context="collective:CollectiveContext",
+        key="parallel.collective",
+        suite="conformance_collective:suite",
+    ),
+    Kind(
         name="model",
         plural="models",
         version=3,

@@ -2,7 +2,8 @@
 built.
 
 Attention backends, MoE runners and MoE dispatchers are built from it; `BuildContext` adds them for
-the model. Must not import other interfaces than the platform: all of them may use this page.
+the model. Imports the interfaces of platform and collective only: all others may use
+this page.
 """
 
 from __future__ import annotations
@@ -10,31 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.platform import HOST, Platform
 
 if TYPE_CHECKING:
     import torch
 
 Task = Literal["generate", "embed", "classify"]
-
-
-class Collective(Protocol):
-    """One group of ranks. The operations of a group of one return their argument."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks; may be in place; returns the sum."""
-        ...
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenation over the ranks along `dim`."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The source rank's tensor on every rank; in place elsewhere."""
-        ...
 
 
 class LoadCode(Protocol):

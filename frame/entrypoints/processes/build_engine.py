@@ -22,6 +22,7 @@ from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
+from frame.core.interfaces.collective import CollectiveContext
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
@@ -32,6 +33,7 @@ from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.runner import ModelRunner
     from frame.core.ipc.transport import BatchSender, Transport
@@ -44,11 +46,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's number among `size` tensor-parallel ranks, whose rendezvous is in `folder`."""
+    """A rank's number among `size` tensor-parallel ranks, the address where they meet, and the
+    index of its device among those of its host."""
 
     rank: int = 0
     size: int = 1
-    folder: Path | None = None
+    rendezvous: str = ""
+    local_index: int = 0
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
@@ -94,13 +98,11 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
     """The runner, and on a GPU the counts of kernels compiled and loaded."""
-    from frame.core.execution.collectives import connect
-
     platform = create_platform(resolved, registry, place)
     platform.activate()
 
     def build(parts: Parts) -> TorchModelRunner:
-        return build_runner(resolved, parts, connect(place.rank, place.size, place.folder or Path(), platform.device), platform)
+        return build_runner(resolved, parts, join_group(resolved, registry, place, platform), platform)
 
     if not platform.is_asynchronous:
         return build(load_parts(resolved, registry)), None
@@ -119,8 +121,16 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 def create_platform(resolved: Resolved, registry: Registry, place: Place) -> Platform:
     """The platform of a rank."""
     target, options = registry.choose(resolved.choice("platform"))
-    platform: Platform = target(PlatformContext(place.rank, resolved.threads), options)
+    platform: Platform = target(PlatformContext(place.local_index, resolved.threads), options)
     return platform
+
+
+def join_group(resolved: Resolved, registry: Registry, place: Place, platform: Platform) -> Collective:
+    """The rank's member of the tensor-parallel group. Raises RuntimeError if other ranks do not
+    join in time."""
+    context = CollectiveContext(place.rank, place.size, place.rendezvous, platform)
+    group: Collective = registry.create(resolved.choice("collective"), context)
+    return group
 
 
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:

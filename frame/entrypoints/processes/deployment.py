@@ -31,6 +31,7 @@ from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, Start
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.hang_dump import request_stack_dump
 
+RENDEZVOUS = "ranks"  # file of the ranks' rendezvous, in the folder of the sockets
 EXIT_ORPHANED = 3
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
@@ -130,9 +131,11 @@ class Deployment:
     def _plan(self, resolved: Resolved) -> None:
         threads = {"OMP_NUM_THREADS": str(resolved.threads)} if resolved.threads else {}
         engine = ["--detokenizer"] if self.layout.detokenizer else []
-        self._add("engine", "scheduler", "--tp", str(self.layout.tp), *engine, environment=threads)
+        group = ["--tp", str(self.layout.tp), "--rendezvous", f"file://{self._sockets.path / RENDEZVOUS}"]
+        self._add("engine", "scheduler", *group, *engine, environment=threads)
         for rank in range(1, self.layout.tp):
-            self._add(f"rank-{rank}", "follower", "--tp", str(self.layout.tp), "--rank", str(rank), environment=threads)
+            place = ["--rank", str(rank), "--local-index", str(rank)]
+            self._add(f"rank-{rank}", "follower", *group, *place, environment=threads)
         if self.layout.detokenizer:
             self._add("detokenizer", "detokenizer")
         for i in range(self.layout.tokenizers):
@@ -155,7 +158,7 @@ class Deployment:
     def _start(self, children: Sequence[Child]) -> None:
         self._sockets.restore()
         if any(child.is_rank for child in children):
-            for left in (INFLIGHT, "ranks"):  # the in-flight file; the rendezvous of the ranks
+            for left in (INFLIGHT, RENDEZVOUS):
                 (self._sockets.path / left).unlink(missing_ok=True)
         if any(child.name == "detokenizer" for child in children):
             (self._sockets.path / INFLIGHT_TEXT).unlink(missing_ok=True)

@@ -94,7 +94,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     sockets = SocketDirectory(options.sockets)
     batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]
     followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
-    place = Place(0, options.tp, Path(options.sockets))
+    place = Place(0, options.tp, options.rendezvous, options.local_index)
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
     info["phases"] = {"imports": imports, **info["phases"]}
@@ -115,7 +115,7 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
-    place = Place(options.rank, options.tp, Path(options.sockets))
+    place = Place(options.rank, options.tp, options.rendezvous, options.local_index)
     runner = add_profiling(resolved, build_rank(resolved, registry_of(resolved), place), place)
     tracing = open_tracing(resolved.user.server, name)
     transport.send(Ready(process=name, pid=os.getpid()))
@@ -233,6 +233,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--death-signal", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rendezvous", default="")
+    parser.add_argument("--local-index", type=int, default=0)
     parser.add_argument("--detokenizer", action="store_true")
     return parser.parse_args(arguments)
 

@@ -1,18 +1,21 @@
 """A tensor-parallel group whose ranks are threads of one process
-(`frame.core.interfaces.rank_context.Collective`). For suites that need several ranks.
+(`frame.core.interfaces.collective.Collective`). For suites that need several ranks.
 
-Every call waits for the same call of all ranks, and raises AssertionError where a rank makes
-another one, or none within `PATIENCE` seconds.
+Every call but `send` waits for the same call of all ranks, and raises AssertionError where a rank
+makes another one, or none within `PATIENCE` seconds.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+from frame.core.interfaces.collective import Collective, CollectiveContext
 
 PATIENCE = 3.0  # seconds
 T = TypeVar("T")
@@ -22,14 +25,15 @@ class _Exchange:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.calls: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * size
+        pairs = ((source, target) for source in range(size) for target in range(size))
+        self.messages: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
 
 
-class ThreadGroup:
+class ThreadGroup(Collective):
     """One rank of the group."""
 
     def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(CollectiveContext(rank, size))
         self._exchange = exchange
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +44,15 @@ class ThreadGroup:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return self._meet(f"broadcast from {source}", tensor)[source].clone()
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        self._exchange.messages[self.rank, target].put(tensor.clone())
+
+    def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        try:
+            return tensor.copy_(self._exchange.messages[source, self.rank].get(timeout=PATIENCE))
+        except queue.Empty:
+            raise AssertionError(f"rank {self.rank} waits for a tensor that rank {source} does not send") from None
 
     def _meet(self, call: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks."""

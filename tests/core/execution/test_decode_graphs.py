@@ -13,11 +13,11 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution import input_batch
-from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.decode_graphs import InputBuffers, graph_sizes, uncollected
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams

@@ -16,7 +16,6 @@ from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.core.engine import Engine, EngineOptions
 from frame.core.errors import ConfigurationError
-from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner, follow
@@ -24,6 +23,7 @@ from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport, SwitchBackend

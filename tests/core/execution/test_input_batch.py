@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frame.core.execution.collectives import LocalGroup
 from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.interfaces.batch import ScheduledBatch, SelectedTokens, SlotSetup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
 from frame.core.sampling.batch_layout import compute_layout

@@ -19,7 +19,7 @@ VOCAB = 97
 CONTEXT = 128
 
 
-class OneRank:
+class LocalGroup:
     rank, size = 0, 1
 
     def all_reduce(self, tensor):
@@ -35,7 +35,7 @@ class OneRank:
 def make_runner(page_size=4, slots=8, pages=200, processors=(), vocab=VOCAB, supports_token_selection=True):
     model_config = fake_model_config(vocab, CONTEXT)
     limits = Limits(slots, 512, CONTEXT, page_size)
-    context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=OneRank(), limits=limits)
+    context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=limits)
     context = BuildContext(device=context.device, dtype=context.dtype, tp=context.tp, limits=limits, attention=FakeAttention(context))
     pool = KVPool(kv_geometry(model_config, 1, page_size, "float32"), pages, context.device)
     model = FakeModel(model_config, context)

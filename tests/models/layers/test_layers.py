@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from frame import kernels
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.core.execution.collectives import LocalGroup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.model import ModelConfig
 from frame.models.layers.attention import get_layer_window
 from frame.models.layers.linear import HeadLayout

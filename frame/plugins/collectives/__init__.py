@@ -1,0 +1,40 @@
+"""Manifest of the in-tree collectives: records only. Must not import the plugins.
+
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.collective import CollectiveCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_collectives(registry: KindRegistry) -> None:
+    """Add the in-tree collectives."""
+    registry.add(
+        "single",
+        "frame.core.interfaces.collective:LocalGroup",
+        capabilities=CollectiveCapabilities(devices=("cpu", "cuda"), capturable=True, max_size=1),
+        rank=20,
+        summary="A group of one rank: no operation does anything.",
+    )
+    registry.add(
+        "gloo",
+        "frame.plugins.collectives.gloo:Gloo",
+        capabilities=CollectiveCapabilities(devices=("cpu",)),
+        summary="Gloo, over TCP between the hosts' processes.",
+    )
+    registry.add(
+        "nccl",
+        "frame.plugins.collectives.nccl:Nccl",
+        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True),
+        rank=10,
+        summary="NCCL, over NVLink, PCIe and the network between GPUs.",
+    )

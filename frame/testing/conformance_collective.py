@@ -1,0 +1,333 @@
+"""The conformance suite of `collective/1`. The ranks are threads of one process, each with a member
+of the group and a device of its own.
+
+Run by the conformance option of the pytest plugin. A collective of one rank is checked alone; one
+for a device of which there are too few is checked with as many ranks as there are. Must not know a
+collective by name.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frame.core.interfaces.collective import Collective, CollectiveCapabilities, CollectiveContext
+from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.devices import capture_graph, count_devices, open_platform
+
+_RANKS = 3
+_PATIENCE = 60.0  # seconds for all ranks of a check
+_TYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+Act = Callable[[Collective, torch.device], Any]
+
+
+def suite(subject: Subject) -> Iterable[Check]:
+    """The checks of a collective, on the device that the setting names."""
+    for check in (
+        _members_have_their_places, _sums, _sums_have_the_same_bits, _gathers, _broadcasts, _scatters_sums, _exchanges_rows,
+        _sends_in_order, _arguments_stay, _large_tensors, _operations_in_a_row, _groups_do_not_mix, _absent_ranks_end_the_wait,
+        _ends_are_noticed, _meets_by_tcp, _is_captured,
+    ):  # fmt: skip
+        yield Check(check.__name__.removeprefix("_"), partial(check, subject))
+
+
+def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str | None = None) -> list[Any]:
+    """Make a group of `size` ranks and call `act` on each. -> the results by rank. Raises the first
+    rank's error, or AssertionError if a rank hangs."""
+    size = _size(subject) if size is None else size
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+    done = threading.Barrier(size)
+
+    def run(rank: int, meeting: str) -> None:
+        platform = open_platform(f"{_device(subject)}:{rank}")
+        try:
+            platform.activate()
+            group = subject.target(CollectiveContext(rank, size, meeting, platform, timeout=20.0), subject.options)
+            results[rank] = act(group, platform.device)
+            done.wait(_PATIENCE)
+            group.close()
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            done.abort()
+            errors.append(error)
+
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = address or f"file://{Path(folder) / 'ranks'}"
+        threads = [threading.Thread(target=run, args=(rank, meeting), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _PATIENCE
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), None)
+        if first is not None:
+            raise first
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+def _device(subject: Subject) -> str:
+    return subject.setting.device.partition(":")[0]
+
+
+def _size(subject: Subject) -> int:
+    can = subject.record.capabilities
+    most = can.max_size if isinstance(can, CollectiveCapabilities) else None
+    return min(_RANKS, most or _RANKS, count_devices(_device(subject)) or _RANKS)
+
+
+def _several(subject: Subject) -> int:
+    size = _size(subject)
+    if size == 1:
+        raise SkipCheck("there is one rank")
+    return size
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape, f"{what} has shape {tuple(found.shape)} and dtype {found.dtype}"
+    assert torch.equal(found.cpu(), expected), f"{what} is wrong"
+
+
+def _part(rank: int, dtype: torch.dtype = torch.float32, rows: int = 6) -> torch.Tensor:
+    return torch.arange(rows * 4).view(rows, 4).to(dtype) % 7 + 10 * (rank + 1)
+
+
+def _members_have_their_places(subject: Subject) -> None:
+    size = _size(subject)
+    places = run_ranks(subject, lambda group, device: (group.rank, group.size))
+    assert places == [(rank, size) for rank in range(size)], "rank and size must be those of the context"
+
+
+def _sums(subject: Subject) -> None:
+    size = _size(subject)
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        plain = [group.all_reduce(_part(group.rank, dtype).to(device)).cpu() for dtype in _TYPES]
+        return [*plain, group.all_reduce(_part(group.rank).to(device).t()).cpu()]
+
+    for found in run_ranks(subject, act):
+        for dtype, each in zip(_TYPES, found, strict=False):
+            _same(each, sum((_part(rank, dtype) for rank in range(size)), torch.zeros(6, 4, dtype=dtype)), f"a sum of {dtype}")
+        _same(found[-1], sum((_part(rank) for rank in range(size)), torch.zeros(6, 4)).t(), "the sum of transposed tensors")
+
+
+def _sums_have_the_same_bits(subject: Subject) -> None:
+    def act(group: Collective, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(group.rank)
+        return group.all_reduce((torch.randn(4096, generator=generator) * 10.0**group.rank).to(device)).cpu()
+
+    first, *others = run_ranks(subject, act)
+    assert all(torch.equal(first, other) for other in others), "a sum must have the same bits on all ranks"
+    exact = sum(torch.randn(4096, generator=torch.Generator().manual_seed(rank)).double() * 10.0**rank for rank in range(_size(subject)))
+    assert torch.allclose(first.double(), torch.as_tensor(exact), rtol=1e-5, atol=1e-4), "a sum loses precision"
+
+
+def _gathers(subject: Subject) -> None:
+    size = _size(subject)
+    found = run_ranks(subject, lambda group, device: [group.all_gather(_part(group.rank).to(device), dim).cpu() for dim in (-1, 0, 1)])
+    for rank in range(size):
+        for dim, each in zip((-1, 0, 1), found[rank], strict=True):
+            _same(each, torch.cat([_part(other) for other in range(size)], dim), f"what is gathered along {dim}")
+
+
+def _broadcasts(subject: Subject) -> None:
+    size = _size(subject)
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        return [group.broadcast(_part(group.rank).to(device), source).cpu() for source in range(size)]
+
+    for found in run_ranks(subject, act):
+        for source, each in enumerate(found):
+            _same(each, _part(source), f"the tensor of source {source}")
+
+
+def _scatters_sums(subject: Subject) -> None:
+    size = _size(subject)
+    rows = 2 * size
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        mine = _part(group.rank, rows=rows).to(device)
+        return [group.reduce_scatter(mine.clone()).cpu(), group.reduce_scatter(mine.t().contiguous(), 1).cpu()]
+
+    total = sum((_part(rank, rows=rows) for rank in range(size)), torch.zeros(rows, 4))
+    for rank, (first, second) in enumerate(run_ranks(subject, act)):
+        _same(first, total[2 * rank : 2 * rank + 2], "a part of the sum")
+        _same(second, total.t()[:, 2 * rank : 2 * rank + 2], "a part of the sum along 1")
+
+
+def _exchanges_rows(subject: Subject) -> None:
+    size = _size(subject)
+    counts = [[(source + target + 1) % 3 if size > 1 else 4 for target in range(size)] for source in range(size)]
+
+    def act(group: Collective, device: torch.device) -> torch.Tensor:
+        mine = _part(group.rank, rows=sum(counts[group.rank])).to(device)
+        return group.all_to_all(mine, counts[group.rank], [counts[source][group.rank] for source in range(size)]).cpu()
+
+    sent = [_part(rank, rows=sum(counts[rank])).split(counts[rank]) for rank in range(size)]
+    for rank, found in enumerate(run_ranks(subject, act)):
+        _same(found, torch.cat([sent[source][rank] for source in range(size)]), "what is received")
+
+
+def _sends_in_order(subject: Subject) -> None:
+    size = _several(subject)
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        before, after = (group.rank - 1) % size, (group.rank + 1) % size
+        found = []
+        for turn in range(size):
+            if turn == group.rank:
+                for number in range(3):
+                    group.send(_part(group.rank + 10 * number).to(device), after)
+            elif turn == before:
+                found = [group.recv(torch.empty(6, 4, device=device), before).cpu() for _ in range(3)]
+        return found
+
+    for rank, found in enumerate(run_ranks(subject, act)):
+        for number, each in enumerate(found):
+            _same(each, _part((rank - 1) % size + 10 * number), f"message {number}")
+        assert len(found) == 3
+
+
+def _arguments_stay(subject: Subject) -> None:
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        mine = [_part(group.rank, rows=group.size).to(device) for _ in range(3)]
+        group.all_gather(mine[0], 0)
+        group.all_to_all(mine[1], [1] * group.size, [1] * group.size)
+        if group.rank == 0:
+            group.broadcast(mine[2])
+        else:
+            group.broadcast(torch.zeros_like(mine[2]))
+        return [each.cpu() for each in mine]
+
+    for rank, found in enumerate(run_ranks(subject, act)):
+        for each in found:
+            _same(each, _part(rank, rows=_size(subject)), "an argument of an operation that must not change it")
+
+
+def _large_tensors(subject: Subject) -> None:
+    size = _size(subject)
+    found = run_ranks(subject, lambda group, device: group.all_reduce(torch.full((1 << 18,), group.rank + 1.0, device=device)).cpu())
+    assert all(bool((each == size * (size + 1) / 2).all()) for each in found), "a large sum is wrong"
+
+
+def _operations_in_a_row(subject: Subject) -> None:
+    size = _size(subject)
+
+    def act(group: Collective, device: torch.device) -> list[float]:
+        found = []
+        for number in range(1, 9):
+            x = torch.full((number,), float(group.rank + number), device=device)
+            found += [
+                float(group.all_reduce(x.clone()).sum()),
+                float(group.all_gather(x, 0).sum()),
+                float(group.broadcast(x, size - 1).sum()),
+            ]
+        return found
+
+    expected = []
+    for number in range(1, 9):
+        total = number * sum(rank + number for rank in range(size))
+        expected += [float(total), float(total), float(number * (size - 1 + number))]
+    assert all(found == expected for found in run_ranks(subject, act)), "operations of different sizes in a row mix"
+
+
+def _groups_do_not_mix(subject: Subject) -> None:
+    def both(group: Collective, device: torch.device) -> float:
+        return float(group.all_reduce(torch.ones(2, device=device)).sum())
+
+    _several(subject)
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.extend(run_ranks(subject, both)))
+    other.start()
+    found += run_ranks(subject, both)
+    other.join(_PATIENCE)
+    assert found == [2.0 * _size(subject)] * 2 * _size(subject), "two groups of one process mix"
+
+
+def _absent_ranks_end_the_wait(subject: Subject) -> None:
+    _several(subject)
+    platform = open_platform(f"{_device(subject)}:0")
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        try:
+            context = CollectiveContext(0, 2, f"file://{Path(folder) / 'ranks'}", platform, timeout=1.0)
+            group: Collective = subject.target(context, subject.options)
+            group.all_reduce(torch.ones(1, device=platform.device))
+            platform.synchronize()
+        except RuntimeError:
+            assert time.monotonic() - start < 20, "a group whose other ranks do not come must end after its timeout"
+            return
+    raise AssertionError("a group whose other ranks do not come must raise RuntimeError")
+
+
+def _ends_are_noticed(subject: Subject) -> None:
+    if _several(subject) and _device(subject) != "cpu":
+        raise SkipCheck("on a device, the watchdog of a library may end the process")
+    left = threading.Event()
+
+    def act(rank: int, meeting: str, seen: list[str]) -> None:
+        group = subject.target(CollectiveContext(rank, 2, meeting, open_platform("cpu"), timeout=2.0), subject.options)
+        group.all_reduce(torch.ones(1))
+        if rank == 1:
+            group.close()
+            left.set()
+            return
+        left.wait(_PATIENCE)
+        try:
+            group.all_reduce(torch.ones(1))
+            seen.append("no error")
+        except RuntimeError:
+            seen.append("error")
+
+    seen: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        threads = [threading.Thread(target=act, args=(rank, f"file://{Path(folder) / 'ranks'}", seen), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert seen == ["error"], "an operation after another rank has left must raise RuntimeError, not hang or go on"
+
+
+def _meets_by_tcp(subject: Subject) -> None:
+    can = subject.record.capabilities
+    _several(subject)
+    if not (isinstance(can, CollectiveCapabilities) and can.several_hosts):
+        raise SkipCheck("the record says that it connects ranks of one host")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = run_ranks(
+        subject, lambda group, device: float(group.all_reduce(torch.ones(1, device=device))), address=f"tcp://127.0.0.1:{port}"
+    )
+    assert found == [float(_size(subject))] * _size(subject)
+
+
+def _is_captured(subject: Subject) -> None:
+    can = subject.record.capabilities
+    if not (isinstance(can, CollectiveCapabilities) and can.capturable):
+        raise SkipCheck("the record does not say that it can be captured")
+    if open_platform(_device(subject)).create_graph_pool() is None:
+        raise SkipCheck("this platform captures no graphs")
+
+    def act(group: Collective, device: torch.device) -> float:
+        platform, x = group.context.platform, torch.ones(4, device=device)
+        group.all_reduce(x.clone())
+        out: list[torch.Tensor] = []
+        graph = capture_graph(platform, lambda: out.append(group.all_reduce(x + 0)))
+        x.fill_(2)
+        graph.replay()
+        platform.synchronize()
+        return float(out[0][0])
+
+    size = _size(subject)
+    assert run_ranks(subject, act) == [2.0 * size] * size, "a replay must sum the values of now"

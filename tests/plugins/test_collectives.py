@@ -1,0 +1,114 @@
+"""Collectives: gloo between threads and processes, the choice by platform and ranks, and one of
+another package that serves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from frame import Engine
+from frame.core.config.resolve import ResolveError
+from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.collective import CollectiveContext, LocalGroup
+from frame.entrypoints.configuration.prepare import prepare
+from frame.plugins.loader import load_registry
+from frame.testing import conformance, fake_collective
+from frame.testing.checkpoints import make_checkpoint
+from frame.testing.conformance_collective import suite
+from frame.testing.mutants import run_suite
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def subject(name: str) -> conformance.Subject:
+    return conformance.find(load_registry(installed=False), f"collective:{name}", conformance.Setting())
+
+
+@pytest.mark.parametrize("name", ["gloo", "single"])
+def test_in_tree_collectives_pass_the_suite(name: str) -> None:
+    found = run_suite(subject(name))
+    assert [each.check for each in found] == [check.name for check in suite(subject(name))]
+    assert [each for each in found if each.result == "failed"] == []
+
+
+def join(rank: int, size: int, folder: Path, timeout: float = 30.0) -> Any:
+    return subject("gloo").target(CollectiveContext(rank, size, f"file://{folder / 'ranks'}", timeout=timeout))
+
+
+def test_a_group_of_one_returns_its_arguments() -> None:
+    group, x = LocalGroup(), torch.randn(2, 3)
+    assert group.all_reduce(x) is group.all_gather(x) is group.broadcast(x) is group.reduce_scatter(x) is group.all_to_all(x, [2], [2]) is x
+    with pytest.raises(ValueError, match="no rank"):
+        group.send(x, 0)
+
+
+def test_an_address_of_another_form_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="neither file:///PATH nor tcp://HOST:PORT"):
+        subject("gloo").target(CollectiveContext(0, 2, "http://here"))
+
+
+RANK = """
+import os, sys, torch
+from pathlib import Path
+from tests.plugins.test_collectives import join
+torch.set_num_threads(1)
+group = join(1, 2, Path(sys.argv[1]))
+group.all_reduce(torch.ones(1000))
+if sys.argv[2] == "dies":
+    os._exit(9)
+if sys.argv[2] == "closes":
+    group.close()
+"""
+
+
+@pytest.mark.parametrize("ending", ["closes", "forgets", "dies"])
+def test_the_end_of_a_rank(tmp_path: Path, ending: str) -> None:
+    """A process ends cleanly with and without `close` (a group that outlives the interpreter would
+    abort it); when a rank dies, the others' next call raises instead of waiting for the timeout."""
+    other = subprocess.Popen([sys.executable, "-c", RANK, tmp_path, ending], cwd=ROOT, stderr=subprocess.PIPE)
+    group = join(0, 2, tmp_path)
+    assert group.all_reduce(torch.ones(1000))[0] == 2
+    _, errors = other.communicate(timeout=60)
+    assert other.returncode == (9 if ending == "dies" else 0), errors.decode()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        group.all_reduce(torch.ones(1))
+    assert time.monotonic() - start < 10
+    group.close()
+
+
+def chosen(tp: int, **parallel: Any) -> str:
+    sections = {"execution": {"device": "cpu"}, "parallel": {"tp": tp, **parallel}}
+    return prepare(FrameConfig.model_validate(sections)).resolved.choice("collective").name
+
+
+def test_the_choice_follows_from_platform_and_ranks() -> None:
+    assert (chosen(1), chosen(2), chosen(1, collective="gloo")) == ("single", "gloo", "gloo")
+    with pytest.raises(ResolveError, match="takes tensors of cuda, not of cpu"):
+        chosen(2, collective="nccl")
+    with pytest.raises(ResolveError, match=r"connects at most 1 rank\(s\), not 2 \(try parallel.tp: 1\)"):
+        chosen(2, collective="single")
+
+
+def test_a_collective_of_another_package_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "site" / "store_collective-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store-collective\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[frame]\nstore = {fake_collective.__name__}\n")
+    monkeypatch.syspath_prepend(str(info.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(info.parent), os.environ.get("PYTHONPATH", ""))))
+    keys: dict[str, Any] = {"model": str(make_checkpoint("LlamaForCausalLM", tmp_path / "model")), "max_total_tokens": 256, "threads": 1}
+    found = []
+    for more in ({}, {"tp": 2, "collective": "store"}):
+        with Engine(dtype="float32", device="cpu", **keys, **more) as engine:
+            found.append(engine.generate([5, 6, 7, 8], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}).token_ids)
+            assert engine.info["plugins"]["collective"] == [more.get("collective", "single")]
+    assert found[0] == found[1]
