@@ -35,6 +35,7 @@ SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
     "frame.plugins.grammar_backends",
     "frame.plugins.http_extensions",
+    "frame.plugins.launchers",
     "frame.plugins.logits_processors",
     "frame.plugins.moe_dispatchers",
     "frame.plugins.moe_runners",
@@ -63,6 +64,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.core", ("frame.core", KERNELS)),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
+    ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", MARKER)),
     ("frame.plugins.platforms", (*DATA, "frame.core.execution.host_memory", MARKER)),
     ("frame.plugins.http_extensions", (*DATA, MARKER, "frame.entrypoints.http")),  # the routers of the server's own APIs
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
@@ -100,6 +102,7 @@ NO_TORCH = (
     "frame.entrypoints.http",
     "frame.plugins.eviction_policies",
     "frame.plugins.hookspecs",
+    "frame.plugins.launchers",
     "frame.plugins.loader",
     "frame.plugins.prefix_caches",
     "frame.plugins.reasoning_parsers",

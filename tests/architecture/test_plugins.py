@@ -34,6 +34,7 @@ FOLDERS = {
 APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
 ORDINARY |= {"int4", "int8", "fp8"}  # types of numbers
+ORDINARY |= {"single", "local"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",

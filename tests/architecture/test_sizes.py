@@ -15,13 +15,11 @@ FILE, FUNCTION, ATTRIBUTES, PARAMETERS, METHODS = 500, 80, 15, 6, 6
 FOLDER = 15  # modules beside `__init__`
 # One plugin, or one interface, one suite or the mutants of one kind a file, without a bound.
 FAMILIES = (
-    "frame/core/interfaces",
-    "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/collectives", "frame/plugins/eviction_policies",
-    "frame/plugins/grammar_backends",
-    "frame/plugins/http_extensions",
+    "frame/core/interfaces", "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/collectives",
+    "frame/plugins/eviction_policies", "frame/plugins/grammar_backends", "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",
-    "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants",
+    "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants", "frame/plugins/launchers",
 )  # fmt: skip
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.launcher import LauncherContext
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.configuration.prepare import prepare
@@ -29,6 +30,7 @@ MODULE = "frame_test_options_module"
 BASES = {
     "platform": "cpu",
     "collective": "single",
+    "launcher": "local",
     "model": "mixtral",
     "attention_backend": "torch_native",
     "weight_format": "none",
@@ -47,7 +49,7 @@ CONFIG: dict[str, Any] = {
     "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake"},
     "attention": {"backend": "fake"},
     "moe": {"runner": "fake", "dispatcher": "fake"},
-    "parallel": {"collective": "fake"},
+    "parallel": {"collective": "fake", "launcher": "fake"},
     "scheduler": {"policy": "fake", "max_running_requests": 4, "chunked_prefill_size": 64},
     "cache": {"prefix": "fake", "eviction": "fake", "max_total_tokens": 256},
     "sampling": {"processors": ["fake"], "grammar": "fake"},
@@ -104,6 +106,7 @@ def test_options_reach_the_constructor_of_every_kind(seen: dict[str, int], tmp_p
     prepared = prepare(FrameConfig.model_validate(config))
     resolved, registry = prepared.resolved, prepared.registry
     build_rank(resolved, registry).close()
+    registry.create(resolved.choice("launcher"), LauncherContext(1, tmp_path)).close()
     build_scheduler(resolved, registry, 17).close()
     load_backend(resolved, registry)
     for parser in load_parsers(resolved, registry).values():

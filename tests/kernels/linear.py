@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.build import BuildContext, Limits
-from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.quantization import QuantizationContext
+from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.linear.linear import skinny_linear
 from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_plan, choose_plans
 from frame.models.layers.mlp import GatedMLP

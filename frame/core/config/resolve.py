@@ -43,9 +43,10 @@ from frame.core.config.selection import (
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
-from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.collective import CollectiveRequirements
+from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.launcher import LauncherRequirements
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
@@ -198,6 +199,9 @@ class _Solver:
             self._check_tensor_parallel()
         with self._collect():
             self._collective()
+        with self._collect():
+            size, named = self.config.parallel.tp, self.config.parallel.launcher
+            self._select("launcher", LauncherRequirements(size), named, f"No launcher starts {size} rank(s)")
         with self._collect():
             self._quantization()
         with self._collect():

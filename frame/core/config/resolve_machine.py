@@ -143,8 +143,7 @@ def graph_sizes(
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
     none. Raises ResolveError if the user sets a size where nothing can be captured."""
-    execution, kinds = config.execution, ("model", "gemm_kernel", "moe_runner", "moe_dispatcher")
-    execution, kinds = config.execution, ("collective", "model", "quantization_method", "moe_runner", "moe_dispatcher")
+    execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
     obstacles = {
         "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": graph_obstacle(chosen, platform, task, kinds)

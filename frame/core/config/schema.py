@@ -143,6 +143,9 @@ class ParallelSection(Section):
     collective: Annotated[str | None, Auto] = setting(
         None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
     )
+    launcher: Annotated[str | None, Auto] = setting(
+        None, "Launcher of the ranks' processes, by plugin name. auto: the best-ranked one.", flag="launcher"
+    )
 
 
 class AttentionSection(Section):

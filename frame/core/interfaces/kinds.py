@@ -76,6 +76,16 @@ _ALL = (
         suite="conformance_collective:suite",
     ),
     Kind(
+        name="launcher",
+        plural="launchers",
+        version=1,
+        summary="launchers: places and processes of the ranks",
+        interface="launcher:Launcher",
+        context="launcher:LauncherContext",
+        key="parallel.launcher",
+        suite="conformance_launcher:suite",
+    ),
+    Kind(
         name="model",
         plural="models",
         version=3,

@@ -81,7 +81,7 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
     layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
     raise_file_limit(resolved.user.server.max_connections)
-    deployment = Deployment(resolved, layout)
+    deployment = Deployment(resolved, layout, prepared.registry)
     try:
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)

@@ -21,8 +21,8 @@ from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_r
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.core.interfaces.collective import LOOPBACK, CollectiveContext
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
-from frame.core.interfaces.collective import CollectiveContext
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's number among `size` tensor-parallel ranks, the address where they meet, and the
-    index of its device among those of its host."""
+    """A rank's number among `size` tensor-parallel ranks, the address where they meet, the
+    index of its device among those of its host, and the host's address."""
 
     rank: int = 0
     size: int = 1
     rendezvous: str = ""
     local_index: int = 0
+    host: str = LOOPBACK
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
@@ -128,7 +129,7 @@ def create_platform(resolved: Resolved, registry: Registry, place: Place) -> Pla
 def join_group(resolved: Resolved, registry: Registry, place: Place, platform: Platform) -> Collective:
     """The rank's member of the tensor-parallel group. Raises RuntimeError if other ranks do not
     join in time."""
-    context = CollectiveContext(place.rank, place.size, place.rendezvous, platform)
+    context = CollectiveContext(place.rank, place.size, place.rendezvous, platform, place.host)
     group: Collective = registry.create(resolved.choice("collective"), context)
     return group
 

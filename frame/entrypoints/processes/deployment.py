@@ -9,50 +9,29 @@ new log settings. The input stays open: when it closes, the parent has ended. Kn
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import BaseModel
 
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
+from frame.core.ipc.child_process import start_process
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import SocketDirectory, ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.hang_dump import request_stack_dump
+from frame.plugins.registry import Registry
 
-RENDEZVOUS = "ranks"  # file of the ranks' rendezvous, in the folder of the sockets
-EXIT_ORPHANED = 3
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
-PR_SET_PDEATHSIG = 1
 LOG_TIMEOUT = 0.5  # seconds to relay the last log lines of children that ended
-
-
-def _death_signal() -> list[str]:
-    # The kernel sends the signal when the thread that started the child ends; only the main thread
-    # ends with the process.
-    return ["--death-signal"] if threading.current_thread() is threading.main_thread() else []
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel (Linux) to end this process when the parent's thread that started it ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the request took effect
-        raise SystemExit(EXIT_ORPHANED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +51,8 @@ class Child:
     name: str
     arguments: list[str]
     environment: dict[str, str]
-    process: subprocess.Popen[bytes] = field(init=False)
+    rank: int | None = None  # of a rank
+    process: RankProcess = field(init=False)
     is_ready: bool = False
     silence: float = 0.0  # seconds without a heartbeat
     last_error: str | None = None  # of its Fatal message
@@ -102,13 +82,15 @@ class Deployment:
     """The children in the order of their start, and the transport to them. A restarted child has
     the same addresses."""
 
-    def __init__(self, resolved: Resolved, layout: Layout) -> None:
+    def __init__(self, resolved: Resolved, layout: Layout, registry: Registry) -> None:
         self.layout = layout
         try:
             self._sockets = SocketDirectory()
         except OSError as error:
             raise ConfigurationError(f"the folder for sockets cannot be created ({error}); free disk space, or set TMPDIR") from error
         self._resolved = resolved
+        self._launcher: Launcher = registry.create(resolved.choice("launcher"), LauncherContext(layout.tp, self._sockets.path))
+        self._placement: Placement | None = None  # of the ranks' latest start
         self.children: dict[str, Child] = {}
         writer = configured_writer()
         self._log = None if writer is None or writer.isatty() else writer  # on a terminal, children draw their own progress bars
@@ -131,19 +113,18 @@ class Deployment:
     def _plan(self, resolved: Resolved) -> None:
         threads = {"OMP_NUM_THREADS": str(resolved.threads)} if resolved.threads else {}
         engine = ["--detokenizer"] if self.layout.detokenizer else []
-        group = ["--tp", str(self.layout.tp), "--rendezvous", f"file://{self._sockets.path / RENDEZVOUS}"]
-        self._add("engine", "scheduler", *group, *engine, environment=threads)
+        group = ["--tp", str(self.layout.tp)]
+        self._add("engine", "scheduler", *group, *engine, environment=threads, rank=0)
         for rank in range(1, self.layout.tp):
-            place = ["--rank", str(rank), "--local-index", str(rank)]
-            self._add(f"rank-{rank}", "follower", *group, *place, environment=threads)
+            self._add(f"rank-{rank}", "follower", *group, "--rank", str(rank), environment=threads, rank=rank)
         if self.layout.detokenizer:
             self._add("detokenizer", "detokenizer")
         for i in range(self.layout.tokenizers):
             self._add(f"tokenizer-{i}", "tokenizer", "--rank", str(i))
 
-    def _add(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def _add(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None, rank: int | None = None) -> None:
         command = [sys.executable, "-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments]
-        self.children[name] = Child(name, command, environment or {})
+        self.children[name] = Child(name, command, environment or {}, rank)
 
     def start_children(self, names: Sequence[str]) -> None:
         """Start these children, none of which may be running. Messages sent to their predecessors
@@ -158,8 +139,8 @@ class Deployment:
     def _start(self, children: Sequence[Child]) -> None:
         self._sockets.restore()
         if any(child.is_rank for child in children):
-            for left in (INFLIGHT, RENDEZVOUS):
-                (self._sockets.path / left).unlink(missing_ok=True)
+            (self._sockets.path / INFLIGHT).unlink(missing_ok=True)
+            self._placement = self._launcher.place()
         if any(child.name == "detokenizer" for child in children):
             (self._sockets.path / INFLIGHT_TEXT).unlink(missing_ok=True)
         for child in children:
@@ -168,19 +149,14 @@ class Deployment:
             self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
-        # Blocked until the child ignores them, so that a signal to the process group does not end
-        # it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
-        try:
-            child.process = subprocess.Popen(
-                [*child.arguments, "--parent", str(os.getpid()), *_death_signal()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=None if self._log is None else subprocess.PIPE,
-                env={**os.environ, **child.environment},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        pipes_errors = self._log is not None
+        if child.rank is None or self._placement is None:
+            child.process = start_process(child.arguments, child.environment, pipes_errors=pipes_errors)
+        else:
+            place = self._placement.ranks[child.rank]
+            where = ["--rendezvous", self._placement.rendezvous, "--host", place.host, "--local-index", str(place.local_index)]
+            command = [*child.arguments, *where]
+            child.process = self._launcher.start(place, command, child.environment, pipes_errors=pipes_errors)
         if self._log is not None and child.process.stderr is not None:
             self._relays[child.name] = self._log.relay(child.process.stderr)
         self._send_line(child, self._resolved)
@@ -305,6 +281,7 @@ class Deployment:
         for sender in self.tokenizers:
             sender.close()
         self.transport.close()
+        self._launcher.close()
         self._sockets.remove()
 
 

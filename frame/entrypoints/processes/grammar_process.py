@@ -25,7 +25,7 @@ from frame.core.blame import describe
 from frame.core.config.resolved import Resolved
 from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
-from frame.entrypoints.processes.deployment import PARENTS_SIGNALS, die_with_parent
+from frame.core.ipc.child_process import PARENTS_SIGNALS, die_with_parent
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from typing import IO
 
+from frame.core.interfaces.launcher import RankProcess
+
 
 def enable_stack_dumps() -> None:
     """Let `request_stack_dump` make this process write the stacks of its threads."""
@@ -23,7 +25,7 @@ def enable_stack_dumps() -> None:
             faulthandler.register(signal.SIGUSR1)
 
 
-def request_stack_dump(process: subprocess.Popen[bytes]) -> None:
+def request_stack_dump(process: subprocess.Popen[bytes] | RankProcess) -> None:
     """Make a process that has called `enable_stack_dumps` write the stacks of its threads."""
     if hasattr(signal, "SIGUSR1"):
         process.send_signal(signal.SIGUSR1)

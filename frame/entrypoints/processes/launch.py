@@ -136,7 +136,7 @@ class ProcessSession:
         self.collector = collector
         self.tokenizer = tokenizer
         layout = Layout(tp=prepared.resolved.user.parallel.tp, detokenizer=False, tokenizers=0)
-        self._deployment = Deployment(prepared.resolved, layout)
+        self._deployment = Deployment(prepared.resolved, layout, prepared.registry)
         try:
             self.info = wait_ready(self._deployment)
         except BaseException:

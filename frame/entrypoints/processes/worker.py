@@ -26,11 +26,13 @@ from frame.core.blame import explain
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError, PluginError
+from frame.core.interfaces.collective import LOOPBACK
+from frame.core.ipc.child_process import EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
-from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
+from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION
 from frame.entrypoints.processes.hang_dump import enable_stack_dumps
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
 from frame.plugins.loader import load_configured
@@ -94,7 +96,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     sockets = SocketDirectory(options.sockets)
     batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]
     followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
-    place = Place(0, options.tp, options.rendezvous, options.local_index)
+    place = Place(0, options.tp, options.rendezvous, options.local_index, options.host)
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
     info["phases"] = {"imports": imports, **info["phases"]}
@@ -115,7 +117,7 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
-    place = Place(options.rank, options.tp, options.rendezvous, options.local_index)
+    place = Place(options.rank, options.tp, options.rendezvous, options.local_index, options.host)
     runner = add_profiling(resolved, build_rank(resolved, registry_of(resolved), place), place)
     tracing = open_tracing(resolved.user.server, name)
     transport.send(Ready(process=name, pid=os.getpid()))
@@ -234,6 +236,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--rendezvous", default="")
+    parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--local-index", type=int, default=0)
     parser.add_argument("--detokenizer", action="store_true")
     return parser.parse_args(arguments)

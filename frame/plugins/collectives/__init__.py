@@ -20,7 +20,7 @@ def register_collectives(registry: KindRegistry) -> None:
     """Add the in-tree collectives."""
     registry.add(
         "single",
-        "frame.core.interfaces.collective:LocalGroup",
+        "frame.plugins.collectives.single:Single",
         capabilities=CollectiveCapabilities(devices=("cpu", "cuda"), capturable=True, max_size=1),
         rank=20,
         summary="A group of one rank: no operation does anything.",

@@ -17,8 +17,8 @@ from frame.core.config.selection import UnknownPluginError
 from frame.core.errors import PluginError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import PrefixCacheCapabilities
-from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
 from frame.core.interfaces.collective import CollectiveCapabilities
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
@@ -69,6 +69,7 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
             record("platform", "cpu", PlatformCapabilities()),
             record("platform", "cuda", PlatformCapabilities(find_devices="m:find", graphs=True), rank=10),
         ],
+        "launcher": [record("launcher", "local")],
         "collective": [record("collective", "ranks", CollectiveCapabilities(("cpu", "cuda"), capturable=True))],
         "model": [
             record("model", "fallback", ModelCapabilities(None, tensor_parallel=False, expands_mla=True), rank=99),

@@ -1,0 +1,117 @@
+"""`Launcher`: places the ranks of a model on hosts and devices, starts and ends their processes.
+
+Used by the server and the offline engine in their main process; imports no torch. The server checks
+each rank's process (`RankProcess.poll`), and starts all ranks again when one has ended. Must not
+know requests, models or devices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Protocol
+
+from frame.core.interfaces.plugin import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherRequirements:
+    """What a configuration requires of a launcher."""
+
+    size: int  # ranks
+    num_hosts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherCapabilities:
+    """What a launcher can do."""
+
+    several_hosts: bool = False  # it starts ranks on other hosts than its own
+    max_size: int | None = None  # ranks; None: any number
+
+    def unsupported(self, requirements: LauncherRequirements) -> list[Reason]:
+        found = []
+        if self.max_size is not None and requirements.size > self.max_size:
+            found.append(Reason(f"starts at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
+        if requirements.num_hosts > 1 and not self.several_hosts:
+            found.append(Reason(f"starts ranks on this host only, not on {requirements.num_hosts}"))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherContext:
+    """`size`: ranks. `folder`: private to this engine and its user, for files of the launcher; only
+    processes of this host see it."""
+
+    size: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of one rank. `host`: the address that the other ranks reach it at; `local_index`:
+    of its device among those of the host."""
+
+    rank: int
+    host: str
+    local_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The places of all ranks, by rank, and the address where they meet (`CollectiveContext`)."""
+
+    ranks: tuple[RankPlace, ...]
+    rendezvous: str  # "file:///path", or "tcp://host:port" of rank 0's host
+
+
+class RankProcess(Protocol):
+    """A rank's process, or what stands for it on this host; `subprocess.Popen` has these methods.
+
+    The rank reads its configuration from `stdin`, and ends when `stdin` is closed.
+    """
+
+    pid: int
+    stdin: IO[bytes] | None
+    stderr: IO[bytes] | None  # None unless errors are piped
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs. Returns at once."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """SIGUSR1 makes it write its stacks to standard error."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Launcher(ABC):
+    """Starts the ranks of one engine, again after each failure."""
+
+    def __init__(self, context: LauncherContext, options: BaseModel | None = None) -> None:
+        self.context = context
+        self.options = options
+
+    @abstractmethod
+    def place(self) -> Placement:
+        """Called before each start of the ranks, none of which runs. The rendezvous must be new:
+        left-overs of the previous start would connect to it."""
+
+    @abstractmethod
+    def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
+        """Start one rank's command, with `environment` added to the inherited one. SIGINT, SIGTERM
+        and SIGHUP are blocked in the process, which unblocks them itself. Raises OSError."""
+
+    def close(self) -> None:
+        """Called after the end of the last rank."""

@@ -1,0 +1,53 @@
+"""Starts a process that ends with its parent.
+
+Used for the text processes and by launchers of ranks. The command gets the parent's process id, and
+whether to ask the kernel for a signal at the parent's end; `die_with_parent` reads them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EXIT_ORPHANED = 3
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
+PR_SET_PDEATHSIG = 1
+
+
+def start_process(command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> subprocess.Popen[bytes]:
+    """Start `command` with a pipe as its input. `environment` is added to this process's own.
+    Raises OSError."""
+    # Blocked until the child ignores them, so that a signal to the process group does not end it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [*command, "--parent", str(os.getpid()), *_death_signal()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if pipes_errors else None,
+            env={**os.environ, **environment},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel (Linux) to end this process when the parent's thread that started it ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    library: Any = ctypes.CDLL(None, use_errno=True)
+    library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the request took effect
+        raise SystemExit(EXIT_ORPHANED)
+
+
+def _death_signal() -> list[str]:
+    # The kernel sends the signal when the thread that started the child ends; only the main thread
+    # ends with the process.
+    return ["--death-signal"] if threading.current_thread() is threading.main_thread() else []

@@ -1,0 +1,27 @@
+"""Manifest of the in-tree launchers: records only. Must not import the plugins.
+
+A record names its target as "module:Class"; the registry imports it when the configuration selects
+it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.launcher import LauncherCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_launchers(registry: KindRegistry) -> None:
+    """Add the in-tree launchers."""
+    registry.add(
+        "local",
+        "frame.plugins.launchers.local:LocalLauncher",
+        capabilities=LauncherCapabilities(),
+        rank=10,
+        summary="Processes of this host, each with the device of its rank's number.",
+    )

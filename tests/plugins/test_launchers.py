@@ -1,0 +1,75 @@
+"""Launchers: the in-tree one, the choice, and one of another package that serves over TCP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame import Engine
+from frame.core.config.resolve import ResolveError
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.launcher import LauncherCapabilities, LauncherContext, LauncherRequirements
+from frame.entrypoints.configuration.prepare import prepare
+from frame.plugins.loader import load_registry
+from frame.testing import conformance, fake_launcher
+from frame.testing.checkpoints import make_checkpoint
+from frame.testing.conformance_launcher import suite
+from frame.testing.mutants import run_suite
+
+
+def test_the_local_launcher_passes_the_suite() -> None:
+    subject = conformance.find(load_registry(installed=False), "launcher:local", conformance.Setting())
+    found = run_suite(subject)
+    assert [each.check for each in found] == [check.name for check in suite(subject)]
+    assert [each for each in found if each.result != "passed"] == []
+
+
+def test_local_ranks_have_the_device_of_their_number_and_meet_in_a_file(tmp_path: Path) -> None:
+    registry = load_registry(installed=False)
+    launcher = registry.load(registry.get("launcher", "local"))(LauncherContext(3, tmp_path))
+    placement = launcher.place()
+    assert [(place.rank, place.host, place.local_index) for place in placement.ranks] == [(rank, "127.0.0.1", rank) for rank in range(3)]
+    assert placement.rendezvous == f"file://{tmp_path / 'ranks'}"
+
+
+def test_records_refuse_more_ranks_and_hosts_than_they_can_start() -> None:
+    can = LauncherCapabilities(max_size=2)
+    assert can.unsupported(LauncherRequirements(2)) == []
+    found = [str(reason) for reason in can.unsupported(LauncherRequirements(4, num_hosts=2))]
+    assert found == ["starts at most 2 rank(s), not 4 (try parallel.tp: 2)", "starts ranks on this host only, not on 2"]
+    with pytest.raises(ResolveError, match="parallel.launcher names an unknown launcher 'slurm'"):
+        raise_for("slurm")
+
+
+def raise_for(name: str) -> None:
+    from frame.core.config.hardware import Hardware
+    from frame.core.config.resolve import resolve
+    from frame.core.loading.model_config import EMBEDDED, read_model_config
+
+    config = FrameConfig.model_validate({"parallel": {"launcher": name}})
+    resolve(config, Hardware(2, 8 << 30), read_model_config(EMBEDDED), load_registry(installed=False).all_records())
+
+
+def test_a_launcher_of_another_package_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "site" / "reversed_launcher-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reversed-launcher\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[frame]\nreversed = {fake_launcher.__name__}\n")
+    monkeypatch.syspath_prepend(str(info.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(info.parent), os.environ.get("PYTHONPATH", ""))))
+    keys: dict[str, Any] = {"model": str(make_checkpoint("LlamaForCausalLM", tmp_path / "model")), "max_total_tokens": 256, "threads": 1}
+    found = []
+    for more in ({}, {"tp": 2, "launcher": "reversed"}):
+        with Engine(dtype="float32", device="cpu", **keys, **more) as engine:
+            found.append(engine.generate([5, 6, 7, 8], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}).token_ids)
+            assert engine.info["plugins"]["launcher"] == [more.get("launcher", "local")]
+    assert found[0] == found[1]
+
+
+def test_the_choice_is_local() -> None:
+    resolved = prepare(FrameConfig.model_validate({"execution": {"device": "cpu"}})).resolved
+    assert resolved.choice("launcher").name == "local"
+    assert "only one" in resolved.reasons["parallel.launcher"]
