@@ -12,6 +12,7 @@ import torch  # noqa: F401 - a run unloads what it imports, and torch and numpy 
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.plugins import loader
 from frame.plugins.registry import Registry
+from frame.testing import conformance
 
 pytest_plugins = ("pytester",)
 
@@ -54,6 +55,24 @@ def test_a_broken_plugin_fails_and_says_why(run: Any, pytester: pytest.Pytester)
     assert not verdict["passed"]
     failed = {check["name"]: check["message"] for check in verdict["checks"] if check["outcome"] == "failed"}
     assert "order returned 49 of 50 requests" in failed["order_is_a_permutation"]
+
+
+def test_a_skipped_check_is_neither_passed_nor_failed(run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skip() -> None:
+        raise conformance.SkipCheck("it cannot run here")
+
+    def verdict(*checks: conformance.Check) -> dict[str, Any]:
+        monkeypatch.setattr(conformance, "checks", lambda *_: list(checks))
+        run("--frame-conformance=eviction_policy:lru", "--frame-conformance-json=verdict.json")
+        (found,) = json.loads((pytester.path / "verdict.json").read_text())
+        return dict(found)
+
+    skipped, passing = conformance.Check("a", skip), conformance.Check("b", lambda: None)
+    both, alone = verdict(skipped, passing), verdict(skipped)
+    assert both["passed"]
+    assert both["counts"] == {"passed": 1, "failed": 0, "skipped": 1}
+    assert "it cannot run here" in both["checks"][0]["message"]
+    assert not alone["passed"]
 
 
 def test_checks_can_be_chosen_by_name(run: Any) -> None:
