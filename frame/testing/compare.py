@@ -50,7 +50,7 @@ PLAIN: tuple[tuple[str, Mapping[str, Any]], ...] = (
 EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # The kinds whose plugins compute or order what the engine serves; greedy tokens must not depend on
 # them.
-COMPARED = (
+_CANDIDATES = (
     "model",
     "attention_backend",
     "gemm_kernel",
@@ -58,7 +58,11 @@ COMPARED = (
     "moe_dispatcher",
     "scheduling_policy",
     "eviction_policy",
+    "prefix_cache",
+    "weight_source",
+    "platform",
 )
+COMPARED = tuple(kind for kind in _CANDIDATES if kind in KINDS)
 _PROMPTS = (3, 40, 130, 70)  # tokens; the last one begins with the second
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of a layer's greatest value
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.\d+$")

@@ -71,11 +71,23 @@ CASES = {
         hardware=H200,
         more=(theirs("attention_backend", "own", AttentionCapabilities(("cuda",), layout="own")),),
     ),
-    "quantization method": Impossible(
-        {"model": {"quantization": "fp8"}},
-        "model.quantization: fp8 cannot serve this model, machine and configuration.\n"
-        "  rejected fp8 (frame-serve 1): runs on cuda, not on cpu",
+    "weight format": Impossible(
+        {"model": {"quantization": "awq"}},
+        "model.quantization: awq cannot serve this model, machine and configuration.\n"
+        "  rejected awq (frame-serve 1): does not load fp8 weights",
         dataclasses.replace(LLAMA, quantization="fp8"),
+    ),
+    "GEMM kernel": Impossible(
+        {"model": {"gemm_kernel": "quick"}},
+        "model.gemm_kernel: quick cannot serve this model, machine and configuration.\n"
+        "  rejected quick (frame-serve 1): runs on cuda, not on cpu\n"
+        "Nearest change: model.gemm_kernel: plain",
+    ),
+    "prefix cache": Impossible(
+        {"cache": {"prefix": "large", "page_size": 16}},
+        "cache.prefix: large cannot serve this model, machine and configuration.\n"
+        "  rejected large (frame-serve 1): stores pages of 64 or 128 tokens, not of 16 (try cache.page_size: 64)\n"
+        "Nearest change: cache.page_size: 64 (then large fits)",
     ),
     "MoE runner": Impossible(
         {"moe": {"runner": "grouped"}},
@@ -117,8 +129,8 @@ CASES = {
     "eviction policy and logits processor": Impossible(
         {"cache": {"eviction": "lfu"}, "sampling": {"processors": ["penalty"]}},
         "The configuration has 2 conflicts:\n"
-        "1. cache.eviction names an unknown eviction_policy 'lfu'; did you mean 'lru'? Installed: lru.\n"
-        "2. sampling.processors names an unknown logits_processor 'penalty'; did you mean 'penalties'? Installed: penalties, theirs.",
+        "1. sampling.processors names an unknown logits_processor 'penalty'; did you mean 'penalties'? Installed: penalties, theirs.\n"
+        "2. cache.eviction names an unknown eviction_policy 'lfu'; did you mean 'lru'? Installed: lru.",
     ),
     "grammar and parsers": Impossible(
         {"sampling": {"grammar": "automata"}, "text": {"reasoning_parser": "thinking", "tool_call_parser": "hermes"}},
@@ -128,6 +140,19 @@ CASES = {
         "2. text.reasoning_parser names an unknown reasoning_parser 'thinking'; did you mean 'think-tags'? Installed: think-tags.\n"
         "3. text.tool_call_parser names an unknown tool_call_parser 'hermes'. No tool_call_parser is installed.",
         more=(record("reasoning_parser", "think-tags", ParserCapabilities()),),
+    ),
+    "platform": Impossible(
+        {"execution": {"device": "npu"}},
+        "execution.device names an unknown platform 'npu'; did you mean 'cpu'? Installed: cpu, cuda.",
+    ),
+    "HTTP extension and page size": Impossible(
+        {"server": {"extensions": ["builtin", "audit"]}, "cache": {"page_size": 48}, "attention": {"backend": "paged"}},
+        "The configuration has 2 conflicts:\n"
+        "1. attention.backend: paged cannot serve this model, machine and configuration.\n"
+        "  rejected paged (theirs 2.1): page size 48 is not among [16, 64] (try cache.page_size: 64)\n"
+        "Nearest change: cache.page_size: 64 (then paged fits)\n"
+        "2. server.extensions names an unknown http_extension 'audit'. No http_extension is installed.",
+        more=(theirs("attention_backend", "paged", AttentionCapabilities(("cpu",), page_sizes=(16, 64))),),
     ),
     "seven at once": Impossible(
         {

@@ -21,6 +21,7 @@ from fastapi.dependencies.utils import solve_dependencies
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from frame.core.blame import explain
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.response_docs import Responses
@@ -158,8 +159,8 @@ class ApiRoute(APIRoute):
                 await context.fail(error)
             except DisconnectedError:
                 raise
-            except Exception:
-                log.exception("%s %s failed", scope["method"], scope["path"])
+            except Exception as error:
+                log.exception("%s %s failed: %s", scope["method"], scope["path"], explain(error))
                 await context.fail(ApiError(500, "the server failed on this request; its log says why"))
             finally:
                 count_response(app.services.metrics, self.path, context)
