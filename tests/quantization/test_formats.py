@@ -59,6 +59,24 @@ def test_every_format_with_every_kernel_on_one_and_two_ranks(architecture: str, 
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
 
 
+def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    stored, _ = make_pair("LlamaForCausalLM", "awq", tmp_path)
+    got = logits_of(open_session(stored, quantization="awq", load_format="dummy"))
+    assert torch.isfinite(got).all()
+    assert got.std() > 0.01
+
+
+def test_weights_are_in_memory_once(tmp_path: Path) -> None:
+    """Codes and scales, of plain weights the weights: nothing is counted twice or kept besides."""
+    stored, plain = make_pair("LlamaForCausalLM", "int8", tmp_path)
+    for folder, method, kernel, bound in ((plain, "none", None, 1.0), (stored, "compressed-tensors", "torch", 0.45)):
+        model: Any = open_session(folder, quantization=method, gemm_kernel=kernel).model
+        layers = [module for module in model.modules() if getattr(module, "weights", None) is not None and hasattr(module, "apply_gated")]
+        held = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+        whole = sum(sum(stored.outputs) * stored.inputs * 4 for layer in layers for _, stored in layer.weights.stored)
+        assert held <= whole * bound
+
+
 @pytest.mark.parametrize("dialect", ["awq", "gptq 4"])
 def test_a_model_in_bfloat16(dialect: str, tmp_path: Path) -> None:
     stored, plain = make_pair("LlamaForCausalLM", dialect, tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ class RandomNumbers:
 
 class RandomTensor:
     """A tensor that is generated when it is sliced: norms and scales are ones, other vectors are
-    zeros, matrices are normal with standard deviation 1 / sqrt(inputs)."""
+    zeros, matrices are normal with standard deviation 1 / sqrt(inputs). `integers`: the dtype of
+    one that holds integers of any value."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], numbers: RandomNumbers) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], numbers: RandomNumbers, integers: torch.dtype | None = None) -> None:
         self.shape = shape
+        self._integers = integers
         self._name = name
         self._numbers = numbers
 
@@ -50,6 +53,8 @@ class RandomTensor:
 
     def _make(self) -> torch.Tensor:
         numbers = self._numbers
+        if self._integers is not None:
+            return self._make_integers(self._integers)
         if len(self.shape) < 2 or "_scale" in self._name:
             value = 1.0 if any(part in self._name for part in _ONES) else 0.0
             return torch.full(self.shape, value, device=numbers.device, dtype=numbers.dtype)
@@ -63,10 +68,23 @@ class RandomTensor:
         return made
 
 
+    def _make_integers(self, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers over the whole range of the dtype, such as packed codes."""
+        digest = hashlib.sha256(f"{self._numbers.seed}/{self._name}".encode()).digest()
+        generator = torch.Generator(self._numbers.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        limits = torch.iinfo(dtype)
+        return torch.randint(limits.min, limits.max, self.shape, generator=generator, device=self._numbers.device, dtype=dtype)
+
+
 def random_weights(
-    shapes: Mapping[str, tuple[int, ...]], seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    integers: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> Iterator[tuple[str, RandomTensor]]:
-    """Yield (name, tensor) of a random checkpoint with these shapes, on `device` in `dtype`."""
+    """Yield (name, tensor) of a random checkpoint with these shapes, on `device` in `dtype`.
+    `integers`: the dtypes of those that hold integers."""
     numbers = RandomNumbers(seed, torch.device(device), dtype)
     for name, shape in shapes.items():
-        yield name, RandomTensor(name, shape, numbers)
+        yield name, RandomTensor(name, shape, numbers, integers.get(name))

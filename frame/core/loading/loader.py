@@ -91,7 +91,9 @@ def load_weights(model: nn.Module, source: WeightSource, progress: bool = False,
     """Load every parameter; call `finish_modules` afterwards. Raises CheckpointError if tensors are
     missing. `progress`: show a bar."""
     if source.load_format == "dummy":
-        weights: Iterable[tuple[str, LazyTensor]] = random_weights(expected_shapes(model), source.seed, *_random_device_and_dtype(model))
+        weights: Iterable[tuple[str, LazyTensor]] = random_weights(
+            expected_shapes(model), source.seed, *_random_device_and_dtype(model), _integers(model)
+        )
         where = "the random checkpoint"
     else:
         weights = read_weights(source.folder, progress, _plan_read_ahead(model, platform))
@@ -172,6 +174,16 @@ def _plan_read_ahead(model: nn.Module, platform: Platform) -> ReadAhead | None:
         for name, part in getattr(parameter, "sources", {}).items():
             rows[name] = part.read[0] if part.read else None
     return ReadAhead(platform, rows)
+
+
+def _integers(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtypes of the checkpoint tensors that hold integers."""
+    found: dict[str, torch.dtype] = {}
+    for parameter in model.parameters():
+        dtype = getattr(parameter, "stored_dtype", parameter.dtype)
+        if not dtype.is_floating_point:
+            found.update(dict.fromkeys(getattr(parameter, "sources", {}), dtype))
+    return found
 
 
 def _random_device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -87,10 +87,11 @@ def replace_values(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> 
 
 
 def register_tensors(module: nn.Module, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Make the tensors of a product that are no parameters buffers of the module, which count as
-    its memory."""
+    """Make the tensors of a product buffers of the module, which count as its memory, except those
+    that share the memory of its parameters."""
+    places = {parameter.untyped_storage().data_ptr() for parameter in module.parameters(recurse=False) if parameter.numel()}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, nn.Parameter):
+        if tensor.is_mkldnn or tensor.untyped_storage().data_ptr() not in places:
             module.register_buffer(f"{name}_{index}", tensor, persistent=False)
 
 
