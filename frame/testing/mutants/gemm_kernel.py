@@ -1,0 +1,199 @@
+"""GEMM kernels with one deliberate bug each. Used by the tests of the conformance suite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GroupedProduct, Product, Speed
+from frame.core.interfaces.weight_format import PackedWeight
+from frame.testing.mutants import MutantList
+
+
+class Dequantized(GemmKernel):
+    """Dequantizes and multiplies."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        return None
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        return DenseProduct(self, weight)
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        return DenseExperts(self, weight)
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        return weight.dequantize(dtype)
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, dense, bias)
+
+    def split(self, ends: torch.Tensor) -> list[int]:
+        return ends.tolist()  # type: ignore[no-any-return]
+
+
+class DenseProduct:
+    """x times one weight."""
+
+    def __init__(self, kernel: Dequantized, weight: PackedWeight) -> None:
+        self.kernel, self.weight = kernel, weight
+        self.tensors = list(weight.tensors.values())
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.kernel.multiply(x, self.kernel.dense(self.weight, x.dtype), bias)
+
+
+class DenseExperts:
+    """Rows sorted by expert times the weights of their experts."""
+
+    def __init__(self, kernel: Dequantized, weight: PackedWeight) -> None:
+        self.kernel, self.weight = kernel, weight
+        self.tensors = list(weight.tensors.values())
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out, start = x.new_zeros(len(x), self.weight.outputs), 0
+        for expert, end in enumerate(self.kernel.split(ends)):
+            out[start:end] = F.linear(x[start:end], self.kernel.dense(self.weight.expert(expert), x.dtype))
+            start = end
+        return out
+
+
+SPEEDS = tuple(Speed(codes, 0, 0.1) for codes in ("int4", "int8", "e2m1", "e4m3"))  # type: ignore[arg-type]
+mutant = MUTANTS = MutantList(
+    "gemm_kernel", reference=Dequantized, capabilities=GemmCapabilities(("cpu", "cuda"), SPEEDS, dtypes=("float32",))
+)
+
+
+@mutant
+class ForgetsTheBias(Dequantized):
+    """Leaves out the bias."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, dense)
+
+
+@mutant
+class IgnoresZeroPoints(Dequantized):
+    """Multiplies as if there were no zero points."""
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        return replace(weight, zeros=None).dequantize(dtype)
+
+
+@mutant
+class IgnoresTheOrder(Dequantized):
+    """Multiplies the inputs in their own order in act-order."""
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        return replace(weight, order=None).dequantize(dtype)
+
+
+@mutant
+class IgnoresTheOuterScale(Dequantized):
+    """Leaves out the second scale."""
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        return replace(weight, outer=None).dequantize(dtype)
+
+
+@mutant
+class InvertsTheOuterScale(Dequantized):
+    """Divides by the second scale where it multiplies, and the reverse."""
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        return replace(weight, divides=not weight.divides).dequantize(dtype)
+
+
+@mutant
+class SwapsNibbles(Dequantized):
+    """Takes the high nibble of a byte for the first input."""
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        codes = weight.codes
+        if codes.dtype == torch.uint8:
+            codes = codes << 4 | codes >> 4
+        return replace(weight, codes=codes).dequantize(dtype)
+
+
+@mutant
+class UsesTheFirstScaleOfAnOutput(Dequantized):
+    """Scales all groups of an output by the first group's scale."""
+
+    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        assert weight.scales is not None
+        return replace(weight, scales=weight.scales[..., :1].expand_as(weight.scales)).dequantize(dtype)
+
+
+@mutant
+class ScalesByTheBatch(Dequantized):
+    """Normalizes all rows by their largest value, so that a row depends on the others."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        scale = x.abs().amax() if x.numel() else 1.0
+        return F.linear(x / scale, dense) * scale + (0 if bias is None else bias)
+
+
+@mutant
+class WrongForManyRows(Dequantized):
+    """Is a fifth too large from 70 rows on."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = F.linear(x, dense, bias)
+        return out * 1.2 if len(x) >= 70 else out
+
+
+@mutant
+class ChangesItsInput(Dequantized):
+    """Scales the input in place."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = F.linear(x, dense, bias)
+        x.mul_(0.5)
+        return out
+
+
+@mutant
+class FlattensRows(Dequantized):
+    """Returns two dimensions for any input."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x.reshape(-1, x.shape[-1]), dense, bias)
+
+
+@mutant
+class ReturnsFloat64(Dequantized):
+    """Returns another dtype than that of the input."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, dense, bias).double()
+
+
+@mutant
+class SkipsEmptyExperts(Dequantized):
+    """Takes the next expert's weights for an expert without rows."""
+
+    def split(self, ends: torch.Tensor) -> list[int]:
+        return sorted(set(ends.tolist()) - {0})
+
+
+@mutant
+class KeepsADequantizedCopy(Dequantized):
+    """Lists the codes as its tensors but multiplies a copy, which an update does not reach."""
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        product = DenseProduct(self, weight)
+        copy = replace(weight, codes=weight.codes.clone())
+        product.weight = copy
+        return product
+
+
+@mutant.survives("the suite reads no memory: a kernel may keep what it wants beside the tensors that it lists")
+class KeepsTwice(Dequantized):
+    """Keeps a second copy of the codes."""
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        product = DenseProduct(self, weight)
+        product.second = weight.codes.clone()  # type: ignore[attr-defined]
+        return product
