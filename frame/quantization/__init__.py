@@ -54,7 +54,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
     registry.add(
         "fp8",
         "frame.quantization.fp8:Fp8",
-        capabilities=FormatCapabilities(checkpoints=("fp8", "modelopt", None), codes=("plain", "e4m3")),
+        capabilities=FormatCapabilities(checkpoints=("fp8", None), codes=("plain", "e4m3")),
         options=IgnoreOptions,
         rank=20,
         summary="fp8 (e4m3) weights, scaled per block, output or tensor, stored so or quantized while loading.",
@@ -66,20 +66,23 @@ def register_weight_formats(registry: KindRegistry) -> None:
         rank=20,
         summary="llm-compressor: packed integers, int8, fp8, NVFP4 and MXFP4, by layer.",
     )
-    for name, target, summary in (
-        ("gptq", "gptq:Gptq", "GPTQ: integers of 2, 3, 4 or 8 bits per group, also in act-order."),
-        ("awq", "awq:Awq", "AWQ: 4-bit integers with zero points per group."),
+    for name, target, codes, summary in (
+        ("modelopt", "modelopt:ModelOpt", ("plain", "e4m3", "e2m1"), "NVIDIA ModelOpt: FP8 by tensor, and NVFP4."),
+        ("w8a8_int8", "w8a8_int8:W8A8Int8", ("plain", "int8"), "int8 weights with one scale per output."),
+        ("w8a8_fp8", "w8a8_fp8:W8A8Fp8", ("plain", "e4m3"), "e4m3 weights with one scale per output."),
+        ("gptq", "gptq:Gptq", ("plain", "int4", "int8"), "GPTQ: integers of 2, 3, 4 or 8 bits per group, also in act-order."),
+        ("awq", "awq:Awq", ("plain", "int4"), "AWQ: 4-bit integers with zero points per group."),
     ):
-        capabilities = FormatCapabilities(checkpoints=(name,), codes=("plain", "int4", "int8") if name == "gptq" else ("plain", "int4"))
+        capabilities = FormatCapabilities(checkpoints=(name,), codes=codes)  # type: ignore[arg-type]
         registry.add(name, f"frame.quantization.{target}", capabilities=capabilities, rank=20, summary=summary)
-    for name, codes, options, summary in (
+    for name, yields, options, summary in (
         ("int8", "int8", IgnoreOptions, "Int8 weights with one scale per output, quantized while loading."),
         ("int4", "int4", Int4Options, "Int4 weights with a scale and a zero point per group, quantized while loading (round-to-nearest)."),
     ):
         registry.add(
             name,
             f"frame.quantization.{name}:{name.capitalize()}",
-            capabilities=FormatCapabilities(checkpoints=(None,), codes=("plain", codes)),  # type: ignore[arg-type]
+            capabilities=FormatCapabilities(checkpoints=(None,), codes=("plain", yields)),  # type: ignore[arg-type]
             options=options,
             summary=summary,
         )

@@ -43,7 +43,7 @@ class Fp8Format:
 def read_format(config: Mapping[str, Any]) -> Fp8Format:
     """The format that a checkpoint's `quantization_config` describes. Raises CheckpointError if the
     weights are not fp8."""
-    readers = {"fp8": _read_fp8, "modelopt": _read_modelopt}
+    readers = {"fp8": _read_fp8}
     method = config.get("quant_method")
     if method not in readers:
         raise CheckpointError(f"quantization_config.quant_method is {method!r}; fp8 supports {', '.join(readers)}.")
@@ -64,14 +64,6 @@ def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
     if "weight_block_size" in config:
         return Fp8Format("tensor", "weight_scale_inv", "activation_scale" if is_static else None, plain=plain)
     return Fp8Format("tensor", "weight_scale", "input_scale" if is_static else None, plain=plain)
-
-
-def _read_modelopt(config: Mapping[str, Any]) -> Fp8Format:
-    """NVIDIA ModelOpt."""
-    algorithm = config.get("quant_algo")
-    if algorithm != "FP8":
-        raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of modelopt's formats only FP8 is supported.")
-    return Fp8Format("tensor", input_scale="input_scale", plain=tuple(config.get("exclude_modules") or config.get("ignore") or ()))
 
 
 def read_block(value: Sequence[int]) -> tuple[int, int]:

@@ -85,6 +85,20 @@ def int8(outputs: int, inputs: int) -> Stored:
     return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales
 
 
+def fp8(outputs: int, inputs: int) -> Stored:
+    codes, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(outputs, 1) * 0.002
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+
+
+def modelopt(outputs: int, inputs: int) -> Stored:
+    stored, _ = nvfp4(outputs, inputs)
+    codes, scales, outer = stored["weight_packed"].int(), stored["weight_scale"], torch.tensor(0.01)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    numbers = table[torch.stack((codes & 15, codes >> 4), -1).flatten(1)]
+    dense = numbers * (scales.float() * outer).repeat_interleave(16, 1)
+    return {"weight": stored["weight_packed"], "weight_scale": scales, "weight_scale_2": outer, "input_scale": torch.tensor(1.0)}, dense
+
+
 def nvfp4(outputs: int, inputs: int) -> Stored:
     codes = torch.randint(0, 16, (outputs, inputs))
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -114,6 +128,9 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "packed": (_groups(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, format="pack-quantized"), packed),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, modelopt),
+    "w8a8_int8": ({"quant_method": "w8a8_int8"}, int8),
+    "w8a8_fp8": ({"quant_method": "w8a8_fp8"}, fp8),
     "int8": (_groups(num_bits=8, type="int", strategy="channel", format="int-quantized"), int8),
     "nvfp4": (_groups(num_bits=4, type="float", strategy="tensor_group", group_size=16, format="nvfp4-pack-quantized"), nvfp4),
 }  # fmt: skip

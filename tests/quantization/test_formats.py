@@ -24,7 +24,10 @@ from frame.quantization.compressed_tensors import CompressedTensors, read_scheme
 from frame.quantization.gptq import Gptq
 from frame.quantization.int4 import Int4
 from frame.quantization.int8 import Int8, RoundedInt8Layer
+from frame.quantization.modelopt import ModelOpt
 from frame.quantization.plain import PlainLayer
+from frame.quantization.w8a8_fp8 import W8A8Fp8
+from frame.quantization.w8a8_int8 import W8A8Int8
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.packed_weights import check_form
 from tests.models.harness import Session, open_session
@@ -191,6 +194,7 @@ def test_schemes_by_layer_within_a_merged_layer(tmp_path: Path) -> None:
         (Gptq, {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (Awq, {"bits": 4, "version": "gemv"}, "version is 'gemv'"),
         (Awq, {"bits": 8}, "bits is 8"),
+        (ModelOpt, {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
         (CompressedTensors, {}, "config_groups is empty"),
         (
             CompressedTensors,
@@ -247,10 +251,12 @@ def session_of_int8_with_zeros(stored: Path) -> Session:
 @pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if "ordered" not in dialect and "gptq 3" not in dialect])
 def test_conformance_of_stored_formats(dialect: str) -> None:
     config = DIALECTS[dialect][0]
-    base: type = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors}[config["quant_method"]]
+    targets = (Gptq, Awq, CompressedTensors, ModelOpt, W8A8Int8, W8A8Fp8)
+    names = ("gptq", "awq", "compressed-tensors", "modelopt", "w8a8_int8", "w8a8_fp8")
+    base: type = dict(zip(names, targets, strict=True))[config["quant_method"]]
 
     def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        if dtype == torch.float8_e4m3fn:
+        if dtype == torch.float8_e4m3fn and "scale" in name:
             return torch.full(shape, 0.5).to(dtype)
         return None
 

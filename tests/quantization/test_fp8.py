@@ -35,7 +35,7 @@ from tests.testing.failures import failures
 TOKENS = list(range(20, 60))
 
 
-FORMATS = {"channel": "compressed-tensors"}
+FORMATS = {"channel": "compressed-tensors", "modelopt": "modelopt"}
 BLOCKS = Fp8Layer(Fp8Format("block", "weight_scale_inv"))
 
 
@@ -205,7 +205,6 @@ def test_a_weight_is_quantized_while_loading(dtype: torch.dtype) -> None:
         (CONFIGS["block"], Fp8Format("block", "weight_scale_inv", None, (128, 128), ("lm_head",))),
         (CONFIGS["tensor"], Fp8Format("tensor", "weight_scale", "input_scale", plain=("lm_head",))),
         (CONFIGS["no block"], Fp8Format("tensor", "weight_scale_inv", "activation_scale")),
-        (CONFIGS["modelopt"], Fp8Format("tensor", input_scale="input_scale", plain=("lm_head", "*.router"))),
     ],
 )
 def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
@@ -215,10 +214,9 @@ def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 supports fp8, modelopt"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'; fp8 supports fp8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two positive sizes"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
     ],
 )
 def test_other_weights_are_refused(config: dict[str, object], sentence: str) -> None:

@@ -68,7 +68,7 @@ mutant = MUTANTS = MutantList(
 
 @mutant
 class ForgetsTheBias(Dequantized):
-    """Leaves out the bias."""
+    """Leaves out the bias of the product."""
 
     def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, dense)

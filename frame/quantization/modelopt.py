@@ -1,0 +1,43 @@
+"""NVIDIA ModelOpt checkpoints: FP8 with one scale per tensor, and NVFP4."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, WeightFormat
+from frame.quantization.floats import NV_GROUP, Fp4Layer
+from frame.quantization.fp8 import Fp8Layer
+from frame.quantization.fp8_format import Fp8Format
+from frame.quantization.patterns import matches
+from frame.quantization.plain import PlainLayer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_LAYOUTS: dict[str, LayerFormat] = {
+    "FP8": Fp8Layer(Fp8Format("tensor")),
+    "NVFP4": Fp4Layer("weight", "weight_scale", NV_GROUP, "weight_scale_2"),
+}
+
+
+class ModelOpt(WeightFormat):
+    """Reads `quant_algo`, and `exclude_modules` or `ignore`. Activations keep the model's dtype, or
+    are rounded by the kernel."""
+
+    ignored_weights = (r".*\.input_scale$",)
+    conformance_config: ClassVar[dict[str, Any]] = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+
+    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        config = context.checkpoint_config or {}
+        algorithm = config.get("quant_algo")
+        if algorithm not in _LAYOUTS:
+            raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of ModelOpt's formats {', '.join(_LAYOUTS)} are read.")
+        self._layout = _LAYOUTS[algorithm]
+        self._plain = tuple(config.get("exclude_modules") or config.get("ignore") or ())
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        if kind == "head" or any(matches(pattern, name) for pattern in self._plain):
+            return PlainLayer(self.context.dtype)
+        return self._layout
