@@ -187,13 +187,3 @@ class KeepsADequantizedCopy(Dequantized):
         copy = replace(weight, codes=weight.codes.clone())
         product.weight = copy
         return product
-
-
-@mutant.survives("the suite reads no memory: a kernel may keep what it wants beside the tensors that it lists")
-class KeepsTwice(Dequantized):
-    """Keeps a second copy of the codes."""
-
-    def prepare(self, weight: PackedWeight) -> Product:
-        product = DenseProduct(self, weight)
-        product.second = weight.codes.clone()  # type: ignore[attr-defined]
-        return product

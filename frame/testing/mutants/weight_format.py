@@ -59,7 +59,7 @@ class IgnoresAllWeights(Grouped):
 
 @mutant
 class DeclaresNothing(Grouped):
-    """Names no tensors."""
+    """Names no tensors of a layer."""
 
     class layer(Stored):  # noqa: N801 - the layer of this format
         def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
@@ -98,7 +98,7 @@ class NamesTheWrongGroup(Grouped):
 
 @mutant
 class WidensTheCodes(Grouped):
-    """Returns int16 codes."""
+    """Returns the codes as int16 numbers."""
 
     class layer(Stored):  # noqa: N801 - the layer of this format
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
@@ -180,13 +180,3 @@ class RoundsToNothing(Grouped):
 
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             return PackedWeight(WeightScheme("int8"), inputs, tensors["codes"], tensors["scales"])
-
-
-@mutant.survives("random tensors have no right values: that stored weights are read correctly is the format's own test")
-class ReadsAnotherSign(Grouped):
-    """Negates the codes."""
-
-    class layer(Stored):  # noqa: N801 - the layer of this format
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            found = super().decode(tensors, inputs)
-            return replace(found, scales=None if found.scales is None else -found.scales)
