@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.platform import HOST, CapturedGraph, Platform, PlatformContext
+from frame.core.interfaces.platform import HOST, CapturedGraph, DeviceStream, Platform, PlatformContext
 from frame.entrypoints.configuration.hardware_probe import probe
 from frame.plugins.loader import load_registry
 
@@ -37,9 +37,9 @@ def _open(name: str, index: int) -> Platform:
 
 
 def capture_graph(platform: Platform, run: Callable[[], object]) -> CapturedGraph:
-    """Capture `run` in a graph of its own, on a new stream. Raises RuntimeError where it cannot be
-    captured, or the platform captures no graphs."""
-    pool, stream = platform.create_graph_pool(), platform.create_stream()
+    """Capture `run` in a graph of its own, on a stream for captures. Raises RuntimeError where it
+    cannot be captured, or the platform captures no graphs."""
+    pool, stream = platform.create_graph_pool(), _capture_stream(platform)
     if pool is None or stream is None:
         raise RuntimeError(f"{type(platform).__name__} captures no graphs")
     platform.synchronize()
@@ -51,6 +51,12 @@ def capture_graph(platform: Platform, run: Callable[[], object]) -> CapturedGrap
         finally:
             platform.end_capture(graph)
     return graph
+
+
+@lru_cache(maxsize=16)
+def _capture_stream(platform: Platform) -> DeviceStream | None:
+    """One stream for all captures of a platform: libraries keep workspaces for each stream."""
+    return platform.create_stream()
 
 
 def count_devices(name: str) -> int:

@@ -77,9 +77,9 @@ def open_store(context: CollectiveContext) -> Any:
     """The store in which the ranks exchange their addresses. Raises ConfigurationError for an
     address of another form."""
     limit = timedelta(seconds=context.timeout)
-    address = urlsplit(context.address)
-    if address.scheme == "file" and address.path:
-        store: Any = dist.FileStore(address.path, context.size)
+    address, path = urlsplit(context.address), context.address.removeprefix("file://")
+    if address.scheme == "file" and path.startswith("/"):  # taken as it is: folders may hold # and ?
+        store: Any = dist.FileStore(path, context.size)
     elif address.scheme == "tcp" and address.hostname and address.port:
         store = dist.TCPStore(address.hostname, address.port, context.size, is_master=context.rank == 0, timeout=limit)
     else:
