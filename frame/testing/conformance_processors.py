@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
 
 from frame.core.interfaces.batch import SlotSetup
@@ -42,6 +44,8 @@ EXAMPLES = tuple(
         {"repetition_penalty": 0.8, "presence_penalty": -0.3},
     )
 )
+# Values of a client's own parameter, `custom`, which are texts.
+BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂")
 # Functions and methods that wait for the device.
 WAITS = frozenset((
     "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "is_nonzero", "equal", "allclose", "item", "tolist", "numpy",
@@ -74,6 +78,7 @@ def checks_of(make: Make, wanted: Sequence[SamplingParams]) -> Iterator[Check]:
     ones find more."""
     for check in (
         applies_to_is_pure,
+        bad_parameters_are_refused,
         apply_changes_named_rows,
         apply_repeats,
         rows_stand_alone,
@@ -107,6 +112,38 @@ def applies_to_is_pure(make: Make, wanted: Sequence[SamplingParams]) -> None:
         assert not processor.applies_to(SamplingParams()), "applies_to() is true for default parameters: every request would pay"
         for params in wanted:
             assert processor.applies_to(params), f"applies_to() is not always true for {params}"
+
+
+def bad_parameters_are_refused(make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """`validate_params` takes the wanted parameters. It refuses what the processor cannot use, with
+    ValueError and one sentence that names the field; what it takes does not fail later."""
+    processor = make(VOCAB, SLOTS)
+    for params in wanted:
+        processor.validate_params(params)
+        for name, value in product(params.custom, BAD_VALUES):
+            bad = replace(params, custom={**params.custom, name: value})
+            what = f"custom[{name!r}] = {value[:20]!r}"
+            if not processor.applies_to(bad) or _is_refused(processor, bad, name, what):
+                continue
+            setup = replace(_setups(wanted, 1)[0], params=bad)
+            try:
+                used = _filled(make, [setup])
+                _observe(used, [setup], 3)
+                _apply(used, _logits(1), [0], [setup])
+            except Exception as error:
+                raise AssertionError(f"validate_params() takes {what}, on which the processor fails: {type(error).__name__}") from error
+
+
+def _is_refused(processor: LogitsProcessor, params: SamplingParams, name: str, what: str) -> bool:
+    try:
+        processor.validate_params(params)
+    except ValueError as error:
+        assert name in str(error), f"the error for {what} does not name the field: {str(error)!r}"
+        assert "\n" not in str(error), f"the error for {what} is no sentence: {str(error)!r}"
+        return True
+    except Exception as error:
+        raise AssertionError(f"validate_params() raises {type(error).__name__} and not ValueError for {what}") from error
+    return False
 
 
 def apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams]) -> None:
@@ -382,11 +419,11 @@ def _setups(
 
 
 def _moved(setup: SlotSetup, slot: int) -> SlotSetup:
-    return SlotSetup(slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids)
+    return replace(setup, slot=slot)
 
 
 def _cut(setup: SlotSetup, size: int) -> SlotSetup:
-    return SlotSetup(setup.slot, setup.params, setup.seed, setup.prompt_len, setup.token_ids[:size])
+    return replace(setup, token_ids=setup.token_ids[:size])
 
 
 def _filled(make: Make, setups: Sequence[SlotSetup]) -> LogitsProcessor:

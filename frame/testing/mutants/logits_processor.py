@@ -345,3 +345,71 @@ class MixesRows(CountPenalty):
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         change = self.penalties[slots].unsqueeze(1) * self.counts[slots]
         logits.index_add_(0, rows, -change / change.abs().amax().clamp(min=1e-6))
+
+
+class BansTokens(CountPenalty):
+    """Bans the token ids that a request lists under `custom["banned"]`."""
+
+    conformance_params = (SamplingParams(custom={"banned": "1,2"}), SamplingParams(custom={"banned": "3"}))
+
+    def applies_to(self, params: SamplingParams) -> bool:
+        return "banned" in params.custom
+
+    def validate_params(self, params: SamplingParams) -> None:
+        parts = params.custom["banned"].split(",")
+        if not all(part.isdecimal() and part.isascii() and len(part) < 9 and int(part) < self.shape[1] for part in parts):
+            raise ValueError(f"banned must list token ids from 0 to {self.shape[1] - 1}, separated by commas")
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        super().add_slot(setup)
+        self.counts[setup.slot] = 0
+        self.counts[setup.slot, [int(part) for part in setup.params.custom["banned"].split(",")]] = torch.inf
+        self.penalties[setup.slot] = 1.0
+
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Sampled tokens change nothing."""
+
+
+@mutant
+class ValidatesNothing(BansTokens):
+    """Reads a client's parameter when the request is admitted, and fails on a bad one."""
+
+    def validate_params(self, params: SamplingParams) -> None:
+        return
+
+
+@mutant
+class IgnoresTheRange(BansTokens):
+    """Takes token ids past the vocabulary, which stop a GPU."""
+
+    def validate_params(self, params: SamplingParams) -> None:
+        if not all(part.isdecimal() and part.isascii() for part in params.custom["banned"].split(",")):
+            raise ValueError("banned must list token ids, separated by commas")
+
+
+@mutant
+class NamesNoField(BansTokens):
+    """Refuses a parameter with the error of `int`, which does not say which."""
+
+    def validate_params(self, params: SamplingParams) -> None:
+        for part in params.custom["banned"].split(","):
+            int(part)
+
+
+@mutant
+class RefusesWithKeyError(BansTokens):
+    """Raises KeyError for a parameter that it cannot use, which ends the request as a fault."""
+
+    def validate_params(self, params: SamplingParams) -> None:
+        try:
+            super().validate_params(params)
+        except ValueError as error:
+            raise KeyError("banned") from error
+
+
+@mutant
+class RefusesAll(BansTokens):
+    """Refuses good parameters."""
+
+    def validate_params(self, params: SamplingParams) -> None:
+        raise ValueError("banned is not supported")
