@@ -2,11 +2,11 @@
 JSON object.
 
 cost: for each grammar and number of rows, CPU milliseconds to compile, and microseconds for one row
-and token on random walks: `fill` (CPU, one call a row, as the engine makes them), `accept` (CPU,
-with `is_finished`), and `batch` (CPU of all threads, the library's own batch call with `--threads`
-threads, every other step). A made vocabulary of 128,000 tokens. conformance: random walks with
-frame-tiny's vocabulary, their texts checked by jsonschema and re: random schemas and expressions,
-and one schema for each keyword of JSON Schema.
+and token on random walks: `fill` (CPU, one call of `fill_mask` a row, as the engine makes them),
+`accept` (CPU, `accept_token` with `is_finished`), and `batch` (CPU of all threads, the library's
+own batch call with `--threads` threads, every other step). A made vocabulary of 128,000 tokens.
+conformance: random walks with frame-tiny's vocabulary, their texts checked by jsonschema and re:
+random schemas and expressions, and one schema for each keyword of JSON Schema.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Batch:
         self._xgrammar = xgrammar.BatchGrammarMatcher(max_threads=threads)
         self._llguidance = LLExecutor(threads)
 
-    def fill(self, grammars: list[Any], masks: np.ndarray) -> bool:
+    def fill_mask(self, grammars: list[Any], masks: np.ndarray) -> bool:
         """False where the backend has no such call."""
         matchers = [getattr(grammar, "_matcher", None) for grammar in grammars]
         if all(isinstance(each, xgrammar.GrammarMatcher) for each in matchers):
@@ -143,17 +143,17 @@ def walk(compiled: list[Any], rows: int, steps: int, threads: int) -> dict[str, 
     began = time.process_time()
     for step in range(steps):
         since = time.process_time()
-        if step % 2 and filler.fill(grammars, masks):
+        if step % 2 and filler.fill_mask(grammars, masks):
             batch.append((time.process_time() - since) / rows)
         else:
             for grammar, mask in zip(grammars, masks, strict=True):
                 since = time.thread_time()
-                grammar.fill(mask)
+                grammar.fill_mask(mask)
                 fill.append(time.thread_time() - since)
         for i, mask in enumerate(masks):
             token = int(numbers.choice(allowed(mask)))
             since = time.thread_time()
-            is_taken = grammars[i].accept(token)
+            is_taken = grammars[i].accept_token(token)
             is_finished = grammars[i].is_finished()
             accept.append(time.thread_time() - since)
             assert is_taken
@@ -194,14 +194,14 @@ def texts(backend: GrammarBackend, tokenizer: Any, kind: str, source: str, seeds
     for seed in range(seeds):
         numbers, grammar, ids, mask = random.Random(seed), compiled.start(), [], np.zeros(64, np.int32)
         for _ in range(300):
-            grammar.fill(mask)
+            grammar.fill_mask(mask)
             choices = allowed(mask).tolist()
             ends = [token for token in choices if token in tokenizer.eos_token_ids]
             if ends and (len(ends) == len(choices) or len(ids) > 40 or numbers.random() < 0.2):
                 yield tokenizer.decode(ids)
                 break
             ids.append(numbers.choice([token for token in choices if token not in ends]))
-            assert grammar.accept(ids[-1])
+            assert grammar.accept_token(ids[-1])
         else:
             yield None
 

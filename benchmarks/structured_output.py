@@ -164,9 +164,9 @@ def first(steps: int) -> dict[str, Any]:
         with patch.object(Masks, "_make", timed):
             grammar = compiled.start()
             for _ in range(steps):
-                grammar.fill(mask)
+                grammar.fill_mask(mask)
                 drawn = numbers.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
-                assert grammar.accept(int(drawn))
+                assert grammar.accept_token(int(drawn))
                 grammar = compiled.start() if grammar.is_finished() else grammar
         spent.sort()
         names = {

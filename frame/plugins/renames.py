@@ -59,6 +59,8 @@ RENAMES = tuple(
         ("scheduling_policy/3", "scheduling", "SchedulingPolicy(options)", "SchedulingPolicy(context, options)"),
         ("eviction_policy/2", "cache", "EvictionPolicy(options)", "EvictionPolicy(context, options)"),
         ("logits_processor/3", "sampling", "LogitsProcessor(vocab_size, max_slots, device, options)", "LogitsProcessor(context, options)"),
+        ("grammar_backend/3", "sampling", "Grammar.fill", "Grammar.fill_mask"),
+        ("grammar_backend/3", "sampling", "Grammar.accept", "Grammar.accept_token"),
         ("grammar_backend/3", "sampling", "GrammarBackend(tokenizer, vocab_size, options)", "GrammarBackend(context, options)"),
         ("grammar_backend/3", "sampling", "register_grammars", "register_grammar_backends"),
         ("reasoning_parser/3", "parsing", "ReasoningParser(options)", "ReasoningParser(context, options)"),

@@ -53,13 +53,13 @@ class Run:
         """A constraint after some tokens."""
         grammar = self.compile(case).start()
         for token in tokens:
-            assert grammar.accept(token), f"{case.name}: accept() refuses a token that the mask allows"
+            assert grammar.accept_token(token), f"{case.name}: accept_token() refuses a token that the mask allows"
         return grammar
 
     def allowed(self, grammar: Grammar, before: int = 0) -> np.ndarray:
         """bool [vocab]: the tokens of the mask, written over words of `before`."""
         mask = np.full(-(-self.vocabulary.size // 32), before, np.int32)
-        if not grammar.fill(mask):
+        if not grammar.fill_mask(mask):
             return np.ones(self.vocabulary.size, np.bool_)
         return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocabulary.size].astype(np.bool_)
 
@@ -160,17 +160,17 @@ def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> N
         continues = [token for token in np.flatnonzero(found).tolist() if token in vocabulary.tokens]
         if b"" in rest and (not continues or dice.random() < 0.3):
             end = dice.choice(vocabulary.ends)
-            assert grammar.accept(end), f"{where}: accept() refuses the end token {end}"
+            assert grammar.accept_token(end), f"{where}: accept_token() refuses the end token {end}"
             assert grammar.is_finished(), f"{where}: is_finished() is False after the end token"
             return
         short = [token for token in continues if token in vocabulary.single_bytes] if is_split else []
         token = dice.choice(short or continues)
-        assert grammar.accept(token), f"{where}: accept() refuses token {token} ({vocabulary.show(token)}), which the mask allows"
+        assert grammar.accept_token(token), f"{where}: it refuses token {token} ({vocabulary.show(token)}), which the mask allows"
         done += vocabulary.tokens[token]
 
 
 def accept_agrees_with_the_mask(run: Run) -> None:
-    """`accept` takes a token where the mask has it, else returns False and changes nothing."""
+    """`accept_token` takes a token of the mask, else returns False and changes nothing."""
     dice = random.Random(0)
     for case in run.of(FINITE):
         tokens: list[int] = []
@@ -181,11 +181,11 @@ def accept_agrees_with_the_mask(run: Run) -> None:
             before = run.allowed(grammar)
             for token in refused:
                 shown = run.vocabulary.show(token)
-                assert not grammar.accept(token), f"{case.name}: accept() takes token {token} ({shown}), which the mask does not have"
+                assert not grammar.accept_token(token), f"{case.name}: it takes token {token} ({shown}), which the mask does not have"
             assert np.array_equal(before, run.allowed(grammar)), f"{case.name}: a token that is refused changes the state"
             continues = [token for token in np.flatnonzero(before).tolist() if token in run.vocabulary.tokens]
             for token in continues[:8]:
-                assert run.start(case, tokens).accept(token), f"{case.name}: accept() refuses token {token}, which the mask has"
+                assert run.start(case, tokens).accept_token(token), f"{case.name}: accept_token() refuses token {token}, which the mask has"
             if not continues:
                 break
             tokens.append(dice.choice(continues))
@@ -193,15 +193,15 @@ def accept_agrees_with_the_mask(run: Run) -> None:
 
 
 def masks_are_written_whole(run: Run) -> None:
-    """`fill` writes all words of its row and no other, whatever they held, and twice the same."""
+    """`fill_mask` writes all words of its row and no other, whatever they held."""
     for case in run.of((*FINITE, *OPEN)):
         grammar = run.start(case)
         first = run.allowed(grammar)
-        assert np.array_equal(first, run.allowed(grammar, before=-1)), f"{case.name}: fill() leaves bits that were in the mask before"
+        assert np.array_equal(first, run.allowed(grammar, before=-1)), f"{case.name}: fill_mask() leaves bits that were in the mask before"
         words = -(-run.vocabulary.size // 32)
         batch = np.full((3, words), 7, np.int32)
-        grammar.fill(batch[1])
-        assert (batch[[0, 2]] == 7).all(), f"{case.name}: fill() writes outside of its row"
+        grammar.fill_mask(batch[1])
+        assert (batch[[0, 2]] == 7).all(), f"{case.name}: fill_mask() writes outside of its row"
 
 
 # texts --------------------------------------------------------------------------------------------
@@ -228,15 +228,15 @@ def _wander(run: Run, case: Language, dice: random.Random) -> str | None:
         ends = [token for token in vocabulary.ends if allowed[token]]
         assert allowed.any(), f"{case.name} after {data!r}: the mask is empty"
         if ends and dice.random() < 0.4:
-            assert grammar.accept(ends[0]), f"{case.name} after {data!r}: accept() refuses the end token that the mask has"
+            assert grammar.accept_token(ends[0]), f"{case.name} after {data!r}: accept_token() refuses the end token that the mask has"
             return data.decode(errors="replace")
         near = [token for token in closing if allowed[token]]
         continues = [token for token in np.flatnonzero(allowed).tolist() if token in vocabulary.tokens]
         if not continues:
-            assert grammar.accept(ends[0]), f"{case.name} after {data!r}: accept() refuses the end token that the mask has"
+            assert grammar.accept_token(ends[0]), f"{case.name} after {data!r}: accept_token() refuses the end token that the mask has"
             return data.decode(errors="replace")
         token = dice.choice(near) if near and dice.random() < 0.5 else dice.choice(continues)
-        assert grammar.accept(token), f"{case.name} after {data!r}: accept() refuses token {token}, which the mask has"
+        assert grammar.accept_token(token), f"{case.name} after {data!r}: accept_token() refuses token {token}, which the mask has"
         data += vocabulary.tokens[token]
     return None
 
@@ -256,8 +256,8 @@ def _takes(run: Run, case: Language, text: str) -> bool:
     tokens = run.vocabulary.encode(text)
     for token in (*tokens, run.vocabulary.ends[0]):
         is_allowed = bool(run.allowed(grammar)[token])
-        is_taken = grammar.accept(token)
-        assert is_taken or not is_allowed, f"{case.name}: accept() refuses token {token} of {text!r}, which the mask has"
+        is_taken = grammar.accept_token(token)
+        assert is_taken or not is_allowed, f"{case.name}: accept_token() refuses token {token} of {text!r}, which the mask has"
         if not is_taken:
             return False
     return True
@@ -273,7 +273,7 @@ def requests_stand_alone(run: Run) -> None:
         one, other = compiled.start(), compiled.start()
         first = run.allowed(other)
         token = next(token for token in np.flatnonzero(first).tolist() if token in run.vocabulary.tokens)
-        assert one.accept(token)
+        assert one.accept_token(token)
         assert np.array_equal(first, run.allowed(other)), f"{case.name}: a token of one request changes the mask of another"
         assert np.array_equal(first, run.allowed(compiled.start())), f"{case.name}: a new request begins where another is"
 
@@ -304,7 +304,8 @@ def loaded_grammars_are_equal(run: Run) -> None:
             if not continues:
                 break
             token = dice.choice(continues)
-            assert here.accept(token) == there.accept(token) is True, f"{case.name}: a loaded grammar refuses a token of its mask"
+            is_taken = here.accept_token(token) and there.accept_token(token)
+            assert is_taken, f"{case.name}: a loaded grammar refuses a token of its mask"
 
 
 def masks_are_filled_in_threads(run: Run) -> None:
@@ -332,7 +333,7 @@ def masks_are_filled_in_time(run: Run) -> None:
             allowed = run.allowed(grammar)
             taken.append(time.perf_counter() - began)
             continues = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
-            if not continues or not grammar.accept(dice.choice(continues)):
+            if not continues or not grammar.accept_token(dice.choice(continues)):
                 break
         median = sorted(taken)[len(taken) // 2]
         assert median < MAX_FILL, f"{case.name}: a mask takes {median * 1e3:.0f} ms, and each step waits for it"

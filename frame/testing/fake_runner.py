@@ -244,9 +244,9 @@ def continuation(
     known = list(tokens)
     for _ in range(count):
         prefix = int(_hashes(np.array(known, np.int64), 0)[-1])
-        allowed = _allowed(mask, vocab_size) if grammar is not None and grammar.fill(mask) else None
+        allowed = _allowed(mask, vocab_size) if grammar is not None and grammar.fill_mask(mask) else None
         known.append(_token_of(prefix, len(known), params, seed, vocab_size, allowed))
-        if grammar is not None and not grammar.accept(known[-1]):
+        if grammar is not None and not grammar.accept_token(known[-1]):
             raise FakeRunnerError(f"the grammar refuses {known[-1]}, which it allowed")
         if grammar is not None and grammar.is_finished():
             break

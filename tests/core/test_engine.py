@@ -324,11 +324,11 @@ class EvenOnly:
     def __init__(self) -> None:
         self.count = 0
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         mask[:] = 0x55555555
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         self.count += 1
         return True
 

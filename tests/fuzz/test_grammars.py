@@ -116,12 +116,12 @@ class Attack:
         try:
             for _ in range(STEPS):
                 since = time.thread_time()
-                is_limited = grammar.fill(mask)
+                is_limited = grammar.fill_mask(mask)
                 assert time.thread_time() - since < LONGEST_MASK, ("a mask took too long", kind, text)
                 allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() if is_limited else []
                 if not allowed:
                     break
-                assert grammar.accept(rng.choice(allowed)), ("an allowed token was refused", kind, text)
+                assert grammar.accept_token(rng.choice(allowed)), ("an allowed token was refused", kind, text)
         except ValueError as error:
             check(f"invalid grammar: {error}", kind, text)
             return "too much work"

@@ -76,15 +76,15 @@ class MeteredGrammar:
         self.meter = meter
         self._grammar = grammar
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         began = time.thread_time()
-        is_limited = self._grammar.fill(mask)
+        is_limited = self._grammar.fill_mask(mask)
         self.meter.charge(time.thread_time() - began)
         return is_limited
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         began = time.thread_time()
-        is_taken = self._grammar.accept(token_id)
+        is_taken = self._grammar.accept_token(token_id)
         self.meter.num_tokens += 1
         self.meter.charge(time.thread_time() - began)
         return is_taken
@@ -130,7 +130,7 @@ class GrammarCall(ThreadedCall):
         if self.end is not None:
             return
         try:
-            if not grammar.fill(self.mask):
+            if not grammar.fill_mask(self.mask):
                 self.mask[:] = -1
         except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
             self.mask_error = grammar_error(error, self.request.params)
@@ -284,7 +284,7 @@ def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish
     """Accept a sampled token. Returns how it ends the request (reason "stop" where only the end may
     follow). None: it continues."""
     try:
-        if not grammar.accept(token):
+        if not grammar.accept_token(token):
             return BROKEN_GRAMMAR
         return Finish("stop") if grammar.is_finished() else None
     except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
@@ -295,6 +295,6 @@ def replay_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParam
     """Accept the output of a recovered request from the grammar's start. Returns how the request
     ends on failure, else None."""
     try:
-        return None if all(grammar.accept(token) for token in tokens) else BROKEN_GRAMMAR
+        return None if all(grammar.accept_token(token) for token in tokens) else BROKEN_GRAMMAR
     except Exception as error:  # noqa: BLE001 - as above
         return grammar_error(error, params)

@@ -51,14 +51,14 @@ class LookaheadGrammar:
         """The meter of the wrapped grammar."""
         return getattr(self._grammar, "meter", None)
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         if not self.forced:
             if self._error is not None:
                 raise self._error
             if self._next is not None:
                 mask[:] = self._next
                 return True
-            if not self._grammar.fill(mask):
+            if not self._grammar.fill_mask(mask):
                 return False
             token = find_only_token(mask)
             if token is not None:
@@ -68,14 +68,14 @@ class LookaheadGrammar:
             mask.view(np.uint32)[self.forced[0] // 32] = 1 << self.forced[0] % 32
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         if self.forced:
             if token_id != self.forced[0]:
                 return False
             self.forced.popleft()
             return True
         self._next = self._ends = None
-        return self._grammar.accept(token_id)
+        return self._grammar.accept_token(token_id)
 
     def is_finished(self) -> bool:
         if self.forced:
@@ -102,12 +102,12 @@ class LookaheadGrammar:
         """Accept forced tokens from `token` on. `mask` is scratch space, int32 [words]."""
         began = time.thread_time()
         try:
-            while token is not None and self._grammar.accept(token):
+            while token is not None and self._grammar.accept_token(token):
                 self.forced.append(token)
                 self._ends = self._grammar.is_finished()
                 if self._ends or len(self.forced) == MAX_FORCED_TOKENS or time.thread_time() - began > MAX_LOOKAHEAD_SECONDS:
                     return
-                is_limited = self._grammar.fill(mask)
+                is_limited = self._grammar.fill_mask(mask)
                 token = find_only_token(mask) if is_limited else None
                 if is_limited and token is None:
                     self._next = mask

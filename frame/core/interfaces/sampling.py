@@ -75,17 +75,17 @@ class LogitsProcessor(ABC):
 class Grammar(Protocol):
     """The constraint of one request; host state.
 
-    `fill` and `accept` may raise ValueError with one sentence, which ends the request. Any other
-    error also ends it, as a fault of the backend. Calls for one request never overlap. Threads call
-    `fill` for different requests at once, so shared data must be thread-safe.
+    `fill_mask` and `accept_token` may raise ValueError with one sentence, which ends the request.
+    Any other error also ends it, as a fault of the backend. Calls for one request never overlap.
+    Threads call `fill_mask` for different requests at once, so shared data must be thread-safe.
     """
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         """Write the bits of the allowed tokens into int32 [ceil(vocab / 32)]. -> False when every
         token is allowed."""
         ...
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         """Advance by one token. -> False when the grammar does not allow it."""
         ...
 

@@ -50,9 +50,9 @@ class LLGrammar:
         self._stops = stop_token_ids
         self._is_ended = False
 
-    def fill(self, mask: np.ndarray) -> bool:
-        """See `Grammar.fill`. All tokens are allowed after the end token. Raises ValueError when
-        the library's limits are reached."""
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        """See `Grammar.fill_mask`. All tokens are allowed after the end token. Raises ValueError
+        when the library's limits are reached."""
         if self._is_ended:
             mask[...] = -1
             return False
@@ -60,7 +60,7 @@ class LLGrammar:
         self._check_limits()
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         if self._is_ended:
             return False
         if token_id in self._stops:

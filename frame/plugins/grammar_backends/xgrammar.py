@@ -35,8 +35,8 @@ class XGrammar:
         self._vocabulary = compiled.vocabulary
         self._next: np.ndarray | None = None  # the mask, if `is_finished` has computed it
 
-    def fill(self, mask: np.ndarray) -> bool:
-        """See `Grammar.fill`. All tokens are allowed after the end token."""
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        """See `Grammar.fill_mask`. All tokens are allowed after the end token."""
         if self._next is not None:
             mask[:] = self._next
             return True
@@ -45,7 +45,7 @@ class XGrammar:
             return False
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         self._next = None
         return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
 
@@ -53,7 +53,7 @@ class XGrammar:
         if not self._matcher.is_completed():
             return self._matcher.is_terminated()
         words = np.empty(self._vocabulary.words, np.int32)
-        if not self.fill(words):
+        if not self.fill_mask(words):
             return True
         self._next = words
         return not (words & self._vocabulary.others).any()
@@ -108,7 +108,7 @@ class XGrammarBackend(GrammarBackend):
         except Exception as error:  # the library raises RuntimeError, InvalidJSONError and others, some of many lines
             raise ValueError(one_sentence(kind, _PREAMBLE.sub("", str(error)))) from error
         first = np.empty(self._vocabulary.words, np.int32)
-        if compiled.start().fill(first) and not first.any():  # root ::= root
+        if compiled.start().fill_mask(first) and not first.any():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
         return compiled
 

@@ -29,11 +29,11 @@ class Constraint:
     def __init__(self, inner: Grammar, compiled: Compiled) -> None:
         self.inner, self.compiled = inner, compiled
 
-    def fill(self, mask: np.ndarray) -> bool:
-        return self.inner.fill(mask)
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        return self.inner.fill_mask(mask)
 
-    def accept(self, token_id: int) -> bool:
-        return self.inner.accept(token_id)
+    def accept_token(self, token_id: int) -> bool:
+        return self.inner.accept_token(token_id)
 
     def is_finished(self) -> bool:
         return self.inner.is_finished()
@@ -78,7 +78,7 @@ class AllowsAll(Wrapped):
     """Never limits a token."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
+        def fill_mask(self, mask: np.ndarray) -> bool:
             return False
 
 
@@ -87,8 +87,8 @@ class ShiftsTheMask(Wrapped):
     """Allows the token after the one that continues the text."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             mask[:] = np.packbits(np.roll(np.unpackbits(mask.view(np.uint8), bitorder="little"), 1), bitorder="little").view(np.int32)
             return found
 
@@ -98,9 +98,9 @@ class AddsToTheMask(Wrapped):
     """Sets bits of allowed tokens, and leaves those that were set before."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
+        def fill_mask(self, mask: np.ndarray) -> bool:
             before = mask.copy()
-            found = super().fill(mask)
+            found = super().fill_mask(mask)
             mask |= before
             return found
 
@@ -110,8 +110,8 @@ class WritesTheNextRow(Wrapped):
     """Writes one word more than the mask has."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             if isinstance(mask.base, np.ndarray) and mask.base.ndim == 2:
                 mask.base[-1, 0] = 0
             return found
@@ -124,8 +124,8 @@ class KeepsTheFirstMask(Wrapped):
     class Request(Constraint):
         mask: np.ndarray | None = None
 
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             if self.mask is None:
                 self.mask = mask.copy()
             mask[:] = self.mask
@@ -137,8 +137,8 @@ class HasNoEnd(Wrapped):
     """Never allows an end token."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             _set(mask, self.compiled.backend.ends, False)
             return found
 
@@ -148,8 +148,8 @@ class HasOneEnd(Wrapped):
     """Allows the first end token alone, and not the others of the model."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             _set(mask, self.compiled.backend.ends[1:], False)
             return found
 
@@ -159,8 +159,8 @@ class EndsAnywhere(Wrapped):
     """Always allows an end token."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             _set(mask, self.compiled.backend.ends, True)
             return found
 
@@ -170,8 +170,8 @@ class AllowsPadding(Wrapped):
     """Allows the ids past the tokenizer's."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             mask[-1] = -1
             return found
 
@@ -181,8 +181,8 @@ class AllowsSpecialTokens(Wrapped):
     """Takes special tokens for text."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             _set(mask, [3], True)
             return found
 
@@ -192,8 +192,8 @@ class NeedsWholeCharacters(Wrapped):
     """Bans tokens that are a part of a character."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             whole = mask.copy()
             _set(whole, list(range(100, 262)), False)
             if whole.any():
@@ -206,8 +206,8 @@ class AcceptsAll(Wrapped):
     """Accepts tokens that the mask does not have."""
 
     class Request(Constraint):
-        def accept(self, token_id: int) -> bool:
-            super().accept(token_id)
+        def accept_token(self, token_id: int) -> bool:
+            super().accept_token(token_id)
             return True
 
 
@@ -216,8 +216,8 @@ class RefusesTheEnd(Wrapped):
     """Refuses the end token that its mask allows."""
 
     class Request(Constraint):
-        def accept(self, token_id: int) -> bool:
-            return token_id not in self.compiled.backend.ends and super().accept(token_id)
+        def accept_token(self, token_id: int) -> bool:
+            return token_id not in self.compiled.backend.ends and super().accept_token(token_id)
 
 
 @mutant
@@ -227,14 +227,14 @@ class RefusesOnceMore(Wrapped):
     class Request(Constraint):
         has_failed = False
 
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             if self.has_failed:
                 mask[:] = 0
             return found
 
-        def accept(self, token_id: int) -> bool:
-            self.has_failed |= not super().accept(token_id)
+        def accept_token(self, token_id: int) -> bool:
+            self.has_failed |= not super().accept_token(token_id)
             return not self.has_failed
 
 
@@ -254,7 +254,7 @@ class FinishesEarly(Wrapped):
     class Request(Constraint):
         def is_finished(self) -> bool:
             mask = np.zeros(65, np.int32)
-            super().fill(mask)
+            super().fill_mask(mask)
             return super().is_finished() or bool(mask[0] >> 1 & 1)
 
 
@@ -321,9 +321,9 @@ class SharesABuffer(Wrapped):
     buffer: ClassVar[dict[int, np.ndarray]] = {}
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
+        def fill_mask(self, mask: np.ndarray) -> bool:
             buffer = SharesABuffer.buffer.setdefault(len(mask), np.zeros(len(mask), np.int32))
-            found = super().fill(buffer)
+            found = super().fill_mask(buffer)
             time.sleep(1e-4)
             mask[:] = buffer
             return found
@@ -338,8 +338,8 @@ class ForgetsAThread(Wrapped):
         self.thread = threading.get_ident()
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
-            found = super().fill(mask)
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            found = super().fill_mask(mask)
             return found and self.compiled.backend.thread == threading.get_ident()  # type: ignore[attr-defined]
 
 
@@ -425,9 +425,9 @@ class TakesTooLong(Wrapped):
     """Takes 30 ms for a mask."""
 
     class Request(Constraint):
-        def fill(self, mask: np.ndarray) -> bool:
+        def fill_mask(self, mask: np.ndarray) -> bool:
             time.sleep(0.03)
-            return super().fill(mask)
+            return super().fill_mask(mask)
 
 
 @mutant

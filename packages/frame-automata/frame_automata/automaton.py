@@ -169,10 +169,10 @@ class AutomatonGrammar:
         self._masks = compiled.masks
         self._is_ended = False
 
-    def fill(self, mask: np.ndarray) -> bool:
-        """See `Grammar.fill`. All tokens are allowed after the end token."""
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        """See `Grammar.fill_mask`. All tokens are allowed after the end token."""
         if self._fallback_grammar is not None:
-            return self._fallback_grammar.fill(mask)
+            return self._fallback_grammar.fill_mask(mask)
         if self._is_ended:
             mask[...] = -1
             return False
@@ -181,14 +181,14 @@ class AutomatonGrammar:
         except TooMuchWorkError:
             self._compiled.is_too_large = True
             self._fallback_grammar = self._compiled.start_fallback()
-            if not all(self._fallback_grammar.accept(token) for token in self._tokens):
+            if not all(self._fallback_grammar.accept_token(token) for token in self._tokens):
                 raise
-            return self._fallback_grammar.fill(mask)
+            return self._fallback_grammar.fill_mask(mask)
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         if self._fallback_grammar is not None:
-            return self._fallback_grammar.accept(token_id)
+            return self._fallback_grammar.accept_token(token_id)
         if self._is_ended:
             return False
         vocabulary = self._masks.vocabulary

@@ -87,4 +87,4 @@ def test_compiled_grammars_cross_processes(backend: Any) -> None:
         loaded = backend.load(kind, source, backend.dump(compiled))
         assert isinstance(loaded, AutomatonCompiled) == is_own
         masks = np.zeros((2, 64), np.int32)
-        assert compiled.start().fill(masks[0]) and loaded.start().fill(masks[1]) and (masks[0] == masks[1]).all()
+        assert compiled.start().fill_mask(masks[0]) and loaded.start().fill_mask(masks[1]) and (masks[0] == masks[1]).all()

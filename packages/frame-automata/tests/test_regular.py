@@ -116,7 +116,7 @@ def test_masks_hold_the_tokens_that_continue_the_text() -> None:
         compiled = AutomatonCompiled(language, read(language, expression(rng) + RUNS[i % len(RUNS)]), masks, start_fallback)
         grammar, node = compiled.start(), compiled.node
         for _ in range(12):
-            assert grammar.fill(mask)
+            assert grammar.fill_mask(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             free = [t for t, text in enumerate(texts) if text and language.follow(node, text) is not language.none]
             if len(allowed) == 1 and len(free) > 1:
@@ -125,9 +125,9 @@ def test_masks_hold_the_tokens_that_continue_the_text() -> None:
             else:
                 assert allowed == [0] * node.is_nullable + free
             refused = rng.randrange(1, len(texts))
-            assert refused in free or not grammar.accept(refused)
+            assert refused in free or not grammar.accept_token(refused)
             token = rng.choice(allowed)
-            assert grammar.accept(token)
+            assert grammar.accept_token(token)
             if grammar.is_finished():
                 break
             node = language.follow(node, texts[token])
@@ -143,7 +143,7 @@ def test_counts_share_masks_and_clearing_caches_changes_nothing(monkeypatch: pyt
     for round_ in range(3):
         monkeypatch.setattr("frame_automata.regular.MAX_NODES", 60_000 if round_ < 2 else 0)
         for token in [a, a, space] * 300:
-            assert grammar.accept(token) and grammar.fill(mask)
+            assert grammar.accept_token(token) and grammar.fill_mask(mask)
             seen.append(mask.tobytes())
         if round_ == 1:
             assert len(masks._cache) < 12
@@ -158,9 +158,9 @@ def test_work_is_bounded() -> None:
         AutomatonCompiled(language, language.none, Masks(known), start_fallback)
     long = AutomatonCompiled(language, literal(language, "ab" * 4000), Masks(known), start_fallback).start()
     mask = np.empty(known.tree.words, np.int32)
-    assert long.fill(mask) and np.unpackbits(mask.view(np.uint8)).sum() == 1
+    assert long.fill_mask(mask) and np.unpackbits(mask.view(np.uint8)).sum() == 1
     deep = language.repeat(literal(language, "ab" * 2000), 3, 3)
-    assert AutomatonCompiled(language, deep, Masks(known), start_fallback).start().fill(mask)
+    assert AutomatonCompiled(language, deep, Masks(known), start_fallback).start().fill_mask(mask)
 
 
 def test_masks_are_computed_at_compile_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_masks_are_computed_at_compile_time(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = AutomatonCompiled(language, read(language, r'\[("[ab]{0,20}",){1,9}"b"\]'), masks, start_fallback)
     before, grammar, mask = len(masks._cache), compiled.start(), np.empty(known.tree.words, np.int32)
     for token in known.tokenize(b'["ab","b","b"]'):
-        assert grammar.fill(mask) and grammar.accept(token)
+        assert grammar.fill_mask(mask) and grammar.accept_token(token)
     assert grammar.is_finished() and before > 8 and len(masks._cache) - before < 4
 
 
@@ -180,10 +180,10 @@ def test_too_much_work_goes_to_the_fallback(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = AutomatonCompiled(language, read(language, "[ab]{2}[ab]*a[ab]{20}"), Masks(known), lambda: Script([1] * 9, 300))
     grammar = compiled.start()
     a, mask = known.tree.texts.index(b"a"), np.empty(known.tree.words, np.int32)
-    assert grammar.fill(mask) and grammar.accept(a) and grammar.fill(mask)
+    assert grammar.fill_mask(mask) and grammar.accept_token(a) and grammar.fill_mask(mask)
     monkeypatch.setattr("frame_automata.states.MAX_WORK", 2)
-    monkeypatch.setattr(Script, "accept", lambda self, token: self.taken.append(token) is None)
-    assert grammar.accept(a) and grammar.fill(mask)
+    monkeypatch.setattr(Script, "accept_token", lambda self, token: self.taken.append(token) is None)
+    assert grammar.accept_token(a) and grammar.fill_mask(mask)
     assert not grammar.is_finished() and np.unpackbits(mask.view(np.uint8)).sum() == 1
     assert isinstance(compiled.start(), Script) and isinstance(grammar._fallback_grammar, Script)
     assert grammar._fallback_grammar.taken == [a, a]
@@ -202,7 +202,7 @@ def test_many_texts_share_their_prefixes() -> None:
     language = Language()
     known = vocabulary(rng)
     compiled = AutomatonCompiled(language, literals(language, [f"b{i:04d}" for i in range(2000)]), Masks(known), start_fallback)
-    assert language.num_nodes < 2000 and compiled.start().fill(np.empty(known.tree.words, np.int32))
+    assert language.num_nodes < 2000 and compiled.start().fill_mask(np.empty(known.tree.words, np.int32))
     with pytest.raises(UnsupportedSyntaxError):
         literals(language, ["x" * 20_000])
 

@@ -19,10 +19,10 @@ from frame.core.messages import Finish, Generate
 class Free:
     """Allows everything."""
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         return False
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         return token_id != 7
 
     def is_finished(self) -> bool:

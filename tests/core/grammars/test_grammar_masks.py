@@ -29,10 +29,10 @@ WIDTHS = [3, 2, 4, 1, 1, 1, 3, 2]  # of a scripted grammar; the forced run is ju
 class Free:
     """Allows everything."""
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         return False
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         return token_id != 7
 
     def is_finished(self) -> bool:
@@ -50,13 +50,13 @@ class Burning(Script):
         while where == self.where and len(self.taken) == self.after and not self.until.is_set():
             hashlib.sha256(bytes(1 << 16)).digest()
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         self.burn("fill")
-        return super().fill(mask)
+        return super().fill_mask(mask)
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         self.burn("accept")
-        return super().accept(token_id)
+        return super().accept_token(token_id)
 
     def is_finished(self) -> bool:
         self.burn("is_finished")
@@ -92,7 +92,7 @@ class Numbered(Free):
         self.token, self.work = token, work
         self.threads: list[int] = []
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         self.threads.append(threading.get_ident())
         self.work()
         mask[:] = 0
@@ -240,19 +240,19 @@ def test_abandoned_threads_are_replaced_up_to_a_limit(monkeypatch: pytest.Monkey
 
 def test_a_budget_counts_compilation_and_every_call() -> None:
     class Costly(Free):
-        def accept(self, token_id: int) -> bool:
+        def accept_token(self, token_id: int) -> bool:
             busy()
             return True
 
     meter = GrammarMeter(0.5, spent=0.4)
     grammar, mask = MeteredGrammar(Costly(), meter), np.zeros(2, np.int32)
-    grammar.fill(mask)
-    assert grammar.accept(1) and 0.4 < meter.spent < 0.5
+    grammar.fill_mask(mask)
+    assert grammar.accept_token(1) and 0.4 < meter.spent < 0.5
     meter.spent = 0.6
     with pytest.raises(ValueError, match="budget of 0.5 s"):
-        grammar.fill(mask)
+        grammar.fill_mask(mask)
     meter.num_tokens = 100  # each allows a little more
-    grammar.fill(mask)
+    grammar.fill_mask(mask)
 
 
 def test_a_compilation_over_the_budget_is_refused() -> None:

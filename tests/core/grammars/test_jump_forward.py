@@ -143,11 +143,12 @@ def test_lookahead_does_not_change_the_grammar() -> None:
         is_finished = False
         while not is_finished:
             for _ in range(rng.randint(1, 2)):  # a preempted row's mask is made again
-                assert plain.fill(masks[0]) and ahead.fill(masks[1])
+                assert plain.fill_mask(masks[0]) and ahead.fill_mask(masks[1])
                 assert (masks[0] == masks[1]).all()
             if rng.random() < 0.3:
                 for token in ahead.take_forced(2, rng.randint(2, 9), ()):
-                    assert plain.fill(masks[0]) and find_only_token(masks[0]) == token and plain.accept(token) and not plain.is_finished()
+                    assert plain.fill_mask(masks[0]) and find_only_token(masks[0]) == token
+                    assert plain.accept_token(token) and not plain.is_finished()
                 continue
             token = rng.choice(plain.allowed())
             finish = accept_token(ahead, token, FREE)
@@ -158,18 +159,18 @@ def test_lookahead_does_not_change_the_grammar() -> None:
 
 def test_an_error_ahead_is_raised_after_the_forced_tokens() -> None:
     class Broken(Script):
-        def fill(self, mask: np.ndarray) -> bool:
+        def fill_mask(self, mask: np.ndarray) -> bool:
             if len(self.taken) == 3:
                 raise ValueError("too much work")
-            return super().fill(mask)
+            return super().fill_mask(mask)
 
     grammar, mask = LookaheadGrammar(Broken([1] * 9, VOCAB)), np.zeros(2, np.int32)
     for _ in range(3):
-        assert grammar.fill(mask)
+        assert grammar.fill_mask(mask)
         token = find_only_token(mask)
-        assert token is not None and not grammar.accept(token + 1) and accept_token(grammar, token, FREE) is None
+        assert token is not None and not grammar.accept_token(token + 1) and accept_token(grammar, token, FREE) is None
     with pytest.raises(ValueError, match="too much work"):
-        grammar.fill(mask)
+        grammar.fill_mask(mask)
     made = rig()
     made.add([1], SamplingParams(max_tokens=20, temperature=0.0), grammar=lambda: Script([1], VOCAB))
     made.scheduler._requests["request-0"].grammar = LookaheadGrammar(Broken([1] * 9, VOCAB))

@@ -20,13 +20,13 @@ class Script:
         start = 7 * len(self.taken) + (self.taken[-1] if self.taken else 3)
         return [(start + i) % self.vocab_size for i in range(self.widths[len(self.taken)])]
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         bits = np.zeros(32 * len(mask), np.uint8)
         bits[self.allowed()] = 1
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         is_allowed = token_id in self.allowed()
         self.taken.append(token_id)
         return is_allowed

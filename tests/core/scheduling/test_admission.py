@@ -55,10 +55,10 @@ def test_a_recovered_request_replays_its_output_into_the_grammar() -> None:
         def __init__(self) -> None:
             self.tokens: list[int] = []
 
-        def fill(self, mask: object) -> bool:
+        def fill_mask(self, mask: object) -> bool:
             return False
 
-        def accept(self, token_id: int) -> bool:
+        def accept_token(self, token_id: int) -> bool:
             self.tokens.append(token_id)
             return True
 

@@ -37,11 +37,11 @@ class Alternating:
         self.taken: list[int] = []
         self.count = count
 
-    def fill(self, mask: np.ndarray) -> bool:
+    def fill_mask(self, mask: np.ndarray) -> bool:
         mask[:] = 0x55555555 if len(self.taken) % 2 == 0 else np.int32(-0x55555556)
         return True
 
-    def accept(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         if token_id % 2 != len(self.taken) % 2:
             return False
         self.taken.append(token_id)
@@ -84,7 +84,7 @@ def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int
 
 def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
     class Never(Alternating):
-        def accept(self, token_id: int) -> bool:
+        def accept_token(self, token_id: int) -> bool:
             return False
 
     made = rig()

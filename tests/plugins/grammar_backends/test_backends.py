@@ -52,7 +52,7 @@ def start(backend, kind, source):
 
 def allowed_ids(grammar):
     mask = np.zeros(64, np.int32)
-    grammar.fill(mask)
+    grammar.fill_mask(mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
@@ -63,7 +63,7 @@ def wander(grammar, tokenizer, seed):
         choices = allowed_ids(grammar).tolist()
         ends = [token for token in choices if token in tokenizer.eos_token_ids]
         token = ends[0] if ends and (len(ends) == len(choices) or len(ids) > 60) else numbers.choice(choices)
-        assert grammar.accept(token)
+        assert grammar.accept_token(token)
         if token in tokenizer.eos_token_ids:
             assert grammar.is_finished()
             return tokenizer.decode(ids)
@@ -98,10 +98,10 @@ def test_a_structural_tag_constrains_what_follows_its_trigger(tagging, tokenizer
     free = set(allowed_ids(grammar).tolist())
     assert len(free) > 1900 and free & set(tokenizer.eos_token_ids)  # free text may end at any time
     for token in tokenizer.encode("so: <f>", False):
-        assert grammar.accept(token)
+        assert grammar.accept_token(token)
     assert {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(grammar).tolist()} <= {"{", ""}
     for token in tokenizer.encode('{"name": "x", "age": 1}</f>', False):
-        assert grammar.accept(token)
+        assert grammar.accept_token(token)
     assert set(allowed_ids(grammar).tolist()) & set(tokenizer.eos_token_ids)
 
 
@@ -110,7 +110,7 @@ def test_a_structural_tag_may_be_all_that_is_allowed(tagging, tokenizer):
     grammar = start(tagging, "structural_tag", json.dumps({"type": "structural_tag", "format": calls}))
     for token in tokenizer.encode('<f>{"name": "x", "age": 1}</f>', False):
         assert not grammar.is_finished()
-        assert grammar.accept(token)
+        assert grammar.accept_token(token)
     assert grammar.is_finished()
 
 
@@ -121,16 +121,16 @@ def test_json_object_starts_with_a_brace(backend, tokenizer):
 
 def test_a_token_outside_is_refused_and_the_end_comes_last(backend, tokenizer):
     grammar = start(backend, "regex", "ab")
-    assert not grammar.accept(tokenizer.encode("x", False)[0])
+    assert not grammar.accept_token(tokenizer.encode("x", False)[0])
     assert not grammar.is_finished()
     for letter in "ab":
-        assert grammar.accept(tokenizer.encode(letter, False)[0])
+        assert grammar.accept_token(tokenizer.encode(letter, False)[0])
     assert grammar.is_finished()
     assert set(allowed_ids(grammar).tolist()) == set(tokenizer.eos_token_ids)
-    assert grammar.accept(tokenizer.eos_token_ids[0])
+    assert grammar.accept_token(tokenizer.eos_token_ids[0])
     mask = np.zeros(64, np.int32)
-    assert not grammar.fill(mask) and (mask == -1).all()
-    assert not grammar.accept(5)
+    assert not grammar.fill_mask(mask) and (mask == -1).all()
+    assert not grammar.accept_token(5)
 
 
 BAD = [
@@ -197,7 +197,7 @@ def test_an_anchor_is_resolved_or_refused(backend, tagging, tokenizer):
 def test_requests_of_one_grammar_are_independent(backend, tokenizer):
     compiled = backend.compile("regex", "(yes|no)!")
     one, two = compiled.start(), compiled.start()
-    assert one.accept(tokenizer.encode("n", False)[0])
+    assert one.accept_token(tokenizer.encode("n", False)[0])
     assert {tokenizer.decode([token])[0] for token in allowed_ids(two).tolist()} == {"y", "n"}
     assert compiled.num_bytes > 0
 

@@ -41,14 +41,14 @@ def walk(grammar: Grammar, rng: random.Random, stops: tuple[int, ...]) -> tuple[
     """Tokens that the grammar allows, and whether it may end after them."""
     mask, tokens = np.zeros(64, np.int32), []
     for _ in range(12):
-        grammar.fill(mask)
+        grammar.fill_mask(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         going_on = [token for token in allowed if token not in stops]
         if not going_on or (len(going_on) < len(allowed) and rng.random() < 0.2):
             return tokens, True
         tokens.append(rng.choice(going_on))
-        assert grammar.accept(tokens[-1])
-    grammar.fill(mask)
+        assert grammar.accept_token(tokens[-1])
+    grammar.fill_mask(mask)
     return tokens, any(mask[stop // 32] >> stop % 32 & 1 for stop in stops)
 
 
@@ -75,9 +75,9 @@ def compare_with_xgrammar(backend: GrammarBackend, count: int) -> set[str]:
             if min(tokens, default=9) < SPECIAL or "\ufffd" in tokenizer.decode(tokens):
                 continue  # xgrammar allows special tokens, and bytes that are not UTF-8
             other = compiled[1 - i % 2].start()
-            assert all(other.accept(token) for token in tokens), (source, tokenizer.decode(tokens))
+            assert all(other.accept_token(token) for token in tokens), (source, tokenizer.decode(tokens))
             if i % 2 or may_end:  # xgrammar may report that only the end may follow one token late
-                assert other.accept(tokenizer.eos_token_ids[0]) == may_end, (source, tokenizer.decode(tokens))
+                assert other.accept_token(tokenizer.eos_token_ids[0]) == may_end, (source, tokenizer.decode(tokens))
             tried += 1
     assert tried > 6 * count
     return kinds

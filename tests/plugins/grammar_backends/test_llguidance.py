@@ -28,7 +28,7 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
     compiled = backend.compile("ebnf", 'root ::= "a" root | "b"')
     assert isinstance(compiled, LLCompiled) and len(compiled._matchers) == 1
     masks = np.zeros((7, 64), np.int32)
-    assert all(compiled.start().fill(mask) for mask in masks)
+    assert all(compiled.start().fill_mask(mask) for mask in masks)
     assert (masks == masks[0]).all() and masks[0].any() and len(compiled._matchers) == 3
     monkeypatch.setattr(llguidance, "QUICK", 0.0)
     slow = backend.compile("ebnf", 'root ::= "a" root | "b"')
@@ -37,7 +37,7 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
 
 def allows(backend: LLGuidanceBackend, pattern: str, text: str) -> bool:
     grammar = backend.compile("regex", pattern).start()
-    return all(grammar.accept(token) for token in TOKENIZER.encode(text, False)) and grammar.accept(TOKENIZER.eos_token_ids[0])
+    return all(grammar.accept_token(token) for token in TOKENIZER.encode(text, False)) and grammar.accept_token(TOKENIZER.eos_token_ids[0])
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def allows(backend: Any, params: SamplingParams, text: str) -> bool:
     if params.grammar[0] not in kinds:
         pytest.skip("this backend has no structural tags")
     grammar = made.compile(*params.grammar).start()
-    return all(grammar.accept(token) for token in TOKENIZER.backend.encode(text, add_special_tokens=False).ids)
+    return all(grammar.accept_token(token) for token in TOKENIZER.backend.encode(text, add_special_tokens=False).ids)
 
 
 WRITTEN = ('{"a":7,"b":[true,false]}', '{"a": 7, "b": [true, false]}')  # by llguidance and our automata, and by xgrammar
