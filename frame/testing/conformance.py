@@ -8,6 +8,7 @@ not know a plugin by name, or pytest.
 from __future__ import annotations
 
 import importlib
+import unittest
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins.registry import Registry
 
 
-class SkipCheck(Exception):  # noqa: N818 - not an error
+class SkipCheck(unittest.SkipTest):  # pytest and unittest report it as skipped
     """A check cannot run here: the reason. It counts as skipped, never as passed."""
 
 

@@ -23,6 +23,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 # `capabilities=` in the manifest with its import. Kinds without an entry have no requirements.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
+    "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
