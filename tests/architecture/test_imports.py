@@ -44,6 +44,7 @@ SMALL_FAMILIES = (
     "frame.plugins.reasoning_parsers",
     "frame.plugins.scheduling_policies",
     "frame.plugins.tool_call_parsers",
+    "frame.plugins.weight_sources",
 )
 FAMILIES = ("frame.attention_backends", "frame.models", "frame.quantization", *SMALL_FAMILIES)
 LAYERS = "frame.models.layers"

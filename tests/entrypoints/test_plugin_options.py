@@ -37,6 +37,7 @@ BASES = {
     "gemm_kernel": "plain",
     "moe_runner": "torch_native",
     "moe_dispatcher": "all_reduce",
+    "weight_source": "safetensors",
     "scheduling_policy": "fcfs",
     "prefix_cache": "radix",
     "eviction_policy": "lru",
@@ -46,7 +47,7 @@ BASES = {
     "tool_call_parser": "hermes",
 }
 CONFIG: dict[str, Any] = {
-    "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake"},
+    "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake", "load_format": "fake"},
     "attention": {"backend": "fake"},
     "moe": {"runner": "fake", "dispatcher": "fake"},
     "parallel": {"collective": "fake", "launcher": "fake"},

@@ -4,14 +4,17 @@ configuration alone, checked by their suites, and serving."""
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from frame.core.loading.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MOST_LINES = 100
-SUITES = ("prefix_cache:blocks",)
+SUITES = ("prefix_cache:blocks", "weight_source:tar")
 
 SERVE = """
 import json, sys
@@ -31,11 +34,23 @@ def test_it_is_short(package: Path) -> None:
     assert 0 < sum(lines) <= MOST_LINES
 
 
+def pack_model(folder: Path) -> Path:
+    """A copy of the embedded model with its weights in an archive."""
+    model = folder / "model"
+    shutil.copytree(find_model("frame-tiny"), model)
+    with tarfile.open(model / "weights.tar", "w") as archive:
+        for file in model.glob("*.safetensors"):
+            archive.add(file, file.name)
+            file.unlink()
+    return model
+
+
 def test_a_file_alone_chooses_them_and_they_serve_equal_tokens(environment: Environment, tmp_path: Path) -> None:
     plain, own = tmp_path / "plain.yaml", tmp_path / "own.yaml"
     common = "execution: {threads: 1}\nlog: {level: warning}\n"
     plain.write_text(f"{common}cache: {{max_total_tokens: 1024}}\n")
-    own.write_text(f"{common}cache: {{max_total_tokens: 1024, prefix: blocks}}\n")
+    model = pack_model(tmp_path)
+    own.write_text(f"{common}cache: {{max_total_tokens: 1024, prefix: blocks}}\nmodel: {{path: {model}, load_format: tar}}\n")
     first, second = map(json.loads, environment.run("-c", SERVE, plain, own).stdout.splitlines())
     assert first == second
     assert [cached for _, cached in second] == [0, 48, 48]

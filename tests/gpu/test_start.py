@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from frame.core.loading import weight_stream
-from frame.core.loading.safetensors_reader import ReadAhead, read_weights
+from frame.core.loading.weight_reader import ReadAhead
 from frame.entrypoints.tools.bench.clock import Clock
 from frame.testing.devices import open_platform
+from tests.models.harness import weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -24,7 +25,7 @@ def test_weights_read_ahead_are_whole_whatever_reuses_their_memory(tmp_path: Pat
     save_file(want, tmp_path / "model.safetensors")
     rows = {name: slice(100, 200) if number % 2 else None for number, name in enumerate(want)}
     target = torch.empty(400, 512, device="cuda")
-    for name, tensor in read_weights(tmp_path, ahead=ReadAhead(open_platform("cuda:0"), rows)):
+    for name, tensor in weights_of(tmp_path, ahead=ReadAhead(open_platform("cuda:0"), rows)):
         index = (rows[name] or slice(None), slice(None))
         value = tensor[index]
         copied = target[: len(value)].copy_(value)

@@ -7,7 +7,7 @@ backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilit
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.model import CausalLM, ModelConfig, ModelContext
+from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig, ModelContext
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.loading.loader import WeightSource, load_model
+from frame.core.interfaces.weights import WeightSourceContext
+from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
+from frame.core.loading.weight_reader import ReadAhead, read_weights
 from frame.plugins.loader import load_registry
 from frame.testing.gemm_kernels import make_gemm_kernels
 
@@ -200,6 +202,18 @@ def build_context(
     )
 
 
+def checkpoint_of(folder: Path, source: str = "safetensors") -> Checkpoint:
+    """The checkpoint of a folder, read by an in-tree weight source."""
+    registry = load_registry(installed=False)
+    return Checkpoint(folder, registry.load(registry.get("weight_source", source)))
+
+
+def weights_of(folder: Path, ahead: ReadAhead | None = None) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of a folder of safetensors files."""
+    source = checkpoint_of(folder).open_source(WeightSourceContext(folder, torch.device("cpu"), torch.float32))
+    return read_weights(source, ahead=ahead)
+
+
 def open_session(
     folder: Path, tp: Collective | None = None, dtype: torch.dtype = torch.float32, model: str | None = None, **names: Any
 ) -> Session:
@@ -217,6 +231,6 @@ def open_session(
         names["load_code"] = partial(load_class, folder)
     context = build_context(model_config, tp, dtype, **names)
     made = partial(registry.load(record), ModelContext.from_build(context, model_config))
-    built, _ = load_model(made, context, WeightSource(folder, names.get("load_format", "auto")))
+    built, _ = load_model(made, context, checkpoint_of(folder, names.get("load_format", "safetensors")))
     sizes = {"page_size": names.get("page_size", 4), "max_tokens": names.get("max_tokens", 256)}
     return Session(built, model_config, backend=context.attention, **sizes)

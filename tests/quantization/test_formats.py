@@ -15,7 +15,6 @@ from torch import nn
 
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme, pack_nibbles, unpack_nibbles
-from frame.core.loading.safetensors_reader import read_weights
 from frame.models.layers.parameter import Range, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.quantization import Int4Options
@@ -30,7 +29,7 @@ from frame.quantization.w8a8_fp8 import W8A8Fp8
 from frame.quantization.w8a8_int8 import W8A8Int8
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.packed_weights import check_form
-from tests.models.harness import Session, open_session
+from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
 from tests.quantization.checkpoints import DIALECTS, make_pair
 from tests.quantization.write_compressed_tensors import DATA, INPUTS, OUTPUTS, SCHEMES, digest
@@ -266,5 +265,5 @@ def test_conformance_of_stored_formats(dialect: str) -> None:
 
 def test_a_checkpoint_with_scalar_tensors(tmp_path: Path) -> None:
     save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
-    ((name, tensor),) = read_weights(tmp_path)
+    ((name, tensor),) = weights_of(tmp_path)
     assert (name, tensor.shape, tensor[...].item()) == ("scale", (), 3.0)

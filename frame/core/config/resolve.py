@@ -51,6 +51,7 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelReq
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.weight_format import FormatRequirements
+from frame.core.interfaces.weights import WeightSourceRequirements
 from frame.core.loading.model_config import EMBEDDED, find_model
 
 __all__ = ["ResolveError", "pinned", "resolve"]
@@ -204,6 +205,10 @@ class _Solver:
             self._select("launcher", LauncherRequirements(size), named, f"No launcher starts {size} rank(s)")
         with self._collect():
             self._quantization()
+        with self._collect():
+            named = self.config.model.load_format
+            requirements = WeightSourceRequirements(self.config.parallel.tp, named is not None)
+            self._select("weight_source", requirements, named, "No weight source reads the checkpoint")
         with self._collect():
             self._attention(kv_dtype)
         if self.model_config.num_experts:

@@ -17,7 +17,6 @@ from frame.core.interfaces.model import PoolingMode, Task
 
 DType = Literal["float32", "bfloat16", "float16"]
 KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 TYPE_ALIASES: dict[str, str] = {
@@ -112,8 +111,8 @@ class ModelSection(Section):
     dtype: Annotated[DType | None, Auto, TypeName] = setting(
         None, "Data type of weights and activations. auto: from the checkpoint and the device.", flag="dtype"
     )
-    load_format: LoadFormat = setting(
-        "auto", "Source of the weights: auto and safetensors read the checkpoint, dummy creates random weights.", flag="load-format"
+    load_format: Annotated[str | None, Auto] = setting(
+        None, "Weight source, by plugin name. auto: the best that reads the checkpoint.", flag="load-format"
     )
     quantization: Annotated[str | None, Auto] = setting(
         None,

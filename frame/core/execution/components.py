@@ -30,7 +30,7 @@ from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
 from frame.core.kv_cache.kv_pool import DTYPES, KVPool, kv_geometry
-from frame.core.loading.loader import WeightSource, load_model
+from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.remote_code import load_class
 from frame.core.sampling.logits_pipeline import Processors
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.rank_context import RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
+    from frame.core.interfaces.weights import WeightSource
 
 T = TypeVar("T")
 
@@ -85,6 +86,7 @@ class Parts:
     """The plugin classes of one rank. None: the model does not use this kind of plugin."""
 
     model: Loaded[Model]
+    weight_source: Loaded[WeightSource]
     attention: Loaded[AttentionBackend]
     decode_attention: Loaded[AttentionBackend] | None = None  # None: `attention` computes decodes too
     weight_format: Loaded[WeightFormat] | None = None
@@ -153,8 +155,8 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Pla
     context = build_context(resolved, parts, tp, platform)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
-    source = WeightSource(Path(resolved.model_path), user.model.load_format, user.model.seed)
-    model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, source)
+    checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
+    model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, checkpoint)
     phases.update(report.seconds)
     clock = time.perf_counter()
     geometry = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)

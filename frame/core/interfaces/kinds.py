@@ -146,6 +146,16 @@ _ALL = (
         suite="suites.moe_dispatcher:suite",
     ),
     Kind(
+        name="weight_source",
+        plural="weight_sources",
+        version=1,
+        summary="weight sources",
+        interface="weights:WeightSource",
+        context="weights:WeightSourceContext",
+        key="model.load_format",
+        suite="conformance_weights:suite",
+    ),
+    Kind(
         name="scheduling_policy",
         plural="scheduling_policies",
         version=3,

@@ -3,7 +3,7 @@
 
 Used by the model runners. A model is built on the meta device, its parameters are allocated, filled
 and finished. It must not know layers or file formats: the model maps checkpoint tensors to
-parameters; `safetensors_reader` and `dummy_weights` yield the tensors.
+parameters; a weight source has the tensors.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.model import LazyTensor, Model
+from frame.core.interfaces.model import Model
 from frame.core.interfaces.platform import HOST, Platform
-from frame.core.loading.dummy_weights import random_weights
-from frame.core.loading.safetensors_reader import ReadAhead, read_weights
+from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame.core.loading.weight_reader import ReadAhead, read_weights
 
 _NAMED = 4  # missing tensors that an error names; the others are counted
 
@@ -46,16 +47,16 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSource:
-    """Where weights come from."""
+class Checkpoint:
+    """A checkpoint, and the weight source that reads it."""
 
     folder: Path
-    load_format: str = "auto"  # "auto" or "safetensors": from the folder; "dummy": random
-    seed: int = 0  # of dummy weights
+    open_source: Callable[[WeightSourceContext], WeightSource]
+    seed: int = 0  # for sources that make weights up
 
 
 def load_model(
-    make: Callable[[], Model], context: BuildContext, source: WeightSource
+    make: Callable[[], Model], context: BuildContext, checkpoint: Checkpoint
 ) -> tuple[Model, LoadReport]:
     """Build and load a model on `context.device`, ready to run. `make` constructs it. Raises
     CheckpointError, one sentence, if the checkpoint does not fit."""
@@ -70,7 +71,7 @@ def load_model(
     with report.measure_phase("allocate_parameters"):
         allocate_parameters(model, context.device)
     with report.measure_phase("load"):
-        load_weights(model, source, progress=context.tp.rank == 0, platform=context.platform)
+        load_weights(model, checkpoint, progress=context.tp.rank == 0, platform=context.platform)
         context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized
     with report.measure_phase("finish"):
         finish_modules(model)
@@ -87,23 +88,23 @@ def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, source: WeightSource, progress: bool = False, platform: Platform = HOST) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, progress: bool = False, platform: Platform = HOST) -> None:
     """Load every parameter; call `finish_modules` afterwards. Raises CheckpointError if tensors are
     missing. `progress`: show a bar."""
-    if source.load_format == "dummy":
-        weights: Iterable[tuple[str, LazyTensor]] = random_weights(
-            expected_shapes(model), source.seed, *_random_device_and_dtype(model), _integers(model)
-        )
-        where = "the random checkpoint"
-    else:
-        weights = read_weights(source.folder, progress, _plan_read_ahead(model, platform))
-        where = str(source.folder)
-    loaded = model.load_weights(weights)  # type: ignore[operator]
+    context = WeightSourceContext(
+        checkpoint.folder,
+        *_device_and_dtype(model),
+        seed=checkpoint.seed,
+        expected_shapes=partial(expected_shapes, model),
+        integer_dtypes=partial(_integer_dtypes, model),
+    )
+    with contextlib.closing(checkpoint.open_source(context)) as source:
+        loaded = model.load_weights(read_weights(source, progress, _plan_read_ahead(model, platform)))  # type: ignore[operator]
     missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
     if missing:
         rest = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         names = ", ".join(missing[:_NAMED])
-        raise CheckpointError(f"{where} lacks {names}{rest}: is the checkpoint complete, and this config.json its own?")
+        raise CheckpointError(f"{checkpoint.folder} lacks {names}{rest}: is the checkpoint complete, and this config.json its own?")
 
 
 def allocate_parameters(model: nn.Module, device: torch.device) -> None:
@@ -176,7 +177,7 @@ def _plan_read_ahead(model: nn.Module, platform: Platform) -> ReadAhead | None:
     return ReadAhead(platform, rows)
 
 
-def _integers(model: nn.Module) -> dict[str, torch.dtype]:
+def _integer_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The dtypes of the checkpoint tensors that hold integers."""
     found: dict[str, torch.dtype] = {}
     for parameter in model.parameters():
@@ -186,9 +187,9 @@ def _integers(model: nn.Module) -> dict[str, torch.dtype]:
     return found
 
 
-def _random_device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype of random weights: those of the model's first matrix with a
-    floating-point dtype of 16 or 32 bits."""
+def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of the model's first matrix with a floating-point dtype of 16 or 32
+    bits."""
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
             return parameter.device, parameter.dtype

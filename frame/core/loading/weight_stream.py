@@ -1,20 +1,17 @@
-"""`WeightStream`: reads tensors of safetensors files ahead of their use, with several threads.
+"""`WeightStream`: reads tensors from ranges of files ahead of their use, with several threads.
 
 Threads read into CPU memory directly, and into GPU memory through page-locked buffers, whose copies
-run while the next piece is read. Used by `safetensors_reader`. Knows the layout of a safetensors
-file; it must not know models.
+run while the next piece is read. Used by `weight_reader`. Must not know models or file formats.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,53 +20,24 @@ import torch
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import DeviceEvent, Platform
+from frame.core.interfaces.weights import FileRange
 
 THREADS = 8
 PIECE = 16 << 20  # bytes that a thread reads at a time
 AHEAD = 512 << 20  # bytes that are read before they are requested
 
-_HEADER = 8  # bytes of the header's length
-_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+
+def cut_rows(found: FileRange, rows: slice | None) -> FileRange:
+    """The range of these rows of the first dimension; None: all rows."""
+    if rows is None or not found.shape:
+        return found
+    start, stop, _ = rows.indices(found.shape[0])
+    row_bytes = math.prod(found.shape[1:]) * found.dtype.itemsize
+    return FileRange(found.path, found.dtype, (max(0, stop - start), *found.shape[1:]), found.offset + start * row_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Location of a tensor in a file."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # of its first byte
-
-    def rows(self, rows: slice | None) -> Place:
-        """The location of these rows of the first dimension; None: all rows."""
-        if rows is None or not self.shape:
-            return self
-        start, stop, _ = rows.indices(self.shape[0])
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return Place(self.path, self.dtype, (max(0, stop - start), *self.shape[1:]), self.offset + start * row_bytes)
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def read_places(path: Path) -> dict[str, Place] | None:
-    """The tensors of a valid safetensors file, by name; None if one has an unsupported dtype."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(_HEADER), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    if any(entry["dtype"] not in _TYPES for entry in header.values()):
-        return None
-    start = _HEADER + size
-    return {
-        name: Place(path, _TYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0]) for name, entry in header.items()
-    }
+def count_bytes(found: FileRange) -> int:
+    return math.prod(found.shape) * found.dtype.itemsize
 
 
 class WeightStream:
@@ -91,9 +59,9 @@ class WeightStream:
         if self._platform.is_asynchronous:
             self._platform.synchronize()  # copies from the threads' buffers must be done before these are freed
 
-    def read(self, places: Iterable[Place]) -> Iterator[torch.Tensor]:
+    def read(self, places: Iterable[FileRange]) -> Iterator[torch.Tensor]:
         """Yield the tensors, in order, on the device; up to `AHEAD` bytes are read in advance."""
-        waiting: deque[tuple[torch.Tensor, list[Future[Any]], Place]] = deque()
+        waiting: deque[tuple[torch.Tensor, list[Future[Any]], FileRange]] = deque()
         ahead, rest, is_over = 0, iter(places), False
         while waiting or not is_over:
             while not is_over and (ahead < AHEAD or not waiting):
@@ -102,32 +70,32 @@ class WeightStream:
                     is_over = True
                 else:
                     waiting.append(self._begin(place))
-                    ahead += place.bytes
+                    ahead += count_bytes(place)
             if waiting:
                 tensor, pieces, place = waiting.popleft()
                 for piece in pieces:
                     copied = piece.result()
                     if copied is not None:
                         self._platform.get_current_stream().wait_event(copied)
-                ahead -= place.bytes
+                ahead -= count_bytes(place)
                 yield tensor.view(place.dtype).view(place.shape)
 
-    def _begin(self, place: Place) -> tuple[torch.Tensor, list[Future[Any]], Place]:
+    def _begin(self, place: FileRange) -> tuple[torch.Tensor, list[Future[Any]], FileRange]:
         if place.path not in self._files:
             self._files[place.path] = os.open(place.path, os.O_RDONLY)
         file = self._files[place.path]
-        target = torch.empty(place.bytes, dtype=torch.uint8, device=self._platform.device)
+        target = torch.empty(count_bytes(place), dtype=torch.uint8, device=self._platform.device)
         freed = None
         if self._platform.is_asynchronous:  # a kernel on this stream may still read the tensor that had this memory before
             freed = self._platform.create_event()
             freed.record(self._platform.get_current_stream())
         pieces = [
             self._pool.submit(self._fetch, file, place, start, target[start : start + PIECE], freed)
-            for start in range(0, place.bytes, PIECE)
+            for start in range(0, count_bytes(place), PIECE)
         ]
         return target, pieces, place
 
-    def _fetch(self, file: int, place: Place, start: int, target: torch.Tensor, freed: DeviceEvent | None) -> DeviceEvent | None:
+    def _fetch(self, file: int, place: FileRange, start: int, target: torch.Tensor, freed: DeviceEvent | None) -> DeviceEvent | None:
         """Read one piece; runs in a thread. -> on a GPU, the event of its copy."""
         if freed is None:
             _read_into(file, place, start, target)
@@ -153,7 +121,7 @@ class Lane:
         self._copied: list[DeviceEvent | None] = [None, None]
         self._turn = 0
 
-    def copy(self, file: int, place: Place, start: int, target: torch.Tensor, freed: DeviceEvent) -> DeviceEvent:
+    def copy(self, file: int, place: FileRange, start: int, target: torch.Tensor, freed: DeviceEvent) -> DeviceEvent:
         self._turn ^= 1
         before = self._copied[self._turn]
         if before is not None:
@@ -169,7 +137,7 @@ class Lane:
         return copied
 
 
-def _read_into(file: int, place: Place, start: int, target: torch.Tensor) -> None:
+def _read_into(file: int, place: FileRange, start: int, target: torch.Tensor) -> None:
     """Read bytes of a tensor, from `start` on, into host memory. Raises CheckpointError if the file
     ends early."""
     view = memoryview(target.numpy())  # type: ignore[arg-type]

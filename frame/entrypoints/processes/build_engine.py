@@ -69,6 +69,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
     attention = all_of("attention_backend")
     return Parts(
         model=all_of("model")[0],
+        weight_source=all_of("weight_source")[0],
         attention=attention[0],
         decode_attention=attention[1] if len(attention) > 1 else None,
         weight_format=only("weight_format"),

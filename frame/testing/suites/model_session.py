@@ -25,10 +25,10 @@ from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import Model, ModelConfig, ModelContext
 from frame.core.interfaces.rank_context import Task
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.loading.dummy_weights import random_weights
+from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.core.loading.model_config import read_model_config
-from frame.core.loading.safetensors_reader import read_weights
+from frame.core.loading.weight_reader import read_weights
 from frame.plugins.loader import load_registry
 from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_context, forward_batch
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
@@ -136,11 +136,10 @@ def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.f
 
 def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Weights:
     """The tensors of the checkpoint by name; random ones where it has none."""
-    if checkpoint.folder is None:
-        found: Any = random_weights(expected_shapes(model), 0, torch.device("cpu"), dtype)
-    else:
-        found = read_weights(checkpoint.folder, False, None)
-    return list(found)
+    registry = load_registry(installed=False)
+    source = registry.load(registry.get("weight_source", "dummy" if checkpoint.folder is None else "safetensors"))
+    context = WeightSourceContext(checkpoint.folder or Path(), torch.device("cpu"), dtype, expected_shapes=partial(expected_shapes, model))
+    return list(read_weights(source(context)))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.core.interfaces.weight_format import FormatCapabilities
+from frame.core.interfaces.weights import WeightSourceCapabilities
 
 LAPTOP = Hardware(cpu_cores=4, memory_bytes=16 * 2**30, cpu_features=frozenset({"avx2"}))
 XEON = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
@@ -107,6 +108,11 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
         ],
         "moe_dispatcher": [record("moe_dispatcher", "local", MoECapabilities(("cpu", "cuda")))],
         "scheduling_policy": [record("scheduling_policy", "fcfs")],
+        "weight_source": [
+            record("weight_source", "files", WeightSourceCapabilities()),
+            record("weight_source", "random", WeightSourceCapabilities(reads_checkpoint=False), rank=9),
+            record("weight_source", "lonely", WeightSourceCapabilities(several_ranks=False)),
+        ],
         "prefix_cache": [
             record("prefix_cache", "tree", PrefixCacheCapabilities(), rank=50),
             record("prefix_cache", "none", PrefixCacheCapabilities(reuses=False, eviction_policy=False), rank=-100),
@@ -353,6 +359,13 @@ def test_a_prefix_cache_is_chosen_by_name_and_capabilities() -> None:
         resolve(config(cache={"prefix": "large"}), LAPTOP, LLAMA, records())
     with pytest.raises(UnknownPluginError, match="did you mean 'tree'"):
         resolve(config(cache={"prefix": "tre"}), LAPTOP, LLAMA, records())
+
+
+def test_weights_are_made_up_only_if_the_user_says_so() -> None:
+    assert names(resolve(config(), LAPTOP, LLAMA, records()))["weight_source"] == ["files"]
+    assert names(resolve(config(model={"load_format": "random"}), LAPTOP, LLAMA, records()))["weight_source"] == ["random"]
+    with pytest.raises(ResolveError, match="is opened by one rank alone, not by 2 .try parallel.tp: 1"):
+        resolve(config(model={"load_format": "lonely"}, parallel={"tp": 2}), LAPTOP, LLAMA, records())
 
 
 def test_an_installed_grammar_backend_is_used_and_a_missing_one_is_no_error() -> None:

@@ -15,13 +15,14 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import HOST
 from frame.core.loading import weight_stream
-from frame.core.loading.dummy_weights import PERIOD, RandomNumbers, RandomTensor, random_weights
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
-from frame.core.loading.safetensors_reader import ReadAhead, read_weights
-from frame.core.loading.weight_stream import WeightStream, read_places
+from frame.core.loading.weight_reader import ReadAhead
+from frame.core.loading.weight_stream import WeightStream
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.plugins.weight_sources.dummy import PERIOD, RandomNumbers, RandomTensor
+from frame.plugins.weight_sources.safetensors import read_ranges
 from frame.testing.checkpoints import make_checkpoint
-from tests.models.harness import open_session
+from tests.models.harness import checkpoint_of, open_session, weights_of
 
 PROMPT = [(0, list(range(10, 40)))]
 
@@ -62,18 +63,18 @@ def test_shards_with_and_without_an_index_give_the_same_model(folder: Path) -> N
 
 
 def test_only_the_slice_is_read(folder: Path) -> None:
-    tensors = dict(read_weights(folder))
+    tensors = dict(weights_of(folder))
     assert tensors["model.norm.weight"].shape == (64,)
 
 
 def test_reading_ahead_gives_the_same_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_stream, "PIECE", 1000)  # tensors have many pieces,
     monkeypatch.setattr(weight_stream, "AHEAD", 5000)  # and some are larger than what is read ahead
-    want = {name: tensor[...] for name, tensor in read_weights(folder)}
+    want = {name: tensor[...] for name, tensor in weights_of(folder)}
     cut = slice(16, 48)
     shard(folder)
     rows = {name: cut if len(tensor.shape) > 1 else None for name, tensor in want.items() if name != "model.norm.weight"}
-    for name, tensor in read_weights(folder, ahead=ReadAhead(HOST, rows)):
+    for name, tensor in weights_of(folder, ahead=ReadAhead(HOST, rows)):
         assert tensor.shape == tuple(want[name].shape)
         if len(tensor.shape) > 1:
             assert torch.equal(tensor[cut, 3:], want[name][cut, 3:])
@@ -84,8 +85,7 @@ def test_reading_ahead_gives_the_same_weights(folder: Path, monkeypatch: pytest.
 
 def test_a_file_that_shrinks_during_reading_is_an_error(folder: Path) -> None:
     file = folder / "model.safetensors"
-    places = read_places(file)
-    assert places is not None
+    places = read_ranges(file)
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="became shorter"), WeightStream(HOST, 2) as stream:
         list(stream.read(places.values()))
@@ -195,7 +195,7 @@ def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
 
 def test_second_load_updates_the_model(folder: Path) -> None:
     """`finish_modules` may be called again: DeepSeek's derived weights follow the new weights."""
-    from frame.core.loading.loader import WeightSource, load_weights
+    from frame.core.loading.loader import load_weights
 
     first = make_checkpoint("DeepseekV3ForCausalLM", folder / "a", seed=1)
     second = make_checkpoint("DeepseekV3ForCausalLM", folder / "b", seed=2)
@@ -203,7 +203,7 @@ def test_second_load_updates_the_model(folder: Path) -> None:
     session = open_session(first)
     assert not torch.allclose(session.step(PROMPT)[0], want)
     assert isinstance(session.model, nn.Module)
-    load_weights(session.model, WeightSource(second))
+    load_weights(session.model, checkpoint_of(second))
     finish_modules(session.model)
     session.computed.clear()
     assert torch.equal(session.step(PROMPT)[0], want)
@@ -244,6 +244,7 @@ def test_random_tensors_depend_only_on_seed_name_and_shape() -> None:
     assert not torch.equal(RandomTensor("a", shape, one)[...], whole)
     assert abs(whole.std().item() * 1000**0.5 - 1) < 0.01
     assert torch.linalg.matrix_rank(whole[:100] @ whole[-100:].t()) == 100
-    half = dict(random_weights({"a": shape, "norm": (5,), "bias": (5,)}, 0, dtype=torch.bfloat16))
-    assert torch.equal(half["a"][...], whole.bfloat16())
-    assert (half["norm"][...].tolist(), half["bias"][...].tolist()) == ([1.0] * 5, [0.0] * 5)
+    numbers = RandomNumbers(0, torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(RandomTensor("a", shape, numbers)[...], whole.bfloat16())
+    assert RandomTensor("norm", (5,), numbers)[...].tolist() == [1.0] * 5
+    assert RandomTensor("bias", (5,), numbers)[...].tolist() == [0.0] * 5

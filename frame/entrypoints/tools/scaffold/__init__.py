@@ -28,6 +28,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
+    "weight_source": ("frame.core.interfaces.weights", "WeightSourceCapabilities()"),
     "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), codes=("plain", "int8"))'),
     "gemm_kernel": (
         "frame.core.interfaces.gemm_kernel",

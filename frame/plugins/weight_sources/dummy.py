@@ -1,19 +1,22 @@
-"""Random checkpoints (`load_format: dummy`). A tensor depends only on the seed, its name and its
-shape, so ranks and devices agree.
+"""`dummy`: random weights. A tensor depends only on the seed, its name and its shape, so ranks and
+devices agree.
 
 One period of normal numbers is drawn and copied to the device; every tensor repeats it from an
-offset of its own. The scale keeps activations finite at any depth. Used by the loader. It must not
-know models: names and shapes are arguments.
+offset of its own. The scale keeps activations finite at any depth.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 PERIOD = 1_000_003  # random numbers that are drawn. A prime, so that the rows of a matrix differ
 _ONES = ("norm", "ln_", "_scale")  # tensors with these parts in their names are ones
@@ -67,7 +70,6 @@ class RandomTensor:
         flat[whole:].copy_(period[: flat.numel() - whole])
         return made
 
-
     def _make_integers(self, dtype: torch.dtype) -> torch.Tensor:
         """Numbers over the whole range of the dtype, such as packed codes."""
         digest = hashlib.sha256(f"{self._numbers.seed}/{self._name}".encode()).digest()
@@ -76,15 +78,16 @@ class RandomTensor:
         return torch.randint(limits.min, limits.max, self.shape, generator=generator, device=self._numbers.device, dtype=dtype)
 
 
-def random_weights(
-    shapes: Mapping[str, tuple[int, ...]],
-    seed: int,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    integers: Mapping[str, torch.dtype] = MappingProxyType({}),
-) -> Iterator[tuple[str, RandomTensor]]:
-    """Yield (name, tensor) of a random checkpoint with these shapes, on `device` in `dtype`.
-    `integers`: the dtypes of those that hold integers."""
-    numbers = RandomNumbers(seed, torch.device(device), dtype)
-    for name, shape in shapes.items():
-        yield name, RandomTensor(name, shape, numbers, integers.get(name))
+class DummySource(WeightSource):
+    """Random values for every tensor that the model expects, on the device of its parameters."""
+
+    def __init__(self, context: WeightSourceContext, options: BaseModel | None = None) -> None:
+        self._shapes = dict(context.expected_shapes())
+        self._integers = dict(context.integer_dtypes())
+        self._numbers = RandomNumbers(context.seed, context.device, context.dtype)
+
+    def list_names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def open_tensor(self, name: str) -> RandomTensor:
+        return RandomTensor(name, self._shapes[name], self._numbers, self._integers.get(name))

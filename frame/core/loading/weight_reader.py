@@ -1,0 +1,80 @@
+"""Reads the tensors of a weight source in order: lazily, or, for a GPU, ahead of their use from the
+ranges of files that the source names.
+
+Used by the loader. Must not know models or file formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from frame.core.interfaces.model import LazyTensor
+from frame.core.interfaces.platform import Platform
+from frame.core.interfaces.weights import FileRange, WeightSource
+from frame.core.loading.weight_stream import WeightStream, cut_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """Tensors to read in advance to a platform's device."""
+
+    platform: Platform
+    rows: Mapping[str, slice | None]  # by tensor name: rows of the first dimension; None: all
+
+
+class AheadTensor:
+    """A tensor of which `rows` were read in advance; other slices are read from the source."""
+
+    def __init__(self, stored: LazyTensor, rows: slice | None, value: torch.Tensor) -> None:
+        self.shape = stored.shape
+        self._stored, self._rows, self._value = stored, rows, value
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._rows is None:
+            return self._value[index]
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if first == self._rows:
+            return self._value[(slice(None), *others)]
+        return self._stored[index]
+
+
+def read_weights(source: WeightSource, progress: bool = False, ahead: ReadAhead | None = None) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors of a source; those of `ahead` are on its device. `progress`: show a bar on
+    a terminal."""
+    names = source.list_names()
+    ranges = {} if ahead is None else _plan_ranges(source, names, ahead)
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(_bar(len(names), progress and sys.stderr.isatty()))
+        values: Iterator[torch.Tensor] = iter(())
+        if ahead is not None and ranges:
+            values = stack.enter_context(WeightStream(ahead.platform)).read(ranges.values())
+        for name in names:
+            tensor = source.open_tensor(name)
+            yield name, AheadTensor(tensor, ahead.rows[name], next(values)) if ahead is not None and name in ranges else tensor
+            advance()
+
+
+def _plan_ranges(source: WeightSource, names: Sequence[str], ahead: ReadAhead) -> dict[str, FileRange]:
+    """The ranges of the wanted rows, by tensor name, in the order of `names`."""
+    found = {name: source.find_range(name) for name in names if name in ahead.rows}
+    return {name: cut_rows(place, ahead.rows[name]) for name, place in found.items() if place is not None}
+
+
+@contextlib.contextmanager
+def _bar(total: int, show: bool) -> Iterator[Callable[[], object]]:
+    """A progress bar on standard error, if it is to be shown."""
+    if not show:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda: bar.advance(task)

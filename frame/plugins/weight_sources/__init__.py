@@ -1,0 +1,30 @@
+"""Manifest of the in-tree weight sources: records only. Must not import the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.weights import WeightSourceCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_weight_sources(registry: KindRegistry) -> None:
+    """Add the in-tree weight sources."""
+    here = "frame.plugins.weight_sources"
+    registry.add(
+        "safetensors",
+        f"{here}.safetensors:SafetensorsSource",
+        capabilities=WeightSourceCapabilities(),
+        rank=50,
+        summary="Reads safetensors files; refuses pickled weights.",
+    )
+    registry.add(
+        "dummy",
+        f"{here}.dummy:DummySource",
+        capabilities=WeightSourceCapabilities(reads_checkpoint=False),
+        summary="Random weights, for measurements without a checkpoint.",
+    )

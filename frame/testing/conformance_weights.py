@@ -1,0 +1,270 @@
+"""The conformance suite of weight sources: checkpoints with known values, read whole, in slices and
+ahead; then broken and hostile ones.
+
+Used by `frame.testing.conformance`. Must not know a plugin by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.platform import HOST
+from frame.core.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
+from frame.core.loading.weight_reader import ReadAhead, read_weights
+from frame.testing.conformance import Check, Subject
+
+CPU = torch.device("cpu")
+DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+INDEXES: tuple[Any, ...] = (
+    Ellipsis,
+    slice(None),
+    slice(3, 9),
+    (slice(0, 1), slice(None)),
+    (slice(None), slice(2, 5)),
+    (slice(7, 12), slice(4, 7)),
+    slice(0, 0),
+)
+
+
+class Maker:
+    """Writes checkpoints for the plugin under test and opens them."""
+
+    def __init__(self, subject: Subject) -> None:
+        capabilities = subject.record.capabilities
+        self.target: type[WeightSource] = subject.target
+        self.options = subject.options
+        self.capabilities = capabilities if isinstance(capabilities, WeightSourceCapabilities) else WeightSourceCapabilities()
+
+    @contextlib.contextmanager
+    def folder(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Iterator[Path]:
+        """A new folder, with a checkpoint of these tensors if there are any."""
+        with tempfile.TemporaryDirectory() as name:
+            if tensors is not None:
+                self.target.write_checkpoint(Path(name), tensors)
+            yield Path(name)
+
+    @contextlib.contextmanager
+    def open(self, folder: Path, seed: int = 0, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Iterator[WeightSource]:
+        context = WeightSourceContext(folder, CPU, torch.float32, seed, lambda: shapes or {})
+        with contextlib.closing(self.target(context, self.options)) as source:
+            yield source
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of a weight source; one that makes weights up has others."""
+    maker = Maker(subject)
+    stored = (
+        _has_every_tensor,
+        _keeps_every_dtype,
+        _reads_slices,
+        _reads_in_any_order,
+        _opens_two_checkpoints,
+        _reads_ahead,
+        _takes_many_tensors,
+        _refuses_an_empty_folder,
+        _refuses_a_damaged_checkpoint,
+        _runs_no_pickle,
+    )
+    made_up = (_has_expected_shapes, _agrees_between_ranks, _depends_on_the_seed, _makes_finite_values)
+    for function in stored if maker.capabilities.reads_checkpoint else made_up:
+        yield Check(function.__name__.strip("_"), partial(function, maker))
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    """Tensors of several ranks, each with values of its own."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"model.embed.weight": (20, 8), "model.layers.0.up.weight": (16, 8), "model.layers.0.down.weight": (16, 8),
+              "model.norm.weight": (8,), "experts": (3, 12, 7), "lm_head.weight": (20, 8), "conv": (2, 3, 4, 5)}  # fmt: skip
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} | {"scale": torch.tensor(2.5)}
+
+
+# sources that read a checkpoint -------------------------------------------------------------------
+
+
+def _has_every_tensor(maker: Maker) -> None:
+    tensors = _tensors()
+    with maker.folder(tensors) as folder, maker.open(folder, shapes={"other": (3, 3)}) as source:
+        names = list(source.list_names())
+        _require(len(set(names)) == len(names), "list_names names a tensor twice")
+        _require(set(names) == set(tensors), f"list_names differs from the checkpoint in {sorted(set(names) ^ set(tensors))[:4]}")
+        for name, tensor in tensors.items():
+            opened = source.open_tensor(name)
+            _require(tuple(opened.shape) == tuple(tensor.shape), f"{name} has the shape {tuple(opened.shape)}, not {tuple(tensor.shape)}")
+            _require_equal(opened[...], tensor, f"the values of {name}")
+
+
+def _keeps_every_dtype(maker: Maker) -> None:
+    base = torch.arange(-60, 60).reshape(12, 10)
+    tensors = {str(dtype): base.to(torch.float32).to(dtype) if dtype.is_floating_point else base.to(dtype) for dtype in DTYPES}
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        for name, tensor in tensors.items():
+            _require_equal(source.open_tensor(name)[...], tensor, f"a tensor of {name}")
+            _require_equal(source.open_tensor(name)[4:7], tensor[4:7], f"rows of a tensor of {name}")
+
+
+def _reads_slices(maker: Maker) -> None:
+    tensors = _tensors()
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        for name in ("model.embed.weight", "model.layers.0.down.weight", "experts", "conv"):
+            for index in INDEXES:
+                _require_equal(source.open_tensor(name)[index], tensors[name][index], f"{name}[{index}]")
+        _require_equal(source.open_tensor("model.norm.weight")[2:5], tensors["model.norm.weight"][2:5], "a slice of a vector")
+        opened = source.open_tensor("experts")
+        for expert in range(3):  # one tensor, opened once and read in parts
+            index = (slice(expert, expert + 1), slice(2, 9), slice(1, 6))
+            _require_equal(opened[index], tensors["experts"][index], f"experts[{index}]")
+
+
+def _reads_in_any_order(maker: Maker) -> None:
+    tensors = _tensors()
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        for _ in range(2):
+            for name in reversed(source.list_names()):
+                _require_equal(source.open_tensor(name)[...], tensors[name], f"{name}, read again or in another order,")
+
+
+def _opens_two_checkpoints(maker: Maker) -> None:
+    one = {"a": torch.ones(4, 4), "only.one": torch.ones(2)}
+    other = {"a": torch.full((4, 4), 2.0)}
+    with maker.folder(one) as first, maker.folder(other) as second, maker.open(first) as source, maker.open(second) as update:
+        _require_equal(update.open_tensor("a")[...], other["a"], "the tensor of the second checkpoint")
+        _require_equal(source.open_tensor("a")[...], one["a"], "the tensor of the first checkpoint")
+        _require(list(update.list_names()) == ["a"], "the second checkpoint has tensors of the first")
+        if maker.capabilities.several_ranks:
+            with maker.open(first) as rank:
+                _require_equal(rank.open_tensor("a")[1:3], one["a"][1:3], "the tensor of a second rank")
+            _require_equal(source.open_tensor("a")[...], one["a"], "a tensor after another rank's source was closed")
+
+
+def _reads_ahead(maker: Maker) -> None:
+    tensors = _tensors() | {"half": torch.randn(9, 6).to(torch.bfloat16), "bytes": torch.arange(60).reshape(6, 10).to(torch.uint8)}
+    rows: dict[str, slice | None] = {name: None for name in tensors if name != "model.norm.weight"}
+    rows |= {"model.embed.weight": slice(4, 12), "experts": slice(1, 3)}
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        for name, tensor in read_weights(source, ahead=ReadAhead(HOST, rows)):
+            cut = rows.get(name)
+            index: Any = Ellipsis if cut is None else (cut, slice(1, 4))
+            _require_equal(tensor[index], tensors[name][index], f"{name}, read from find_range,")
+            _require(tuple(tensor.shape) == tuple(tensors[name].shape), f"the shape of {name}, read from find_range, differs")
+
+
+def _takes_many_tensors(maker: Maker) -> None:
+    tensors = {f"model.layers.{number}.weight": torch.full((2, 2), float(number)) for number in range(1500)}
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        found = {name: float(tensor[...].sum()) / 4 for name, tensor in read_weights(source)}
+    wrong = [name for name, tensor in tensors.items() if found.get(name) != float(tensor[0, 0])]
+    _require(not wrong, f"{len(wrong)} of {len(tensors)} tensors are missing or wrong, such as {wrong[:1]}")
+
+
+def _refuses_an_empty_folder(maker: Maker) -> None:
+    with maker.folder() as folder:
+        _require_refused(maker, folder, "a folder without weights")
+
+
+def _refuses_a_damaged_checkpoint(maker: Maker) -> None:
+    tensors = {"a": torch.randn(300, 100), "b": torch.randn(300, 100)}
+    for keep in (0.9, 0.5, 0.0):
+        with maker.folder(tensors) as folder:
+            largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+            content = largest.read_bytes()
+            largest.write_bytes(content[: int(len(content) * keep)])
+            _require_refused(maker, folder, f"a checkpoint of which {keep:.0%} are there")
+
+
+class _Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+def _runs_no_pickle(maker: Maker) -> None:
+    with maker.folder() as folder, maker.folder() as elsewhere:
+        proof = elsewhere / "executed"
+        for name in ("pytorch_model.bin", "model.pt", "weights.pkl"):
+            (folder / name).write_bytes(pickle.dumps({"a": _Payload(proof)}))
+        torch.save({"a": _Payload(proof)}, folder / "consolidated.pth")
+        with contextlib.suppress(CheckpointError), maker.open(folder) as source:
+            _read_all(source)
+        _require(not proof.exists(), "the source unpickles a file of the checkpoint, which runs code")
+
+
+# sources that make weights up ---------------------------------------------------------------------
+
+SHAPES: Mapping[str, tuple[int, ...]] = {"model.embed.weight": (50, 40), "model.norm.weight": (40,), "experts": (3, 24, 40), "scale": ()}
+
+
+def _has_expected_shapes(maker: Maker) -> None:
+    with maker.folder() as folder, maker.open(folder, shapes=SHAPES) as source:
+        found = {name: tuple(source.open_tensor(name).shape) for name in source.list_names()}
+        _require(found == dict(SHAPES), "the names or shapes differ from those that the model expects")
+        for name, shape in SHAPES.items():
+            _require(tuple(source.open_tensor(name)[...].shape) == shape, f"the values of {name} have another shape than it says")
+
+
+def _agrees_between_ranks(maker: Maker) -> None:
+    few = {"experts": SHAPES["experts"], "model.embed.weight": SHAPES["model.embed.weight"]}
+    with maker.folder() as folder, maker.open(folder, shapes=SHAPES) as one, maker.open(folder, shapes=few) as other:
+        for name in few:
+            whole = one.open_tensor(name)[...].clone()
+            _require_equal(other.open_tensor(name)[...], whole, f"{name} on another rank")
+            _require_equal(other.open_tensor(name)[1:2], whole[1:2], f"a slice of {name} on another rank")
+        _require(not torch.equal(one.open_tensor("experts")[0:1], one.open_tensor("experts")[1:2]), "all rows of a tensor are equal")
+
+
+def _depends_on_the_seed(maker: Maker) -> None:
+    with maker.folder() as folder, maker.open(folder, 0, SHAPES) as one, maker.open(folder, 1, SHAPES) as other:
+        name = "model.embed.weight"
+        _require(not torch.equal(one.open_tensor(name)[...], other.open_tensor(name)[...]), "two seeds have the same values")
+
+
+def _makes_finite_values(maker: Maker) -> None:
+    with maker.folder() as folder, maker.open(folder, shapes=SHAPES) as source:
+        for name in source.list_names():
+            value = source.open_tensor(name)[...].float()
+            is_small = bool(torch.isfinite(value).all()) and float(value.abs().max()) < 1e3
+            _require(is_small, f"{name} has values that are large or not finite")
+
+
+# helpers ------------------------------------------------------------------------------------------
+
+
+def _read_all(source: WeightSource) -> None:
+    for name in source.list_names():
+        source.open_tensor(name)[...]
+
+
+def _require_refused(maker: Maker, folder: Path, what: str) -> None:
+    try:
+        with maker.open(folder) as source:
+            _read_all(source)
+    except CheckpointError as error:
+        _require("\n" not in str(error), f"the error for {what} has several lines")
+        _require(folder.name in str(error), f"the error for {what} does not name the folder or file: {error}")
+        return
+    raise AssertionError(f"{what} is not refused")
+
+
+def _require_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    _require(found.dtype == expected.dtype, f"{what} have the dtype {found.dtype}, not {expected.dtype}")
+    _require(found.shape == expected.shape, f"{what} have the shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    same = torch.equal(found.contiguous().reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8))
+    _require(same, f"{what} differ from what was written")
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(sentence)
