@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from frame.core.interfaces.launcher import LauncherContext
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.http.server import load_parsers
+from frame.entrypoints.http.server import load_parsers, load_stat_loggers
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import load_backend
@@ -45,8 +46,10 @@ BASES = {
     "grammar_backend": "llguidance",
     "reasoning_parser": "think-tags",
     "tool_call_parser": "hermes",
+    "stat_logger": "log",
 }
 CONFIG: dict[str, Any] = {
+    "log": {"stat_loggers": ["fake"]},
     "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake", "load_format": "fake"},
     "attention": {"backend": "fake"},
     "moe": {"runner": "fake", "dispatcher": "fake"},
@@ -112,4 +115,5 @@ def test_options_reach_the_constructor_of_every_kind(seen: dict[str, int], tmp_p
     load_backend(resolved, registry)
     for parser in load_parsers(resolved, registry).values():
         parser()
+    load_stat_loggers(resolved, registry, SimpleNamespace(load=None))
     assert seen == values

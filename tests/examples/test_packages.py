@@ -14,7 +14,7 @@ from frame.core.loading.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MOST_LINES = 100
-SUITES = ("prefix_cache:blocks", "weight_source:tar")
+SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd")
 
 SERVE = """
 import json, sys

@@ -24,6 +24,7 @@ from frame.core.config.resolve_plugins import (
     check_option_names,
     choose_extensions,
     choose_gemm_kernels,
+    choose_named,
     choose_parser,
     choose_processors,
     plugin_choice,
@@ -379,6 +380,8 @@ class _Solver:
             self._select("scheduling_policy", requirements, config.scheduler.policy, "")
         with self._collect():
             choose_extensions(self.chosen, self.records, config.server.extensions, requirements)
+        with self._collect():
+            choose_named(self.chosen, self.records, "stat_logger", config.log.stat_loggers, requirements)
         if task != "generate":  # nothing is sampled
             return
         with self._collect():

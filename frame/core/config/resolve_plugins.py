@@ -72,11 +72,20 @@ def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginReco
             chosen.selected[kind].append(Selection(record, "built in"))
     if not named:
         chosen.reasons[KEYS["logits_processor"]] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
+    choose_named(chosen, records, kind, named, requirements)
+
+
+def choose_named(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any
+) -> None:
+    """Choose every plugin that a list names, once. Raises ResolveError if one is unknown or
+    unfit."""
+    candidates = sorted(records.get(kind, ()), key=by_rank)
     for name in dict.fromkeys(named):
-        found = select(KEYS["logits_processor"], candidates, requirements, name) if candidates else None
+        found = select(KEYS[kind], candidates, requirements, name) if candidates else None
         if found is None:
-            raise UnknownPluginError(KEYS["logits_processor"], kind, name, ())
-        chosen.selected[kind].append(Selection(found.record, found.reason))
+            raise UnknownPluginError(KEYS[kind], kind, name, ())
+        chosen.selected.setdefault(kind, []).append(Selection(found.record, found.reason))
 
 
 def choose_extensions(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:

@@ -439,6 +439,9 @@ class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = setting("info", "Minimum severity of log messages.", flag="log-level")
     format: Literal["text", "json"] = setting("text", "Format of log messages: text, or json (one object per line).", flag="log-format")
     access: bool = setting(False, "Log each HTTP request: method, path, status, seconds.", flag="access-log")
+    stat_loggers: tuple[str, ...] = setting(
+        (), "Stat loggers that get the records of steps and requests, by plugin name.", flag="stat-loggers"
+    )
 
 
 class FrameConfig(Section):

@@ -237,6 +237,17 @@ _ALL = (
         key="text.tool_call_parser",
         suite="conformance_parsers:tool_call_parser",
     ),
+    Kind(
+        name="stat_logger",
+        plural="stat_loggers",
+        version=1,
+        summary="stat loggers",
+        interface="stats:StatLogger",
+        context="stats:StatLoggerContext",
+        key="log.stat_loggers",
+        suite="conformance_stats:suite",
+        is_list=True,
+    ),
 )
 
 KINDS = MappingProxyType({kind.name: kind for kind in _ALL})

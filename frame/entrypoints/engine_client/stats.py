@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from frame.core.messages import Finish
     from frame.entrypoints.engine_client.response_state import SequenceState
+    from frame.entrypoints.engine_client.stat_loggers import StatLoggers
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class ClientStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from the prefix cache
+    loggers: StatLoggers | None = None  # None: no stat logger is chosen
 
     def record_finish(self, sequence: SequenceState, finish: Finish, now: float) -> None:
         """Record a sequence that has ended (`now`: `time.perf_counter`)."""
@@ -52,6 +54,8 @@ class ClientStats:
             if sequence.num_tokens > 1:
                 self.per_output_token.append((now - first) / (sequence.num_tokens - 1))
         self.count_finishes(finish.reason, 1)
+        if self.loggers is not None:
+            self.loggers.record_request(sequence, finish, now)
 
     def record_wait(self, sequence: SequenceState, seconds: float, now: float) -> None:
         """Record the queue time of a sequence whose first token has arrived."""

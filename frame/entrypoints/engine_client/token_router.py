@@ -58,6 +58,8 @@ class TokenRouter:
             else:
                 sequence.request.add_unread(sequence, len(ids))
         self.stats.generated_tokens += count
+        if self.stats.loggers is not None:
+            self.stats.loggers.record_step(message, sequences, count)
         self._route_rest(message, now)
 
     def _route_rest(self, message: StepText | StepTokens, now: float) -> None:

@@ -24,10 +24,12 @@ from frame.core.config.resolved import Resolved
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.parsing import ParserContext
+from frame.core.interfaces.stats import StatLoggerContext
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.stat_loggers import StatLoggers
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions.loading import load_extensions
@@ -142,6 +144,7 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     makes_text = resolved.task == "generate" and not layout.detokenizer
     local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
     client = EngineClient(deployment.transport, get_client_limits(resolved, info), local, layout.detokenizer)
+    client.stats.loggers = load_stat_loggers(resolved, prepared.registry, client)
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:
         text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
@@ -166,6 +169,14 @@ def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[
     chosen = {attribute: registry.choose(resolved.choice(kind)) for attribute, kind in kinds.items() if resolved.plugins.get(kind)}
     context = ParserContext(resolved.model.architecture, resolved.model.chat_template)
     return {attribute: partial(target, context, options) for attribute, (target, options) in chosen.items()}
+
+
+def load_stat_loggers(resolved: Resolved, registry: Registry, client: EngineClient) -> StatLoggers | None:
+    """The chosen stat loggers; None: there are none."""
+    context = StatLoggerContext(resolved.served_name)
+    chosen = resolved.plugins.get("stat_logger", ())
+    loggers = {f"{each.name!r} ({each.distribution} {each.version})": registry.create(each, context) for each in chosen}
+    return StatLoggers(resolved.served_name, loggers, lambda: client.load) if loggers else None
 
 
 def check_grpc(server: ServerSection) -> None:
@@ -267,6 +278,8 @@ class Server:
             await grpc.stop()
         if self._services.tracing is not None:
             await asyncio.to_thread(self._services.tracing.close)
+        if (loggers := self._services.client.stats.loggers) is not None:
+            loggers.close()
         loop.remove_reader(transport.fd)
         if not died:
             await asyncio.to_thread(self._deployment.stop, 0.0 if self._now.is_set() else 10.0)

@@ -1,0 +1,31 @@
+"""Manifest of the in-tree stat loggers: records only. Must not import the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+class LogOptions(BaseModel):
+    """Settings of the stat logger `log`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    interval: float = Field(10.0, gt=0, description="Seconds between two lines.")
+
+
+@hookimpl
+def register_stat_loggers(registry: KindRegistry) -> None:
+    """Add the in-tree stat loggers."""
+    registry.add(
+        "log",
+        "frame.plugins.stat_loggers.log:LogLine",
+        options=LogOptions,
+        summary="Logs throughput, requests and KV cache usage in one line every few seconds.",
+    )

@@ -1,0 +1,153 @@
+"""The conformance suite of stat loggers: records of every shape, the time that a record takes, and
+what a logger keeps or changes. It cannot see what arrives at a logger's destination.
+
+Used by `frame.testing.conformance`. Must not know a plugin by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import signal
+import threading
+import time
+import types
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
+from frame.testing.conformance import Check, Subject
+
+MANY = 3000  # records
+MAX_SECONDS = 1e-3  # of one record
+MAX_KEPT = 500  # elements of all containers that a logger holds
+CONTAINERS = (list, dict, set, deque, tuple, bytearray)
+STEP = StepRecord(num_requests=3, prompt_tokens=20, generated_tokens=3, running=3, waiting=1, used_pages=9, total_pages=64)
+REQUEST = RequestRecord("r", "tiny", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.1, 0.1)
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of a stat logger."""
+    make = partial(subject.target, StatLoggerContext("tiny"), subject.options)
+    for function in (
+        _prints_nothing,
+        _takes_every_record,
+        _takes_any_text,
+        _returns_at_once,
+        _keeps_a_bounded_amount,
+        _closes_twice,
+        _changes_nothing_of_the_process,
+    ):
+        yield Check(function.__name__.strip("_"), partial(function, make))
+
+
+def _run(logger: StatLogger, count: int) -> None:
+    for number in range(count):
+        logger.record_step(STEP)
+        if number % 3 == 0:
+            logger.record_request(replace(REQUEST, rid=f"request-{number}", key=f"key-{number % 7}"))
+
+
+def _takes_every_record(make: Any) -> None:
+    logger = make()
+    for step in (STEP, StepRecord(0, 0, 0), StepRecord(1, 1 << 20, 0), replace(STEP, total_pages=0), replace(STEP, generated_tokens=0)):
+        logger.record_step(step)
+    for reason in ("stop", "length", "abort", "error"):
+        logger.record_request(replace(REQUEST, finish_reason=reason))
+    ended_early = replace(REQUEST, output_tokens=0, cached_tokens=0, time_to_first_token=None, inter_token_latency=None)
+    logger.record_request(ended_early)
+    logger.record_request(replace(ended_early, output_tokens=1, time_to_first_token=0.0))
+    logger.record_request(replace(REQUEST, key="", end_to_end=0.0, queue_time=0.0, prompt_tokens=1))
+    logger.close()
+    make().close()
+
+
+def _takes_any_text(make: Any) -> None:
+    logger = make()
+    for text in ("%s %d", "{0}", "a:b|c#d", "line\nbreak", "tenant ä 語", "x" * 10_000, ""):
+        logger.record_request(replace(REQUEST, rid=text, key=text, model=text))
+    logger.close()
+
+
+def _returns_at_once(make: Any) -> None:
+    logger = make()
+    _run(logger, 10)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        _run(logger, 30)
+        seconds.append((time.perf_counter() - start) / 40)
+    logger.close()
+    _require(min(seconds) <= MAX_SECONDS, f"a record takes {min(seconds):.4f} s, which every request waits for")
+
+
+def _keeps_a_bounded_amount(make: Any) -> None:
+    logger = make()
+    _run(logger, MANY)
+    kept = _measure(logger)
+    logger.close()
+    _require(kept <= MAX_KEPT, f"the logger holds {kept} elements after {MANY} steps: it keeps records")
+
+
+def _prints_nothing(make: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        logger = make()
+        _run(logger, 20)
+        logger.close()
+    _require(not output.getvalue(), "the logger writes to standard output, which is the server's")
+
+
+def _closes_twice(make: Any) -> None:
+    logger, other = make(), make()
+    _run(logger, 3)
+    logger.close()
+    logger.close()
+    _run(logger, 3)
+    _run(other, 3)
+    other.close()
+
+
+def _changes_nothing_of_the_process(make: Any) -> None:
+    before = _process_state()
+    logger = make()
+    _run(logger, 20)
+    logger.close()
+    after = _process_state()
+    for what in before:
+        _require(before[what] == after[what], f"the logger changes the process's {what}")
+
+
+def _process_state() -> dict[str, Any]:
+    root = logging.getLogger()
+    return {
+        "logging": (root.level, list(root.handlers), logging.root.manager.disable),
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+        "threads that keep it alive": [thread.name for thread in threading.enumerate() if not thread.daemon],
+        "garbage collection": gc.isenabled(),
+    }
+
+
+def _measure(logger: StatLogger, most: int = 100_000) -> int:
+    """Elements of the containers that a logger refers to, those of its class included."""
+    shared = [value for kind in type(logger).__mro__ for value in vars(kind).values() if isinstance(value, CONTAINERS)]
+    code = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType, logging.Logger)
+    waiting: list[Any] = [logger, *shared]
+    seen: set[int] = set()
+    size = 0
+    while waiting and len(seen) < most:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, code):
+            seen.add(id(one))
+            size += len(one) if isinstance(one, CONTAINERS) else 0
+            waiting += gc.get_referents(one)
+    return size
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(sentence)
