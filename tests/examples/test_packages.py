@@ -61,3 +61,16 @@ def test_they_pass_their_suites(environment: Environment, tmp_path: Path) -> Non
     done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "--rootdir", tmp_path, tmp_path)
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_a_command_is_listed_run_denied_and_blamed(environment: Environment) -> None:
+    listed = environment.frame("--help").stdout
+    assert "Commands of installed packages" in listed
+    assert "From frame-hello 1.0.0." in listed
+    assert environment.frame("hello", "there").stdout.startswith("Hello, there.")
+    broken = environment.frame("broken-hello", check=False)
+    assert broken.returncode == 78
+    assert "The command 'broken-hello' of frame-hello 1.0.0 does not load from frame_hello:no_such_command" in broken.stderr
+    assert "Traceback" not in broken.stderr
+    denied = "import os; os.environ['FRAME_PLUGINS__DENY'] = '[frame-hello]'; from frame.entrypoints.cli.main import main; main()"
+    assert "frame-hello" not in environment.run("-c", denied).stdout

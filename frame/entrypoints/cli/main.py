@@ -18,6 +18,7 @@ from types import MappingProxyType
 import click
 
 from frame.core.errors import ConfigurationError
+from frame.entrypoints.cli.installed import list_help, load_command
 
 EX_CONFIG = 78  # sysexits.h
 
@@ -45,6 +46,8 @@ class LazyGroup(click.Group):
         return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0])]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return load_command(cmd_name)
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
@@ -55,6 +58,9 @@ class LazyGroup(click.Group):
         """List the table's help lines, without importing commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+        if found := [(name, text) for name, text in list_help() if name not in COMMANDS]:
+            with formatter.section("Commands of installed packages"):
+                formatter.write_dl(found)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
