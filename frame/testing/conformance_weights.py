@@ -194,7 +194,7 @@ class _Payload:
 def _runs_no_pickle(maker: Maker) -> None:
     with maker.folder() as folder, maker.folder() as elsewhere:
         proof = elsewhere / "executed"
-        for name in ("pytorch_model.bin", "model.pt", "weights.pkl"):
+        for name in ("pytorch_model.bin", "weights.pt", "weights.pkl"):
             (folder / name).write_bytes(pickle.dumps({"a": _Payload(proof)}))
         torch.save({"a": _Payload(proof)}, folder / "consolidated.pth")
         with contextlib.suppress(CheckpointError), maker.open(folder) as source:

@@ -33,7 +33,7 @@ FOLDERS = {
 # Words that mean something else too, in a kind's vocabulary.
 APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
-ORDINARY |= {"int4", "int8", "fp8"}  # types of numbers
+ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a file format, a function
 ORDINARY |= {"single", "local"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {

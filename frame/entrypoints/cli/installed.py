@@ -1,4 +1,4 @@
-"""Subcommands of installed packages: entry points of the group `frame.commands`, each a click
+"""Subcommands of installed packages: entry points of the group `frame_commands`, each a click
 command.
 
 Used by the `frame` command. A command is imported when it is called; listing reads entry points
@@ -13,7 +13,7 @@ import click
 
 from frame.core.errors import ConfigurationError, PluginError
 
-GROUP = "frame.commands"
+GROUP = "frame_commands"
 
 
 def find_commands() -> dict[str, list[EntryPoint]]:

@@ -72,7 +72,7 @@ class KnowsTwoReasons(PlainLogger):
 
 @mutant
 class EncodesAscii(PlainLogger):
-    """Sends keys as ASCII."""
+    """Encodes keys as ASCII."""
 
     def record_request(self, request: RequestRecord) -> None:
         request.key.encode("ascii")
@@ -80,7 +80,7 @@ class EncodesAscii(PlainLogger):
 
 @mutant
 class FormatsWithText(PlainLogger):
-    """Takes a key for a format."""
+    """Uses a key as a format string."""
 
     def record_request(self, request: RequestRecord) -> None:
         f"{request.key} %d" % self.requests
@@ -130,7 +130,7 @@ class KeepsStepsInItsClass(PlainLogger):
 
 @mutant
 class Prints(PlainLogger):
-    """Writes to standard output."""
+    """Writes a line to standard output."""
 
     def record_request(self, request: RequestRecord) -> None:
         sys.stdout.write(f"{request.rid}\n")

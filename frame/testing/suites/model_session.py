@@ -139,7 +139,8 @@ def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
     registry = load_registry(installed=False)
     source = registry.load(registry.get("weight_source", "dummy" if checkpoint.folder is None else "safetensors"))
     context = WeightSourceContext(checkpoint.folder or Path(), torch.device("cpu"), dtype, expected_shapes=partial(expected_shapes, model))
-    return list(read_weights(source(context)))
+    found: Any = read_weights(source(context))
+    return list(found)
 
 
 @torch.no_grad()

@@ -19,9 +19,12 @@ from frame.core.loading.loader import allocate_parameters, expected_shapes, fini
 from frame.core.loading.weight_reader import ReadAhead
 from frame.core.loading.weight_stream import WeightStream
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.plugins.loader import load_registry
 from frame.plugins.weight_sources.dummy import PERIOD, RandomNumbers, RandomTensor
 from frame.plugins.weight_sources.safetensors import read_ranges
 from frame.testing.checkpoints import make_checkpoint
+from frame.testing.conformance import Setting, Subject
+from frame.testing.conformance_weights import suite
 from tests.models.harness import checkpoint_of, open_session, weights_of
 
 PROMPT = [(0, list(range(10, 40)))]
@@ -150,7 +153,7 @@ def test_integers_where_numbers_are_expected(folder: Path) -> None:
         tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)
 
     rewrite(folder, change)
-    broken(folder, "model.layers.0.mlp.up_proj.weight is stored as int8, but float32 is expected", "quantization method")
+    broken(folder, "model.layers.0.mlp.up_proj.weight is stored as int8, but float32 is expected", "weight format")
 
 
 def test_missing_parameters_are_named_and_counted(folder: Path) -> None:
@@ -248,3 +251,11 @@ def test_random_tensors_depend_only_on_seed_name_and_shape() -> None:
     assert torch.equal(RandomTensor("a", shape, numbers)[...], whole.bfloat16())
     assert RandomTensor("norm", (5,), numbers)[...].tolist() == [1.0] * 5
     assert RandomTensor("bias", (5,), numbers)[...].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("name", ["safetensors", "dummy"])
+def test_weight_sources_pass_their_suite(name: str) -> None:
+    registry = load_registry(installed=False)
+    record = registry.get("weight_source", name)
+    for check in suite(Subject(record, registry.load(record), None, Setting())):
+        check.run()

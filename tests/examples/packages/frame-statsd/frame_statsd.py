@@ -38,7 +38,7 @@ class Statsd(StatLogger):
             return
         try:
             self.socket.sendto("\n".join(f"{self.prefix}.{line}" for line in lines).encode(), self.address)
-        except OSError:  # a full buffer, or nobody listens
+        except OSError:  # a full buffer, or no listener
             return
 
     def record_step(self, step: StepRecord) -> None:
