@@ -56,6 +56,33 @@ def test_a_file_alone_chooses_them_and_they_serve_equal_tokens(environment: Envi
     assert [cached for _, cached in second] == [0, 48, 48]
 
 
+SEND = """
+import socket, sys
+from types import SimpleNamespace
+from frame.core.interfaces.stats import RequestRecord
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.configuration.sources import load_config
+from frame.entrypoints.http.server import load_stat_loggers
+receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+receiver.bind(("127.0.0.1", 0))
+receiver.settimeout(10)
+option = f"plugins.options.stat_logger/statsd.port={receiver.getsockname()[1]}"
+prepared = prepare(load_config(sys.argv[1], sets=[option]).config)
+loggers = load_stat_loggers(prepared.resolved, prepared.registry, SimpleNamespace(load=None))
+(logger,) = loggers._loggers.values()
+logger.record_request(RequestRecord("r", "m", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.125, None))
+print(receiver.recv(4096).decode())
+"""
+
+
+def test_a_stat_logger_of_the_configuration_sends_what_it_gets(environment: Environment, tmp_path: Path) -> None:
+    file = tmp_path / "frame.yaml"
+    file.write_text("log: {stat_loggers: [statsd]}\n")
+    lines = environment.run("-c", SEND, file).stdout.splitlines()
+    assert "frame.frame-tiny.requests.stop:1|c" in lines
+    assert "frame.frame-tiny.time_to_first_token:125.000|ms" in lines
+
+
 def test_they_pass_their_suites(environment: Environment, tmp_path: Path) -> None:
     suites = [f"--frame-conformance={suite}" for suite in SUITES]
     done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "--rootdir", tmp_path, tmp_path)
