@@ -57,7 +57,7 @@ class Maker:
 
     @contextlib.contextmanager
     def open(self, folder: Path, seed: int = 0, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Iterator[WeightSource]:
-        context = WeightSourceContext(folder, CPU, torch.float32, seed, lambda: shapes or {})
+        context = WeightSourceContext(folder, CPU, torch.float32, seed, lambda: shapes or {}, lambda: INTEGERS)
         with contextlib.closing(self.target(context, self.options)) as source:
             yield source
 
@@ -77,7 +77,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         _refuses_a_damaged_checkpoint,
         _runs_no_pickle,
     )
-    made_up = (_has_expected_shapes, _agrees_between_ranks, _depends_on_the_seed, _makes_finite_values)
+    made_up = (_has_expected_shapes, _agrees_between_ranks, _depends_on_the_seed, _makes_finite_values, _makes_integers)
     for function in stored if maker.capabilities.reads_checkpoint else made_up:
         yield Check(function.__name__.strip("_"), partial(function, maker))
 
@@ -205,6 +205,7 @@ def _runs_no_pickle(maker: Maker) -> None:
 # sources that make weights up ---------------------------------------------------------------------
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"model.embed.weight": (50, 40), "model.norm.weight": (40,), "experts": (3, 24, 40), "scale": ()}
+INTEGERS: Mapping[str, torch.dtype] = {"codes": torch.int32, "bytes": torch.uint8}
 
 
 def _has_expected_shapes(maker: Maker) -> None:
@@ -237,6 +238,15 @@ def _makes_finite_values(maker: Maker) -> None:
             value = source.open_tensor(name)[...].float()
             is_small = bool(torch.isfinite(value).all()) and float(value.abs().max()) < 1e3
             _require(is_small, f"{name} has values that are large or not finite")
+
+
+def _makes_integers(maker: Maker) -> None:
+    shapes = dict.fromkeys(INTEGERS, (30, 40))
+    with maker.folder() as folder, maker.open(folder, shapes=shapes) as one, maker.open(folder, shapes=shapes) as other:
+        for name, dtype in INTEGERS.items():
+            value = one.open_tensor(name)[...]
+            _require(value.dtype == dtype, f"a tensor of {dtype} has the dtype {value.dtype}")
+            _require_equal(other.open_tensor(name)[...], value, f"{name} on another rank")
 
 
 # helpers ------------------------------------------------------------------------------------------

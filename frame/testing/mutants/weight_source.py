@@ -256,6 +256,8 @@ class Unpickles(PlainSource):
 
 def _make_up(context: WeightSourceContext, name: str, shape: Sequence[int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(context.seed + sum(name.encode()))
+    if dtype := context.integer_dtypes().get(name):
+        return torch.randint(100, tuple(shape), generator=generator, dtype=dtype)
     return torch.randn(tuple(shape), generator=generator)
 
 
@@ -311,3 +313,11 @@ class RepeatsOneRow(MadeUp):
     def open_tensor(self, name: str) -> Any:
         value = _make_up(self.context, name, self.shapes[name])
         return Stored(value[:1].expand_as(value) if value.dim() else value)
+
+
+@made_up
+class MakesIntegersFloats(MadeUp):
+    """Fills tensors of packed integers with floating-point numbers."""
+
+    def open_tensor(self, name: str) -> Any:
+        return Stored(_make_up(self.context, name, self.shapes[name]).float())
