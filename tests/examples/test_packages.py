@@ -100,4 +100,4 @@ def test_a_command_is_listed_run_denied_and_blamed(environment: Environment) -> 
     assert "The command 'broken-hello' of frame-hello 1.0.0 does not load from frame_hello:no_such_command" in broken.stderr
     assert "Traceback" not in broken.stderr
     denied = "import os; os.environ['FRAME_PLUGINS__DENY'] = '[frame-hello]'; from frame.entrypoints.cli.main import main; main()"
-    assert "frame-hello" not in environment.run("-c", denied).stdout
+    assert "frame-hello" not in environment.run("-c", denied, "--help").stdout
