@@ -77,7 +77,7 @@ def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | N
     placed = place(backend, case, inputs, only).spread()
     parts = () if backend.capabilities.stores_kv else placed.batch.kv.layer(0)
     cache = {f"part {index} of the cache": part for index, part in enumerate(parts)}
-    with poisoned_memory(), no_waiting(case.device), unchanged({**placed.given(), **cache}, "the backend"):
+    with unchanged({**placed.given(), **cache}, "the backend"), poisoned_memory(), no_waiting(case.device):
         batch = planned(backend, placed.batch)
         out = placed.run(backend, inputs.spec, batch)
     expected = (placed.q.shape[0], case.heads, case.v_head_dim)

@@ -72,7 +72,7 @@ class WeightOnlyGroupedProduct:
         self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        each = max(1, min(self._module.MAX_FUSED_ROWS, len(x) // len(self.weight.codes)))  # rows of an expert, on average
+        each = max(1, len(x) // len(self.weight.codes))  # rows of an expert, on average
         plan = self._module.choose_grouped_plan(each, self.weight)
         if self.weight.order is None:
             return self._module.multiply(x, self.weight, None, plan, self._counter, ends)

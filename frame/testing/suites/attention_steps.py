@@ -280,7 +280,7 @@ class Player:
         if self.backend.capabilities.stores_kv:
             PlainKVCache(case.page_size, expected_cache).store(inputs.spec, placed.batch.kv_slots, *placed.own)
         others = {f"the cache of layer {other}": part for other in range(LAYERS) if other != layer for part in self.kv.layers[other].parts}
-        with poisoned_memory(), no_waiting(case.device), unchanged({**placed.given(), **others}, "run"):
+        with unchanged({**placed.given(), **others}, "run"), poisoned_memory(), no_waiting(case.device):
             out = placed.run(self.backend, inputs.spec, placed.batch)
         where = f"step {number}, layer {layer}"
         for now, then in zip(self.kv.layers[layer].parts, expected_cache, strict=True):
