@@ -32,7 +32,7 @@ class Vocabulary:
     @staticmethod
     @lru_cache(maxsize=1)
     def load() -> Vocabulary:
-        tokenizer = Tokenizer.load(find_model(EMBEDDED))
+        tokenizer = Tokenizer.load(find_model(EMBEDDED), trust_remote_code=False)
         backend = tokenizer.backend
         special = backend.get_added_tokens_decoder()
         tokenizer.eos_token_ids = (*tokenizer.eos_token_ids, max(special))
