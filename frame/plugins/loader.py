@@ -25,7 +25,7 @@ from frame.plugins import hookspecs
 from frame.plugins.files import add_class, add_classes, find_classes, load_file
 from frame.plugins.manifests import guarded
 from frame.plugins.registry import BrokenPlugin, Provenance, Registry, cause_chain
-from frame.plugins.renames import FORMER_KINDS, describe_import
+from frame.plugins.renames import describe_hook, describe_import
 
 __all__ = ["OWN_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
 
@@ -140,10 +140,9 @@ def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
         optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
         if not caller.has_spec() and not optional:
             known = [*_KIND_OF_HOOK, *EVENTS]
-            for former, kind in FORMER_KINDS.items():
-                if caller.name == f"register_{former}s":
-                    raise AttributeError(f"unknown hook {caller.name!r}; it is {KINDS[kind].hook} now")
-            raise AttributeError(f"unknown hook {caller.name!r}{did_you_mean(caller.name, known) or f'; hooks: {known}'}")
+            replaced = describe_hook(caller.name)
+            hint = f"; {replaced}" if replaced else did_you_mean(caller.name, known) or f"; hooks: {known}"
+            raise AttributeError(f"unknown hook {caller.name!r}{hint}")
 
 
 def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Provenance) -> list[Any]:

@@ -7,7 +7,7 @@ interface version. A name keeps its row here until its interface drops plugins o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -27,8 +27,17 @@ class Rename:
     new: str
 
 
-# Kinds by the name that their interface versions had before.
-FORMER_KINDS = MappingProxyType({"attention": "attention_backend", "quantization": "weight_format", "grammar": "grammar_backend"})
+# The kinds that replace each kind of an earlier interface. Two kinds: it was split, so that no name
+# of the old one has one new name.
+_QUANTIZATION = ("weight_format", "gemm_kernel")
+FORMER_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "attention": ("attention_backend",),
+        "quantization": _QUANTIZATION,
+        "quantization_method": _QUANTIZATION,
+        "grammar": ("grammar_backend",),
+    }
+)
 
 RENAMES = tuple(
     Rename(*row)
@@ -53,8 +62,6 @@ RENAMES = tuple(
         ("logits_processor/2", "sampling", "LogitsProcessor.admit", "LogitsProcessor.add_slot"),
         ("logits_processor/2", "sampling", "LogitsProcessor.observe", "LogitsProcessor.observe_tokens"),
         ("logits_processor/2", "sampling", "LogitsProcessor.release", "LogitsProcessor.remove_slot"),
-        ("weight_format/1", "weight_format", "QuantizationMethod", "WeightFormat"),
-        ("weight_format/1", "weight_format", "register_quantization_methods", "register_weight_formats"),
         ("model/3", "model", "Model(model_config, context)", "Model(context, options)"),
         ("scheduling_policy/3", "scheduling", "SchedulingPolicy(options)", "SchedulingPolicy(context, options)"),
         ("eviction_policy/2", "cache", "EvictionPolicy(options)", "EvictionPolicy(context, options)"),
@@ -70,19 +77,22 @@ RENAMES = tuple(
 
 
 def describe_renames(written_for: str, offered: str) -> str:
-    """What a plugin for interface version `written_for` has to rename for `offered`, a clause; ""
+    """What a plugin for interface version `written_for` has to change for `offered`, a clause; ""
     where no name changed."""
     kind, _, new = offered.partition("/")
     other, _, old = written_for.partition("/")
-    if kind != FORMER_KINDS.get(other, other) or not (old.isdecimal() and new.isdecimal()):
+    successors = FORMER_KINDS.get(other, (other,))
+    if kind not in successors or not (old.isdecimal() and new.isdecimal()):
         return ""
+    if len(successors) > 1:
+        return _replacement(other)
     versions = {f"{kind}/{number}" for number in range(int(old) + 1, int(new) + 1)}
     return _clause(each for each in RENAMES if each.api in versions)
 
 
 def describe_import(error: BaseException) -> str:
-    """The renames of the interface page that an ImportError in the chain of `error` misses a name
-    of, a sentence; "" for other errors."""
+    """The renames of the interface page that an ImportError in the chain of `error` misses, or
+    misses a name of, a sentence; "" for other errors."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, ImportError) and (current.name or "").startswith(f"{INTERFACES}."):
@@ -91,6 +101,8 @@ def describe_import(error: BaseException) -> str:
             if found:
                 versions = " and ".join(dict.fromkeys(KINDS[each.api.partition("/")[0]].api for each in found))
                 return f"The plugin was written for an earlier interface; this frame supports {versions}: {_clause(found)}."
+            if isinstance(current, ModuleNotFoundError) and page in FORMER_KINDS:
+                return f"The plugin was written for an earlier interface: {_replacement(page)}."
         current = current.__cause__ or current.__context__
     return ""
 
@@ -101,6 +113,19 @@ def describe_missing(api: str, names: Iterable[str]) -> str:
     wanted = set(names)
     kind = api.partition("/")[0]
     return _clause(each for each in RENAMES if each.api.startswith(f"{kind}/") and each.new.rpartition(".")[2] in wanted)
+
+
+def describe_hook(name: str) -> str:
+    """What to write in place of hook `name` of an earlier interface, a clause; "" for others."""
+    for former in FORMER_KINDS:
+        if name == f"register_{former}s":
+            return _replacement(former)
+    return ""
+
+
+def _replacement(former: str) -> str:
+    kinds = (KINDS[name] for name in FORMER_KINDS[former])
+    return f"replace {former} by {' and '.join(f'{kind.api} (hook {kind.hook})' for kind in kinds)}"
 
 
 def _clause(renames: Iterable[Rename]) -> str:

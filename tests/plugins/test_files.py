@@ -118,6 +118,10 @@ def test_a_folder_and_files_of_one_name_are_apart(tmp_path: Path) -> None:
         ("raise SystemExit(3)", "raises when it is imported: SystemExit: 3"),
         ("x = 1", "has no plugin; derive a class from an interface, or write a register_… hook"),
         ("from frame import hookimpl\n@hookimpl\ndef register_policies(registry): ...", "unknown hook 'register_policies'"),
+        (
+            "from frame import hookimpl\n@hookimpl\ndef register_quantization_methods(registry): ...",
+            "unknown hook 'register_quantization_methods'; replace quantization_method by weight_format/1 (hook",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_stops_the_start(text: str | None, sentence: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.plugins.registry import PluginError, Registry
-from frame.plugins.renames import INTERFACES, RENAMES, describe_import, describe_renames
+from frame.plugins.renames import FORMER_KINDS, INTERFACES, RENAMES, describe_hook, describe_import, describe_renames
 
 MODULE = "frame_test_old_plugin"
 
@@ -83,6 +83,32 @@ def test_an_import_of_an_old_name_is_refused_with_the_new_one() -> None:
 def test_every_version_between_asked_and_offered_is_described() -> None:
     assert describe_renames("model/2", "model/2") == describe_renames("model/3", "model/2") == describe_renames("x", "model/2") == ""
     assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/3")
+
+
+BOTH = "by weight_format/1 (hook register_weight_formats) and gemm_kernel/1 (hook register_gemm_kernels)"
+
+
+@pytest.mark.parametrize("api", ["quantization/2", "quantization_method/3"])
+@pytest.mark.parametrize("kind", ["weight_format", "gemm_kernel"])
+def test_a_plugin_of_a_split_kind_is_refused_with_both_new_kinds(api: str, kind: str) -> None:
+    registry = registry_with(kind, f"{MODULE}:OldMethod", api=api)
+    with pytest.raises(PluginError) as caught:
+        registry.get(kind, "old")
+    assert f"written for interface {api}, this frame supports {kind}/1" in str(caught.value)
+    assert f"replace {api.partition('/')[0]} {BOTH}" in str(caught.value)
+
+
+def test_an_import_of_the_page_of_a_split_kind_is_refused_with_both_new_kinds() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec("from frame.core.interfaces.quantization import QuantizationMethod")
+    assert describe_import(caught.value) == f"The plugin was written for an earlier interface: replace quantization {BOTH}."
+
+
+@pytest.mark.parametrize(("former", "kinds"), FORMER_KINDS.items())
+def test_former_kinds_are_gone_and_those_that_replace_them_exist(former: str, kinds: tuple[str, ...]) -> None:
+    assert former not in KINDS
+    assert set(kinds) <= set(KINDS)
+    assert all(KINDS[kind].hook in describe_hook(f"register_{former}s") for kind in kinds)
 
 
 @pytest.mark.parametrize("rename", RENAMES, ids=lambda rename: f"{rename.api}-{rename.old}")
