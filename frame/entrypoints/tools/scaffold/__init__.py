@@ -23,10 +23,16 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 # `capabilities=` in the manifest with its import. Kinds without an entry have no requirements.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
+    "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
+    "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
+    "platform": (
+        "frame.core.interfaces.platform",
+        'PlatformCapabilities(find_devices="$package.plugin:find_devices", compatible=("cpu",))',
+    ),
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
     "weight_source": ("frame.core.interfaces.weights", "WeightSourceCapabilities()"),
     "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), codes=("plain", "int8"))'),
