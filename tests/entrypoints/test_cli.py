@@ -161,7 +161,7 @@ def test_config_check_says_what_would_run(model: Path) -> None:
         (("--config", "no-such.yaml"), "no-such.yaml cannot be read"),
         (("--model", "no-such-folder"), "no-such-folder' is no folder"),
         (("--model", ""), "flag --model: model.path is ''; it should have at least 1 character."),
-        (("--tokenizer", "no-such/folder"), "model.tokenizer 'no-such/folder' is no folder"),
+        (("--tokenizer", "no-such/folder"), "model.tokenizer 'no-such/folder' is not a folder; name a folder with a tokenizer.json"),
         (("--chat-template", "no-such.jinja"), "text.chat_template 'no-such.jinja' cannot be read (No such file or directory)"),
         (("--moderation-policy", "no-such.txt"), "text.moderation_policy 'no-such.txt' cannot be read"),
         (("--threads", "1000000"), "execution.threads is '1000000'; it should be less than or equal to 1024."),
