@@ -192,7 +192,9 @@ class EvictionPolicy(ABC):
     """The eviction order of unlocked leaves: smallest key first.
 
     Contract: `key` depends on the node alone and changes only when the node is matched, inserted or
-    locked, so that a heap may hold it.
+    locked, so that a heap may hold it. It is a tuple of numbers, none of them NaN. After an
+    exception or another key, the log names the policy, and the least recently used leaves are
+    evicted first.
     """
 
     def __init__(self, context: EvictionContext, options: BaseModel | None = None) -> None: ...

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from frame.core.interfaces.cache import EvictionContext, PrefixCacheContext
 from frame.core.interfaces.scheduling import SchedulingContext
+from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -29,7 +30,9 @@ def build_scheduler(
     """The scheduler over `num_pages` KV pages, the reserved page included."""
     user = resolved.user
     eviction = resolved.plugins.get("eviction_policy")
-    eviction_policy = registry.create(eviction[0], EvictionContext(resolved.page_size, num_pages)) if eviction else None
+    eviction_policy = (
+        GuardedEvictionPolicy(registry.create(eviction[0], EvictionContext(resolved.page_size, num_pages))) if eviction else None
+    )
     cache = registry.create(resolved.choice("prefix_cache"), PrefixCacheContext(resolved.page_size, num_pages, eviction_policy))
     limits = SchedulingContext(
         max_running_requests=resolved.max_running_requests,
