@@ -233,7 +233,7 @@ def conformance() -> str:
         "# Conformance",
         NOTE,
         ("This page is for plugin authors: what the kit has for each kind of plugin, and what its suites find. A mutant is a correct "
-        "plugin with one deliberate bug, in `frame/testing/mutants/`. It is killed if a check of the suite fails. "
+        "plugin with one deliberate bug, in `tests/testing/mutants/`. It is killed if a check of the suite fails. "
         "`python -m tests.testing.test_mutants KIND` runs the suites and records the results."),
         table(
             ["kind", "interface", "scaffold", "suite", "mutants killed / written", "example"],

@@ -72,7 +72,6 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.plugins")),
-    ("frame.testing.mutants", ("frame",)),  # wrong plugins are derived from correct ones
     ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
     ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing", LAYERS)),  # the suites' batches
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
@@ -127,7 +126,7 @@ def wrong_directions(modules: Iterable[Module]) -> list[str]:
 def _allowed(name: str, target: str) -> bool:
     home, rooms = next((prefix, rooms) for prefix, rooms in MAY_USE if is_under(name, prefix))
     family = next((family for family in FAMILIES if is_under(target, family)), None)
-    if family is not None and not is_under(name, family) and home != "frame.testing.mutants":
+    if family is not None and not is_under(name, family):
         return is_under(target, *(room for room in (LAYERS, *SHARED) if room in rooms))
     own = home if home != "frame" else name
     return target in ("frame", "frame.hookimpl") or is_under(target, own, *rooms)

@@ -83,7 +83,7 @@ UNTESTED: dict[str, str] = {
         tuple(f"frame.entrypoints.http.extensions.{name}" for name in ("hooks", "middleware", "plugin_routes")),
         "tests/entrypoints/http/extensions/test_loading.py serves requests through them",
     ),
-    "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of frame.testing.mutants",
+    "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",
@@ -123,7 +123,6 @@ def untested(modules: Iterable[Module], tests: Iterable[Module], targets: Iterab
         each.name
         for each in modules
         if _has_code(each) and each.name not in used and not _has_file(each, named) and each.name not in UNTESTED
-        and not is_under(each.name, "frame.testing.mutants")  # tests/testing/test_mutants.py runs all of them
     ]
 
 

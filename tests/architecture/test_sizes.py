@@ -13,13 +13,13 @@ from tests.architecture.source import Module, classes, functions, module, packag
 
 FILE, FUNCTION, ATTRIBUTES, PARAMETERS, METHODS = 500, 80, 15, 6, 6
 FOLDER = 15  # modules beside `__init__`
-# One plugin, or one interface, one suite or the mutants of one kind a file, without a bound.
+# One plugin, one interface or one suite a file, without a bound.
 FAMILIES = (
     "frame/core/interfaces", "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/collectives",
     "frame/plugins/eviction_policies", "frame/plugins/grammar_backends", "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",
-    "frame/plugins/tool_call_parsers", "frame/testing", "frame/testing/mutants", "frame/plugins/launchers",
+    "frame/plugins/tool_call_parsers", "frame/testing", "frame/plugins/launchers",
     "frame/plugins/stat_loggers", "frame/plugins/weight_sources",
 )  # fmt: skip
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers

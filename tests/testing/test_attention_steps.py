@@ -12,7 +12,7 @@ from frame.core.interfaces.attention import Phase
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
 from frame.testing.attention_cases import Case, Rows, build_context
-from frame.testing.mutants.plain_attention import CAPABILITIES, PlainAttention
+from frame.testing.plain_attention import CAPABILITIES, PlainAttention
 from frame.testing.suites.attention_steps import Script, check_steps, layers_of, write
 from frame.testing.suites.unchanged import unchanged
 

@@ -13,8 +13,8 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance_grammars import Run, masks_equal_a_reference
 from frame.testing.mutants import Mutant, run_suite
-from frame.testing.mutants.grammar_backend import Wrapped
 from frame.testing.suites.grammar_cases import FINITE, OPEN, Vocabulary
+from tests.testing.mutants.grammar_backend import Wrapped
 
 REGISTRY = load_registry(installed=False)
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
-from frame.testing.mutants import load_mutants
 from frame.testing.suites import moe_dispatcher
 from frame.testing.suites.experts import draw, reference, split
 from frame.testing.suites.thread_group import ThreadGroup, run_ranks
+from tests.testing.mutants import load_mutants
 
 
 def test_reference_is_the_definition() -> None:

@@ -11,9 +11,9 @@ from frame.testing import conformance_parsers
 from frame.testing.conformance import SkipCheck
 from frame.testing.contexts import PARSER
 from frame.testing.mutants import Mutant, run_suite
-from frame.testing.mutants.reasoning_parser import ThinkTags
-from frame.testing.mutants.tool_call_parser import Hermes
 from frame.testing.suites import parser_texts
+from tests.testing.mutants.reasoning_parser import ThinkTags
+from tests.testing.mutants.tool_call_parser import Hermes
 
 
 class HasNoGrammar(Hermes):

@@ -15,8 +15,8 @@ from frame.testing import conformance
 from frame.testing.conformance_eviction import check_eviction_policy
 from frame.testing.conformance_policies import check_scheduling_policy
 from frame.testing.contexts import EVICTION, SCHEDULING
-from frame.testing.mutants.eviction_policy import LeastUsed
-from frame.testing.mutants.scheduling_policy import PreemptsTheOldest, ShortestFirst
+from tests.testing.mutants.eviction_policy import LeastUsed
+from tests.testing.mutants.scheduling_policy import PreemptsTheOldest, ShortestFirst
 
 REGISTRY = load_registry(installed=False)
 SELECTORS = [f"{kind}:{record.name}" for kind in ("scheduling_policy", "eviction_policy") for record in REGISTRY.records(kind)]

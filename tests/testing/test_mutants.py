@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from frame.testing.mutants import Mutant, kill_table, kinds, load_mutants, run_suite
+from frame.testing.mutants import Mutant, kill_table, run_suite
+from tests.testing.mutants import kinds, load_mutants
 
 RESULTS = Path(__file__).with_name("mutants")
 MINIMUM = 10  # mutants of a kind
@@ -58,4 +59,4 @@ def test_kind_has_enough_mutants(kind: str) -> None:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or kinds():
-        (RESULTS / f"{name}.json").write_text(json.dumps(kill_table(name), indent=2) + "\n")
+        (RESULTS / f"{name}.json").write_text(json.dumps(kill_table(load_mutants(name)), indent=2) + "\n")

@@ -34,7 +34,7 @@ from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_conte
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
 from frame.testing.conformance import Subject
 from frame.testing.gemm_kernels import make_gemm_kernels
-from frame.testing.mutants.plain_attention import PlainAttention
+from frame.testing.plain_attention import PlainAttention
 from frame.testing.suites.attention_steps import LayeredKVCache
 from frame.testing.suites.unchanged import unchanged
 

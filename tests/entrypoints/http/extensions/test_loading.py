@@ -22,10 +22,10 @@ from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions.loading import Extensions
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, checks, find
-from frame.testing.mutants.http_extension import AddHeader
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer
+from tests.testing.mutants.http_extension import AddHeader
 
 PYPROJECT = """
 [build-system]

@@ -1,6 +1,6 @@
 """Mutants: plugins with one deliberate bug each, which show that a conformance suite finds bugs.
 
-`mutants/KIND.py` holds the mutants of a plugin kind in `MUTANTS`:
+A file per kind, `tests/testing/mutants/KIND.py`, holds the mutants in `MUTANTS`:
 
     mutant = MUTANTS = MutantList("attention_backend", reference=PlainAttention, capabilities=...)
 
@@ -17,10 +17,8 @@ must pass all checks. `@mutant.survives("reason")` marks a bug that no check can
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +28,7 @@ from frame.testing import conformance
 
 C = TypeVar("C", bound=type)
 
-__all__ = ["Mutant", "MutantList", "Outcome", "kill_table", "kinds", "load_mutants", "run_suite"]
+__all__ = ["Mutant", "MutantList", "Outcome", "kill_table", "run_suite"]
 
 
 @dataclass(frozen=True)
@@ -94,17 +92,6 @@ class Outcome(NamedTuple):
     message: str = ""
 
 
-def kinds() -> list[str]:
-    """The kinds with mutants."""
-    return [found.name for found in pkgutil.iter_modules(__path__) if found.name in KINDS]
-
-
-def load_mutants(kind: str) -> MutantList:
-    """The mutants of a kind. Raises ModuleNotFoundError for a kind without."""
-    found: MutantList = importlib.import_module(f"{__name__}.{kind}").MUTANTS
-    return found
-
-
 def run_suite(subject: conformance.Subject, first_failure: bool = False, only: str = "") -> list[Outcome]:
     """All checks of the plugin's kind, those up to the first that fails, or the one of a name."""
     found: list[Outcome] = []
@@ -130,11 +117,11 @@ def _run(check: conformance.Check) -> Outcome:
     return Outcome(check.name, "passed")
 
 
-def kill_table(kind: str) -> dict[str, dict[str, str]]:
-    """For each mutant of a kind: what is wrong, the first check that fails (""; it survives), and
-    the reason why it may survive."""
+def kill_table(mutants: Iterable[Mutant]) -> dict[str, dict[str, str]]:
+    """For each mutant: what is wrong, the first check that fails (""; it survives), and the reason
+    why it may survive."""
     found = {}
-    for mutant in load_mutants(kind):
+    for mutant in mutants:
         failed = [outcome.check for outcome in run_suite(mutant.subject(), first_failure=True) if outcome.result == "failed"]
         found[mutant.name] = {"sentence": mutant.sentence, "killed_by": next(iter(failed), ""), "survives": mutant.survives}
     return found

@@ -11,7 +11,7 @@ import torch
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
 from frame.testing.mutants import MutantList
-from frame.testing.mutants.plain_attention import CAPABILITIES, PlainAttention, Row
+from frame.testing.plain_attention import CAPABILITIES, PlainAttention, Row
 
 mutant = MUTANTS = MutantList("attention_backend", reference=PlainAttention, capabilities=CAPABILITIES)
 

@@ -9,8 +9,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.mutants.attention_state import MUTANTS
-from frame.testing.mutants.plain_attention import PlainAttention, Row
+from frame.testing.plain_attention import PlainAttention, Row
+from tests.testing.mutants.attention_state import MUTANTS
 
 __all__ = ["MUTANTS"]
 

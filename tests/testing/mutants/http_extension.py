@@ -325,7 +325,7 @@ class Swallows(AddHeader):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except BaseException:  # noqa: BLE001 - the bug
+        except BaseException:
             return
 
 

@@ -43,7 +43,7 @@ mutant = MUTANTS = MutantList("weight_format", reference=Grouped)
 class DescribesByIdentity(Grouped):
     """Two descriptions of one layer are never equal, so merged layers are never joined."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         __hash__ = object.__hash__
 
         def __eq__(self, other: object) -> bool:
@@ -61,7 +61,7 @@ class IgnoresAllWeights(Grouped):
 class DeclaresNothing(Grouped):
     """Names no tensors of a layer."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
             return {}
 
@@ -70,7 +70,7 @@ class DeclaresNothing(Grouped):
 class SwapsTheAxes(Grouped):
     """Declares the outputs of the scales as inputs."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
             found = dict(super().list_tensors(inputs, outputs))
             return found | {"weight_scale": StoredTensor(torch.float32, (Axis("input"), Axis("output", GROUP, splits=True)))}
@@ -80,7 +80,7 @@ class SwapsTheAxes(Grouped):
 class WholeScales(Grouped):
     """Declares that every rank has all scales, so that a rank's inputs take those of others."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
             whole = Axis("input", GROUP, whole=True)
             return dict(super().list_tensors(inputs, outputs)) | {"weight_scale": StoredTensor(torch.float32, (OUTPUTS, whole))}
@@ -90,7 +90,7 @@ class WholeScales(Grouped):
 class NamesTheWrongGroup(Grouped):
     """Says that a scale covers twice as many inputs as it does."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
             return replace(found, scheme=WeightScheme("int8", (1, 2 * found.scheme.group[1])))
@@ -100,7 +100,7 @@ class NamesTheWrongGroup(Grouped):
 class WidensTheCodes(Grouped):
     """Returns the codes as int16 numbers."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
             return replace(found, codes=found.codes.to(torch.int16))
@@ -110,7 +110,7 @@ class WidensTheCodes(Grouped):
 class DecodesInPlace(Grouped):
     """Scales the stored scales in place, so that decoding again gives other weights."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             tensors["weight_scale"].mul_(0.5)
             return super().decode(tensors, inputs)
@@ -120,7 +120,7 @@ class DecodesInPlace(Grouped):
 class RepeatsTheFirstPart(Grouped):
     """Repeats the first outputs for all others."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
             return replace(found, codes=found.codes[..., :64, :].repeat_interleave(found.outputs // 64, -2))
@@ -130,7 +130,7 @@ class RepeatsTheFirstPart(Grouped):
 class SharesOneExpert(Grouped):
     """Gives all experts the codes and scales of the first."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
             if found.codes.dim() < 3 or found.scales is None:
@@ -142,7 +142,7 @@ class SharesOneExpert(Grouped):
 class RemembersTheFirstLoad(Grouped):
     """Returns the first weights after an update."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             kept = self.__dict__.setdefault("kept", {})
             key = tuple(tensors["weight"].shape), tensors["weight"].flatten()[:8].tolist()[0] if not kept else next(iter(kept))[1]
@@ -153,7 +153,7 @@ class RemembersTheFirstLoad(Grouped):
 class LosesTheOffset(Grouped):
     """Reads the codes as unsigned numbers, which float8 cannot hold."""
 
-    class layer(Stored):  # noqa: N801 - the layer of this format
+    class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
             return replace(found, codes=(found.codes.float() * float("inf")).to(torch.int8), scales=tensors["weight_scale"] * float("inf"))
@@ -163,7 +163,7 @@ class LosesTheOffset(Grouped):
 class RoundsToNothing(Grouped):
     """Quantizes while loading with a scale that is a hundred times too large."""
 
-    class layer(LayerFormat):  # noqa: N801 - the layer of this format
+    class layer(LayerFormat):
         rounds: ClassVar[bool] = True
 
         def __eq__(self, other: object) -> bool:
