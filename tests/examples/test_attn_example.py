@@ -1,4 +1,4 @@
-"""A stranger's attention backend, from installation to serving: nothing in frame knows its name."""
+"""A third-party attention backend, from installation to serving. No module of frame names it."""
 
 from __future__ import annotations
 

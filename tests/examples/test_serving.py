@@ -1,4 +1,4 @@
-"""A server that runs on a stranger's backend, and the commands of the README against it."""
+"""A server that runs on a third-party backend, and the commands of the README against it."""
 
 from __future__ import annotations
 
