@@ -16,6 +16,7 @@ from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
 from frame.entrypoints.processes.launch import select_classes
 from frame.plugins.loader import load_configured, observers
+from frame.testing import conformance
 from frame.testing.contexts import SCHEDULING
 
 CLASS = """
@@ -150,3 +151,22 @@ def test_an_engine_takes_classes() -> None:
         assert engine.info["plugins"]["scheduling_policy"] == ["reversed"]
         assert engine.generate("a = ", {"max_tokens": 2}).text
     assert Reversed.calls
+
+
+EXAMPLES = {
+    "prefix_cache:blocks": "tests/examples/packages/frame-block-cache/frame_block_cache.py",
+    "weight_source:tar": "tests/examples/packages/frame-tar-weights/frame_tar_weights.py",
+    "stat_logger:statsd": "tests/examples/packages/frame-statsd/frame_statsd.py",
+    "collective:store": "frame/testing/fake_collective.py",
+    "platform:abacus": "tests/plugins/platform_example.py",
+    "launcher:reversed": "frame/testing/fake_launcher.py",
+}
+
+
+@pytest.mark.parametrize("selector", EXAMPLES)
+def test_each_kind_works_as_a_single_file(selector: str) -> None:
+    path = str(Path(__file__).parents[2] / EXAMPLES[selector])
+    subject = conformance.find(load_configured(read(path)), selector, conformance.Setting())
+    first = conformance.checks(subject.record.kind, subject)[0]
+    first.run()
+    assert subject.record.distribution == path

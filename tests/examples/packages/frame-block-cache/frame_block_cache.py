@@ -16,7 +16,7 @@ from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCach
 @hookimpl
 def register_prefix_caches(registry) -> None:
     capabilities = PrefixCacheCapabilities(eviction_policy=False)
-    registry.add("blocks", "frame_block_cache:BlockCache", capabilities=capabilities, summary="Hashed pages, least recently used first.")
+    registry.add("blocks", f"{__name__}:BlockCache", capabilities=capabilities, summary="Hashed pages, least recently used first.")
 
 
 class BlockCache(PrefixCache):

@@ -20,7 +20,7 @@ class Options(BaseModel):
 
 @hookimpl
 def register_stat_loggers(registry) -> None:
-    registry.add("statsd", "frame_statsd:Statsd", options=Options, summary="Sends statistics to statsd over UDP.")
+    registry.add("statsd", f"{__name__}:Statsd", options=Options, summary="Sends statistics to statsd over UDP.")
 
 
 class Statsd(StatLogger):

@@ -19,7 +19,7 @@ from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceC
 @hookimpl
 def register_weight_sources(registry) -> None:
     capabilities = WeightSourceCapabilities()
-    registry.add("tar", "frame_tar_weights:TarSource", capabilities=capabilities, options=Options, summary="Reads a .tar of safetensors.")
+    registry.add("tar", f"{__name__}:TarSource", capabilities=capabilities, options=Options, summary="Reads a .tar of safetensors.")
 
 
 def find_dtype(name: str):
