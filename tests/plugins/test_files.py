@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -170,3 +171,29 @@ def test_each_kind_works_as_a_single_file(selector: str) -> None:
     first = conformance.checks(subject.record.kind, subject)[0]
     first.run()
     assert subject.record.distribution == path
+
+
+EXTENSION = """
+from fastapi import APIRouter
+from frame.core.interfaces.http import HttpExtension
+
+class Hello(HttpExtension):
+    '''Greets.'''
+
+    def make_routers(self):
+        router = APIRouter()
+
+        @router.get("/hello")
+        async def hello() -> dict[str, str]:
+            return {"hello": "you"}
+
+        return [router]
+"""
+
+
+def test_an_http_extension_works_as_a_single_file(tmp_path: Path) -> None:
+    registry = load_configured(read(write(tmp_path / "hello.py", EXTENSION)))
+    subject = conformance.find(registry, "http_extension:hello", conformance.Setting())
+    for check in conformance.checks("http_extension", subject):
+        with contextlib.suppress(conformance.SkipCheck):
+            check.run()

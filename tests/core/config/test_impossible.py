@@ -145,6 +145,20 @@ CASES = {
         {"execution": {"device": "npu"}},
         "execution.device names an unknown platform 'npu'; did you mean 'cpu'? Installed: cpu, cuda.",
     ),
+    "launcher and collective": Impossible(
+        {"parallel": {"tp": 2, "launcher": "slurm", "collective": "nccl"}},
+        "The configuration has 2 conflicts:\n"
+        "1. parallel.collective names an unknown collective 'nccl'. Installed: ranks.\n"
+        "2. parallel.launcher names an unknown launcher 'slurm'. Installed: local.",
+    ),
+    "weight source": Impossible(
+        {"model": {"load_format": "gguf"}},
+        "model.load_format names an unknown weight_source 'gguf'. Installed: files, lonely, random.",
+    ),
+    "stat logger": Impossible(
+        {"log": {"stat_loggers": ["statsd"]}},
+        "log.stat_loggers names an unknown stat_logger 'statsd'. No stat_logger is installed.",
+    ),
     "HTTP extension and page size": Impossible(
         {"server": {"extensions": ["builtin", "audit"]}, "cache": {"page_size": 48}, "attention": {"backend": "paged"}},
         "The configuration has 2 conflicts:\n"
