@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -47,9 +48,14 @@ def test_its_answers_are_scored(server: str, environment: Environment) -> None:
     assert json.loads(report)["tasks"]["copy"]["samples"] == 4
 
 
-def test_the_python_of_the_readme_runs(server: str) -> None:
-    codes = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for text, words in zip(codes, ("green", "self"), strict=True):  # a client's, and the engine's in process
+def test_the_python_of_the_readme_runs(server: str, tmp_path: Path) -> None:
+    *codes, plugin = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    file = tmp_path / "shortest.py"
+    file.write_text(plugin)
+    assert len(plugin.splitlines()) <= 12
+    engine = codes[1].replace('model="frame-tiny"', f'model="frame-tiny", plugin=[{str(file)!r}], schedule_policy="shortest"')
+    assert engine != codes[1]
+    for text, words in zip([*codes, engine], ("green", "self", "self"), strict=True):  # a client's, and engines in process
         text = text.replace("http://127.0.0.1:30000", server)
         done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

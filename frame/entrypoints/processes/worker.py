@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     try:
         {**ROLES, **(roles or {})}[options.role](resolved, options, transport, name)
     except ConfigurationError as error:
-        if error.__cause__ is not None:
+        if isinstance(error, PluginError) and error.__cause__ is not None:  # for the plugin's author
             logging.getLogger(__name__).error("%s failed", name, exc_info=error)
         transport.send(Fatal(process=name, error=f"{name}: {error}" if isinstance(error, PluginError) else str(error)))
         code = EXIT_CONFIGURATION

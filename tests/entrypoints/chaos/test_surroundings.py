@@ -15,8 +15,15 @@ import httpx
 import psutil
 
 from tests.entrypoints.chaos.storm import Storm
-from tests.entrypoints.chaos.test_requests import body_of, connect, read_all
+from tests.entrypoints.chaos.test_requests import body_of, connect
 from tests.entrypoints.serving import RunningServer, wait_until
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
 
 
 def is_ready(url: str) -> bool:

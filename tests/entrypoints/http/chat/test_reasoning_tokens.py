@@ -25,6 +25,14 @@ def open_at_once() -> ReasoningParser:
     return ThinkTags(PARSER, ThinkTagsOptions(starts_open=True))
 
 
+def think_tags() -> ReasoningParser:
+    return ThinkTags(PARSER)
+
+
+def gpt_oss() -> ReasoningParser:
+    return GptOss(PARSER)
+
+
 WORDS = ["why", " not"]
 TAGGED = ["<think>", "\n", *WORDS, "\n", "</think>", "\n\n"]
 SPLIT = ["<thi", "nk>", *WORDS, "</", "think", ">"]
@@ -36,17 +44,17 @@ HEADER = ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]
 @pytest.mark.parametrize(
     ("reasoning", "content", "make_parser"),
     [
-        (TAGGED, ["Well", "."], ThinkTags),
-        (SPLIT, ["Well", "."], ThinkTags),
-        (SPLIT[:-1], [], ThinkTags),  # cut off
+        (TAGGED, ["Well", "."], think_tags),
+        (SPLIT, ["Well", "."], think_tags),
+        (SPLIT[:-1], [], think_tags),  # cut off
         ([*WORDS, "</think>"], ["Well"], open_at_once),
-        ([], ["Well", ",", " <think>", "x"], ThinkTags),
-        ([], ["<think>", "</think>", "Well"], ThinkTags),  # no reasoning
-        ([], ["<thi"], ThinkTags),
+        ([], ["Well", ",", " <think>", "x"], think_tags),
+        ([], ["<think>", "</think>", "Well"], think_tags),  # no reasoning
+        ([], ["<thi"], think_tags),
         ([], ["<think>", " \n"], open_at_once),
-        ([*ANALYSIS, *HEADER], ["Well", "."], GptOss),
-        ([], [*HEADER[2:], "Well", "."], GptOss),
-        ([*ANALYSIS, *HEADER[:2], *ANALYSIS], [], GptOss),
+        ([*ANALYSIS, *HEADER], ["Well", "."], gpt_oss),
+        ([], [*HEADER[2:], "Well", "."], gpt_oss),
+        ([*ANALYSIS, *HEADER[:2], *ANALYSIS], [], gpt_oss),
     ],
 )
 @pytest.mark.parametrize("more", [0, 1, BLOCK - 3, 5 * BLOCK])
@@ -62,4 +70,4 @@ def test_reasoning_tokens_are_counted(reasoning: list[str], content: list[str], 
 def test_reasoning_after_content_is_counted() -> None:
     once = [*ANALYSIS, *HEADER, "Well", *HEADER[:2]]
     again = ANALYSIS[2:]  # the parser adds a line break between both parts of the reasoning
-    assert count_of([*once, *ANALYSIS[:2], *again], GptOss) == len(ANALYSIS) + len(HEADER) + len(again)
+    assert count_of([*once, *ANALYSIS[:2], *again], gpt_oss) == len(ANALYSIS) + len(HEADER) + len(again)
