@@ -3,7 +3,8 @@
 
 The scheduler makes the first, `InputBatch` turns it into the second, the model runner returns the
 third. Arrays have one row per request; rows `[0, num_decodes)` are decodes (one query token each),
-the rest are extends.
+the rest are extends. A row with k drafted tokens is an extend of its last token and its draft; it
+samples k + 1 tokens, of which the leading ones that agree with the draft and the next one count.
 """
 
 from __future__ import annotations
@@ -60,21 +61,28 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     released: list[int] = []  # slots whose request left since the last step
     prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
     skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
-    grammar_mask: np.ndarray | None = None  # int32 [sampling rows, ceil(vocab / 32)]; bit set = allowed
+    num_drafts: np.ndarray | None = None  # int32 [rows]; drafted tokens at the row's end; the row samples one more; None: all 0
+    grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a step on the host. One entry per sampling row, in row order."""
+    """The result of a step on the host.
+
+    The samples of a step are the sampled tokens of its sampling rows, in row order: one of each
+    row, or `num_drafts + 1` where it has a draft. Without drafts, samples and sampling rows are the
+    same.
+    """
 
     step: int
-    token_ids: np.ndarray  # int32 [sampling rows]
-    logprobs: np.ndarray | None = None  # float32 [sampling rows]; of the sampled token
-    top_ids: np.ndarray | None = None  # int32 [sampling rows, k]; k = the largest number asked for in the batch
-    top_logprobs: np.ndarray | None = None  # float32 [sampling rows, k]
+    token_ids: np.ndarray  # int32 [samples]
+    counts: np.ndarray | None = None  # int32 [sampling rows]; leading samples of the row that are output; None: 1 each
+    logprobs: np.ndarray | None = None  # float32 [samples]; of the sampled token
+    top_ids: np.ndarray | None = None  # int32 [samples, k]; k = the largest number asked for in the batch
+    top_logprobs: np.ndarray | None = None  # float32 [samples, k]
     prompt_logprobs: list[PromptLogprobs | None] | None = None  # one per batch row
-    invalid: np.ndarray | None = None  # bool [sampling rows]; whether a logit was not finite; None: no row has one
-    faults: dict[int, str] | None = None  # by sampling row: why a logits processor failed on its request, which ends
+    invalid: np.ndarray | None = None  # bool [samples]; whether a logit was not finite; None: no row has one
+    faults: dict[int, str] | None = None  # by sample: why a logits processor failed on its request, which ends
     pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of pooling tasks, whose `token_ids` are empty
 
 
