@@ -53,7 +53,7 @@ class DrafterCapabilities:
         if self.needs_draft_model and not requirements.draft_model:
             return [Reason("it needs a draft model; set speculative.draft_model_path")]
         if requirements.draft_model and not self.needs_draft_model:
-            return [Reason("it reads no draft model", "speculative.draft_model_path: null")]
+            return [Reason("it reads no draft model; leave speculative.draft_model_path open")]
         return []
 
 
