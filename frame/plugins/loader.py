@@ -62,13 +62,14 @@ def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Re
 
 def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True) -> Registry:
     """Return all plugins of packages that may be used. `allow` (None: all) and `deny` name
-    distributions; frame's own is always read, and is the only one with `installed=False`. Errors of
-    plugins are not raised: see `Registry.broken`."""
+    distributions; frame's own is always read, and is the only one with `installed=False`. `deny`
+    also names plugins, as KIND/NAME, whose records say that they are denied. Errors of plugins are
+    not raised: see `Registry.broken`."""
     allowed = None if allow is None else {_normalise(name) for name in allow}
-    denied = {_normalise(name) for name in deny}
+    denied = {_normalise(name) for name in deny if "/" not in name}
     hooks = pluggy.PluginManager(hookspecs.PROJECT)
     hooks.add_hookspecs(hookspecs)
-    registry = Registry()
+    registry = Registry(deny)
     registry.hooks = hooks
     found, excluded = _entry_points(), set()
     for owner, entry in found:
@@ -79,7 +80,7 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
         else:
             excluded.add(name)
     registry.excluded = frozenset(excluded)
-    registry.unmatched = sorted(((allowed or set()) | denied) - {_normalise(owner.name) for owner, _ in found})
+    registry.absent = ((allowed or set()) | denied) - {_normalise(owner.name) for owner, _ in found}
     hooks.check_pending()  # finds nothing: `_read` has removed plugins with unknown hooks, with a better error
     return registry
 

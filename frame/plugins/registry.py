@@ -135,24 +135,36 @@ class KindRegistry:
 
 
 class Registry:
-    """All plugins that were found, by kind and name."""
+    """All plugins that were found, by kind and name. `denied`: `plugins.deny`, whose names with a
+    slash are plugins, as KIND/NAME."""
 
-    def __init__(self) -> None:
+    def __init__(self, denied: Sequence[str] = ()) -> None:
+        self._denied = tuple(denied)
         self._records: dict[str, dict[str, list[PluginRecord]]] = {kind: {} for kind in KINDS}
         self._suggested: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         self._classes: dict[str, type] = {}  # of targets that were given as classes
         self.broken: list[BrokenPlugin] = []
         self.excluded: frozenset[str] = frozenset()  # installed distributions whose plugins were not read
-        self.unmatched: list[str] = []  # allowed or denied names without a plugin: misspelt, or not installed
+        self.absent: set[str] = set()  # allowed or denied distributions that bring no plugin
         self.hooks: Any = None  # the loader's plugin manager, for observers; None: no observers
 
     def kind(self, kind: str, distribution: str = "", version: str = "") -> KindRegistry:
         """Return the argument for a register hook of `distribution`; `commit` adds its records."""
         return KindRegistry(_kind(kind), Provenance(distribution, version))
 
+    @property
+    def unmatched(self) -> list[str]:
+        """Allowed or denied names without a plugin: misspelt, or not installed."""
+        known = {f"{kind}/{name}" for kind, found in self._records.items() for name in found}
+        return sorted(self.absent | {name for name in self._denied if "/" in name and name not in known})
+
     def commit(self, part: KindRegistry) -> None:
         """Add the records of a hook that succeeded."""
         for record in part.added:
+            if (full_name := f"{record.kind}/{record.name}") in self._denied:
+                others = ", ".join(name for name in self._denied if name != full_name)
+                reason = Reason("plugins.deny excludes it", f"plugins.deny: [{others}]")
+                record = replace(record, problems=(*record.problems, reason))
             self._records[record.kind].setdefault(record.name, []).append(record)
         self._suggested[part.kind.name].update(part.suggested)
         self._classes.update(part.classes)

@@ -8,9 +8,10 @@ conformance option of the pytest plugin. Must not know a processor by name.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
 
 from frame.core.interfaces.batch import SlotSetup
-from frame.core.interfaces.sampling import LogitsProcessor, ProcessorContext
+from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject
 
 Make = Callable[[int, int], LogitsProcessor]
 
@@ -43,6 +44,18 @@ EXAMPLES = tuple(
         {"min_tokens": 20, "stop_token_ids": (7,)},
         {"repetition_penalty": 0.8, "presence_penalty": -0.3},
     )
+)
+# A request with each parameter that a record may name. The tokenizer sets `bad_words_ids` too.
+ONE_PARAM: Mapping[str, SamplingParams] = MappingProxyType(
+    {
+        "frequency_penalty": SamplingParams(frequency_penalty=0.5),
+        "presence_penalty": SamplingParams(presence_penalty=0.5),
+        "repetition_penalty": SamplingParams(repetition_penalty=1.2),
+        "logit_bias": SamplingParams(logit_bias={3: 1.0}),
+        "bad_words": SamplingParams(bad_words=("a",), bad_words_ids=((4,),)),
+        "bad_words_ids": SamplingParams(bad_words_ids=((4,),)),
+        "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=(3,)),
+    }
 )
 # Values of a client's own parameter, `custom`, which are texts.
 BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂")
@@ -71,6 +84,7 @@ def logits_processor(subject: Subject) -> Iterable[Check]:
     wanted = [params for params in given if make(VOCAB, SLOTS).applies_to(params)]
     if wanted:
         yield from checks_of(make, wanted)
+        yield Check("record_names_its_parameters", partial(record_names_its_parameters, subject.record.capabilities, make, wanted))
 
 
 def checks_of(make: Make, wanted: Sequence[SamplingParams]) -> Iterator[Check]:
@@ -100,6 +114,20 @@ def check_processor(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """Run all checks."""
     for check in checks_of(make, wanted):
         check.run()
+
+
+def record_names_its_parameters(can: object, make: Make, wanted: Sequence[SamplingParams]) -> None:
+    """The processor applies to a request with a parameter that its record names, and to none with
+    others alone: the server refuses a parameter that no record names."""
+    if not isinstance(can, ProcessorCapabilities):
+        raise SkipCheck("the record names no parameters; register it with capabilities=ProcessorCapabilities(...)")
+    processor = make(VOCAB, SLOTS)
+    for name, params in ONE_PARAM.items():
+        assert processor.applies_to(params) == (name in can.params), (
+            f"applies_to() is {name not in can.params} for a request with {name} alone, but ProcessorCapabilities.params is {can.params}"
+        )
+    for key in {key for params in wanted for key in params.custom}:
+        assert can.custom is None or key in can.custom, f"the processor reads custom[{key!r}], which ProcessorCapabilities.custom lacks"
 
 
 # rows and slots -----------------------------------------------------------------------------------

@@ -111,7 +111,13 @@ def test_plugins_list_by_what_this_machine_can_use(monkeypatch: pytest.MonkeyPat
 
 def test_plugins_info_shows_what_selects_a_plugin() -> None:
     assert "  selected by: scheduler.policy: fcfs\n" in frame("plugins", "info", "fcfs").output
-    assert "  selected by: sampling.processors: [penalties]\n" in frame("plugins", "info", "penalties").output
+    assert "  selected by: sampling.processors: [penalties], or [builtin], the default\n" in frame("plugins", "info", "penalties").output
+
+
+def test_plugins_list_and_info_show_a_denied_plugin() -> None:
+    deny = ("--plugins-deny", "logits_processor/penalties")
+    for command in (("list", "--kind", "logits_processor", "--unusable"), ("info", "penalties")):
+        assert "cannot be used: plugins.deny excludes it (try plugins.deny: [])" in frame("plugins", *command, *deny).output
 
 
 def test_plugins_info_of_an_unknown_name() -> None:

@@ -91,6 +91,15 @@ def test_a_plugin_of_a_package_that_is_not_installed_is_named_with_its_remedy() 
     assert registry.get(KIND, "elsewhere").distribution == "frame-elsewhere"
 
 
+def test_a_denied_plugin_is_listed_and_refused() -> None:
+    registry = Registry([f"{KIND}/lpm", f"{KIND}/lmp"])
+    add(registry, "fcfs", "lpm")
+    assert [record.name for record in registry.records(KIND) if not record.problems] == ["fcfs"]
+    with pytest.raises(PluginError, match=f"cannot be used: plugins.deny excludes it .try plugins.deny: .{KIND}/lmp.."):
+        registry.get(KIND, "lpm")
+    assert registry.unmatched == [f"{KIND}/lmp"]
+
+
 def test_an_unknown_name_lists_names_owners_and_the_nearest() -> None:
     registry = registry_with("fcfs")
     add(registry, "lpm", distribution="two")

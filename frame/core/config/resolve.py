@@ -22,11 +22,10 @@ from frame.core.config.resolve_plugins import (
     KEYS,
     Choices,
     check_option_names,
-    choose_extensions,
     choose_gemm_kernels,
-    choose_named,
+    choose_list,
     choose_parser,
-    choose_processors,
+    find_refused_params,
     plugin_choice,
 )
 from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
@@ -179,6 +178,7 @@ class _Solver:
             reasons=self.reasons | self.chosen.reasons,
             rejected=self.chosen.rejected,
             **sizes,
+            **find_refused_params(self.chosen, self.records),
         )
 
     @contextlib.contextmanager
@@ -379,13 +379,13 @@ class _Solver:
         with self._collect():
             self._select("scheduling_policy", requirements, config.scheduler.policy, "")
         with self._collect():
-            choose_extensions(self.chosen, self.records, config.server.extensions, requirements)
+            choose_list(self.chosen, self.records, "http_extension", config.server.extensions, requirements)
         with self._collect():
-            choose_named(self.chosen, self.records, "stat_logger", config.log.stat_loggers, requirements)
+            choose_list(self.chosen, self.records, "stat_logger", config.log.stat_loggers, requirements)
         if task != "generate":  # nothing is sampled
             return
         with self._collect():
-            choose_processors(self.chosen, self.records, config.sampling.processors, requirements)
+            choose_list(self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
             with self._collect():
                 self._optional("grammar_backend", requirements, config.sampling.grammar)

@@ -16,18 +16,19 @@ from pydantic import BaseModel, ValidationError
 
 from frame.core.config.resolved import PluginChoice
 from frame.core.config.schema import FrameConfig
-from frame.core.config.selection import Rejected, ResolveError, Selection, UnknownPluginError, by_rank, objections, select
+from frame.core.config.selection import Rejected, ResolveError, Selection, by_rank, objections, select
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
 from frame.core.interfaces.weight_format import Codes, FormatCapabilities
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values()})
 
-BUILT_IN = "builtin"  # in `server.extensions`: all in-tree HTTP extensions
-OWN_DISTRIBUTION = "frame-serve"  # its logits processors are always active
+BUILT_IN = "builtin"  # in a list of plugins: all in-tree ones of its kind, except those with a rank below 0
+OWN_DISTRIBUTION = "frame-serve"
 
 
 @dataclass
@@ -60,51 +61,49 @@ class Choices:
             self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
 
 
-def choose_processors(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:
-    """Choose all usable built-in logits processors, then the named ones. Raises ResolveError if a
-    named one is unknown or unfit."""
-    kind = "logits_processor"
-    candidates = sorted(records.get(kind, ()), key=by_rank)
-    chosen.selected.setdefault(kind, [])
-    chosen.reject(KEYS["logits_processor"], kind, {kind: [r for r in candidates if r.distribution == OWN_DISTRIBUTION]}, requirements)
-    for record in candidates:
-        if record.distribution == OWN_DISTRIBUTION and record.name not in named and not objections(record, requirements):
-            chosen.selected[kind].append(Selection(record, "built in"))
-    if not named:
-        chosen.reasons[KEYS["logits_processor"]] = f"built in: {', '.join(found.record.name for found in chosen.selected[kind]) or 'none'}"
-    choose_named(chosen, records, kind, named, requirements)
-
-
-def choose_named(
+def choose_list(
     chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any
 ) -> None:
-    """Choose every plugin that a list names, once. Raises ResolveError if one is unknown or
-    unfit."""
-    candidates = sorted(records.get(kind, ()), key=by_rank)
-    for name in dict.fromkeys(named):
-        found = select(KEYS[kind], candidates, requirements, name) if candidates else None
-        if found is None:
-            raise UnknownPluginError(KEYS[kind], kind, name, ())
-        chosen.selected.setdefault(kind, []).append(Selection(found.record, found.reason))
-
-
-def choose_extensions(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Sequence[str], requirements: Any) -> None:
-    """Choose the named HTTP extensions in their order; `BUILT_IN` stands for all in-tree ones.
-    Raises ResolveError if one is unknown or unfit."""
-    kind = "http_extension"
+    """Choose the named plugins of a kind once each, in their order; `BUILT_IN` stands for in-tree
+    ones. Raises ResolveError if one is unknown or unfit."""
     key, candidates = KEYS[kind], sorted(records.get(kind, ()), key=by_rank)
     found: dict[str, Selection] = {}
     for name in named:
         if name == BUILT_IN:
-            own = [record for record in candidates if record.distribution == OWN_DISTRIBUTION and not objections(record, requirements)]
-            found = {record.name: Selection(record, "built in") for record in own} | found
-            continue
-        selection = select(key, candidates, requirements, name) if candidates else None
-        if selection is None:
-            raise UnknownPluginError(key, kind, name, ())
-        found.setdefault(name, selection)
+            own = [record for record in candidates if record.distribution == OWN_DISTRIBUTION and record.rank >= 0]
+            refused = {each.record.name for each in chosen.reject(key, kind, {kind: own}, requirements)}
+            found |= {each.name: Selection(each, "built in") for each in own if each.name not in refused and each.name not in found}
+        elif (selection := select(key, candidates, requirements, name, kind=kind)) is not None:
+            found.setdefault(name, selection)
     chosen.selected[kind] = list(found.values())
     chosen.reasons[key] = f"in this order: {', '.join(found) or 'none'}"
+
+
+def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:
+    """`refused_params` and `custom_params` of `Resolved`, from the chosen logits processors."""
+    kind = "logits_processor"
+    if kind not in chosen.selected:  # nothing is sampled
+        return {}
+    used = [found.record for found in chosen.selected[kind]]
+    keys = [can.custom if isinstance(can := record.capabilities, ProcessorCapabilities) else None for record in used]
+    custom = None if None in keys else tuple(key for each in keys for key in each or ())
+    missing = [name for name in PROCESSOR_PARAMS if not any(_implements(record, name) for record in used)]
+    return {"refused_params": {name: _refuse_param(name, records.get(kind, ())) for name in missing}, "custom_params": custom}
+
+
+def _implements(record: PluginRecord, param: str) -> bool:
+    return isinstance(record.capabilities, ProcessorCapabilities) and param in record.capabilities.params
+
+
+def _refuse_param(param: str, records: Sequence[PluginRecord]) -> str:
+    """The sentence for a request with a parameter that no chosen logits processor implements."""
+    able = [record for record in sorted(records, key=by_rank) if _implements(record, param)]
+    if not able:
+        return f"{param} needs a logits processor, and none that implements it is installed; leave it out"
+    names = " or ".join(record.name for record in able)
+    add = f"add {able[0].name} to {KEYS['logits_processor']}"
+    remedy = "; ".join(map(str, able[0].problems)) or add
+    return f"{param} needs the logits processor {names}, which this server does not use; leave it out, or change the server: {remedy}"
 
 
 def choose_gemm_kernels(

@@ -59,6 +59,8 @@ class Resolved(BaseModel):
     # if they differ.
     plugins: dict[str, list[PluginChoice]]
     reasons: dict[str, str]  # by setting (`cache.page_size`): one sentence for each value that the user left open
+    refused_params: dict[str, str] = {}  # by request parameter that no chosen logits processor implements: why, for the client
+    custom_params: tuple[str, ...] | None = None  # keys of `custom` that the chosen logits processors read; None: any
     rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
 
     @property

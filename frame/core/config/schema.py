@@ -249,7 +249,7 @@ class SamplingSection(Section):
     """Logits processors and grammars."""
 
     processors: tuple[str, ...] = setting(
-        (), "Third-party logits processors, by plugin name; built-in ones are always enabled.", flag="logits-processors"
+        ("builtin",), "Logits processors, by plugin name and in order; builtin: all in-tree ones.", flag="logits-processors"
     )
     grammar: Annotated[str | None, Auto] = setting(None, "Grammar backend, by plugin name.", flag="grammar-backend")
     grammar_workers: int = setting(
@@ -426,7 +426,9 @@ class PluginsSection(Section):
         "Distributions whose plugins are read; built-in plugins are always read. Default: all installed distributions.",
         flag="plugins-allow",
     )
-    deny: tuple[str, ...] = setting((), "Distributions whose plugins are not read.", flag="plugins-deny")
+    deny: tuple[str, ...] = setting(
+        (), "Distributions whose plugins are not read, and single plugins, as kind/name, which are not used.", flag="plugins-deny"
+    )
     paths: tuple[str, ...] = setting(
         (), "Python files, or folders with an `__init__.py`, whose plugins are read besides those of packages.", flag="plugin"
     )

@@ -21,6 +21,31 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
     from frame.core.interfaces.sampling_params import SamplingParams
 
+# Fields of SamplingParams that logits processors implement; a record's capabilities name its own.
+PROCESSOR_PARAMS = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words", "bad_words_ids", "min_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorCapabilities:
+    """The request parameters that a logits processor implements. A request with a parameter that no
+    chosen processor implements is refused with status 400.
+
+    `params`: fields of SamplingParams, of `PROCESSOR_PARAMS`. `custom`: keys of
+    `SamplingParams.custom`; None: any key. Raises ValueError for a field that is not among
+    `PROCESSOR_PARAMS`.
+    """
+
+    params: tuple[str, ...] = ()
+    custom: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.params if name not in PROCESSOR_PARAMS]:
+            raise ValueError(f"params holds {unknown[0]!r}; a logits processor implements {', '.join(PROCESSOR_PARAMS)}, or keys of custom")
+
+    def unsupported(self, requirements: Any) -> list[Reason]:
+        return []  # each request chooses its parameters
 
 
 @dataclass(frozen=True, slots=True)

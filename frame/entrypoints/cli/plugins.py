@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from frame.core.config.resolve_plugins import KEYS
+from frame.core.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
 from frame.core.config.schema import FrameConfig, PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
@@ -59,12 +59,11 @@ def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | 
     _print_broken(registry)
 
 
-@click.command(help="Show one plugin: NAME or KIND/NAME.")
+@config_command("info", help="Show one plugin: NAME or KIND/NAME.")
 @click.argument("name")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-@_PLUGIN_FILES
-def info(name: str, is_json: bool, paths: tuple[str, ...]) -> None:
-    registry = load_configured(PluginsSection(paths=paths))
+def info(loaded: LoadedConfig, name: str, is_json: bool) -> None:
+    registry = registry_of(loaded.config)
     found = registry.find(name)
     if is_json:
         click.echo(json.dumps([as_data(record) for record in found], indent=2))
@@ -128,7 +127,7 @@ def _described(record: PluginRecord, events: Sequence[str]) -> list[str]:
     """`events`: those that the record's distribution observes."""
     data = as_data(record)
     lines = [f"{record.kind}/{record.name}"]
-    lines += [f"  selected by: {KEYS[record.kind]}: {f'[{record.name}]' if KINDS[record.kind].is_list else record.name}"]
+    lines += [f"  selected by: {_selector(record)}"]
     lines += [f"  observes: {', '.join(events)} (the whole package {record.distribution})"] if events else []
     lines += [f"  {key}: {data[key]}" for key in ("summary", "distribution", "version", "target", "api", "rank") if data[key] != ""]
     lines += [f"  requires: {', '.join(record.requires)}"] if record.requires else []
@@ -139,6 +138,15 @@ def _described(record: PluginRecord, events: Sequence[str]) -> list[str]:
             for name, field in record.options.model_fields.items()
         ]
     return lines + [f"  cannot be used: {problem}" for problem in record.problems]
+
+
+def _selector(record: PluginRecord) -> str:
+    """The setting that selects the plugin."""
+    key = KEYS[record.kind]
+    if not KINDS[record.kind].is_list:
+        return f"{key}: {record.name}"
+    is_default = record.distribution == OWN_DISTRIBUTION and record.rank >= 0
+    return f"{key}: [{record.name}]{f', or [{BUILT_IN}], the default' if is_default else ''}"
 
 
 def _print_broken(registry: Registry) -> None:

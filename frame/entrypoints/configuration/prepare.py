@@ -61,7 +61,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
     for name in registry.unmatched:
-        _log.warning("plugins.allow or plugins.deny names %s, but no installed distribution of that name brings a plugin", name)
+        _log.warning("plugins.allow or plugins.deny names %s, but no distribution of that name brings a plugin, and no plugin has it", name)
     model_config = replace(read_model_config(config.model.path), chat_template=_chat_template(config))
     read_policy(config.text.moderation_policy)
     if config.text.score_prompt is not None:

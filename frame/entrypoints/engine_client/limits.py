@@ -6,8 +6,8 @@ Used by the client, the servers and the offline engine. Knows no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -15,6 +15,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.text.token_ids import as_array
 
 SHORT_PROMPT = 128  # tokens
+DEFAULTS = SamplingParams()
 
 
 class QueueFullError(Exception):
@@ -58,6 +59,8 @@ class ClientLimits:
     seed: int = 0  # of the generator that draws seeds for requests without one
     is_pooling: bool = False  # the model embeds or classifies: no output tokens, the prompt may fill the context
     grammar_processes: bool = False  # grammars are compiled in separate processes
+    refused_params: Mapping[str, str] = field(default_factory=dict)  # by parameter without a logits processor: the sentence
+    custom_params: Sequence[str] | None = None  # the keys of `custom` that logits processors read; None: any
 
     @property
     def max_pooling_tokens(self) -> int:
@@ -81,6 +84,24 @@ def check_params(limits: ClientLimits, params: SamplingParams) -> None:
             "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",
             "response_format",
         )
+    if limits.refused_params or params.custom:
+        _check_processors(limits, params)
+
+
+def _check_processors(limits: ClientLimits, params: SamplingParams) -> None:
+    """Raise InvalidRequestError for a parameter that no logits processor of the server reads."""
+    for name, sentence in limits.refused_params.items():
+        if getattr(params, name) != getattr(DEFAULTS, name):
+            raise InvalidRequestError(sentence, name)
+    known = limits.custom_params
+    for key in params.custom:
+        if known is not None and key not in known:
+            listed = f"they read {', '.join(known)}" if known else "they read none"
+            raise InvalidRequestError(
+                f"custom holds {key!r}, which no logits processor of this server reads ({listed}); leave it out, or add its logits"
+                " processor to sampling.processors",
+                "custom",
+            )
 
 
 def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:

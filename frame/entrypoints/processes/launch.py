@@ -77,6 +77,8 @@ def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         grammar_processes=resolved.user.sampling.grammar_workers > 0,
         request_timeout=resolved.user.scheduler.request_timeout,
         seed=resolved.user.model.seed,
+        refused_params=resolved.refused_params,
+        custom_params=resolved.custom_params,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from frame.core.interfaces.sampling import ProcessorCapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -20,10 +21,11 @@ _HERE = "frame.plugins.logits_processors"
 @hookimpl
 def register_logits_processors(registry: KindRegistry) -> None:
     """Add the in-tree logits processors. They are applied by descending rank."""
-    for rank, name, target, summary in (
-        (40, "penalties", "penalties:Penalties", "Frequency, presence and repetition penalties."),
-        (30, "logit-bias", "logit_bias:LogitBias", "Adds a bias to single logits."),
-        (20, "bad-words", "bad_words:BadWords", "Bans token sequences."),
-        (10, "min-tokens", "min_tokens:MinTokens", "Bans the end of a request until its minimum length."),
+    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    for rank, name, target, params, summary in (
+        (40, "penalties", "penalties:Penalties", penalties, "Frequency, presence and repetition penalties."),
+        (30, "logit-bias", "logit_bias:LogitBias", ("logit_bias",), "Adds a bias to single logits."),
+        (20, "bad-words", "bad_words:BadWords", ("bad_words", "bad_words_ids"), "Bans token sequences."),
+        (10, "min-tokens", "min_tokens:MinTokens", ("min_tokens",), "Bans the end of a request until its minimum length."),
     ):
-        registry.add(name, f"{_HERE}.{target}", summary=summary, rank=rank)
+        registry.add(name, f"{_HERE}.{target}", summary=summary, rank=rank, capabilities=ProcessorCapabilities(params, custom=()))

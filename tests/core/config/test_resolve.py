@@ -339,10 +339,16 @@ def test_a_small_cache_shortens_an_open_context() -> None:
     assert "holds 512 tokens" in resolved.reasons["model.max_context"]
 
 
-def test_third_party_processors_run_only_if_named() -> None:
+def test_a_list_names_the_logits_processors_in_order() -> None:
     assert names(resolve(config(), LAPTOP, LLAMA, records()))["logits_processor"] == ["penalties"]
-    named = config(sampling={"processors": ["theirs"]})
-    assert names(resolve(named, LAPTOP, LLAMA, records()))["logits_processor"] == ["penalties", "theirs"]
+    for listed, expected in (
+        (["builtin", "theirs"], ["penalties", "theirs"]),
+        (["theirs", "builtin", "theirs"], ["theirs", "penalties"]),
+        (["theirs"], ["theirs"]),
+        ([], []),
+    ):
+        found = resolve(config(sampling={"processors": listed}), LAPTOP, LLAMA, records())
+        assert names(found)["logits_processor"] == expected
     with pytest.raises(UnknownPluginError, match="did you mean 'theirs'"):
         resolve(config(sampling={"processors": ["their"]}), LAPTOP, LLAMA, records())
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from frame.core.interfaces.sampling import LogitsProcessor, ProcessorContext
+from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.mutants import MutantList
 
@@ -52,7 +52,9 @@ class CountPenalty(LogitsProcessor):
         """The next request of the slot overwrites its row."""
 
 
-mutant = MUTANTS = MutantList("logits_processor", reference=CountPenalty)
+mutant = MUTANTS = MutantList(
+    "logits_processor", reference=CountPenalty, capabilities=ProcessorCapabilities(("frequency_penalty",), custom=())
+)
 
 
 @mutant
@@ -413,3 +415,18 @@ class RefusesAll(BansTokens):
 
     def validate_params(self, params: SamplingParams) -> None:
         raise ValueError("banned is not supported")
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("presence_penalty",), custom=()))
+class NamesAnotherParameter(CountPenalty):
+    """Its record names `presence_penalty`, so that requests with its own parameter are refused."""
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("frequency_penalty", "logit_bias"), custom=()))
+class NamesTooMany(CountPenalty):
+    """Its record names `logit_bias` too, which is then ignored silently."""
+
+
+@mutant.using(capabilities=ProcessorCapabilities(custom=("bans",)))
+class NamesAnotherKey(BansTokens):
+    """Its record names `custom["bans"]`, so that requests with `custom["banned"]` are refused."""

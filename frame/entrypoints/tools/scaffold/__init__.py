@@ -25,6 +25,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
+    "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
@@ -116,7 +117,7 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
     arguments += "\n        options=Options,"
     words |= {"imports": "\n".join(imports), "constants": constants, "arguments": arguments}
     section, _, key = kind.key.partition(".")
-    words["select"] = f"{section}:\n  {key}: {f'[{name}]' if kind.is_list else name}"
+    words["select"] = f"{section}:\n  {key}: {f'[builtin, {name}]' if kind.is_list else name}"
     return words
 
 
