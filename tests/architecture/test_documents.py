@@ -7,8 +7,10 @@ import ast
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
@@ -16,12 +18,13 @@ import pytest
 
 import frame
 from frame.core.interfaces.weight_format import FormatRequirements
+from frame.entrypoints.cli.installed import GROUP
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.loader import load_registry
 from scripts import generate_docs
-from tests.architecture.source import ROOT, classes, functions, package
+from tests.architecture.source import EXTENSIONS, ROOT, classes, functions, package
 
 PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "packages/**/*.md", "benchmarks/**/*.md", "changelog/*.md")
 DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
@@ -72,13 +75,21 @@ def _wrong_frame(words: list[str]) -> str | None:
     command: click.Command = cli
     context = click.Context(cli, info_name="frame")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        found = command.get_command(context, words[0])
+        found = command.get_command(context, words[0]) or package_commands().get(words[0])
         if found is None:
             return f"frame has no command {words[0]!r}"
         command, words = found, words[1:]
     known = {option for parameter in command.get_params(context) for option in (*parameter.opts, *parameter.secondary_opts)}
     unknown = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
     return f"{command.name} has no option {unknown}" if unknown else None
+
+
+@cache
+def package_commands() -> dict[str, click.Command]:
+    """The commands of the distributions in `packages/`, which need not be installed."""
+    tables = [tomllib.loads(file.read_text())["project"].get("entry-points", {}) for file in EXTENSIONS.glob("*/pyproject.toml")]
+    entries = [EntryPoint(name, value, GROUP) for table in tables for name, value in table.get(GROUP, {}).items()]
+    return {entry.name: entry.load() for entry in entries}
 
 
 def make_targets() -> set[str]:

@@ -150,7 +150,9 @@ def undeclared(modules: Iterable[Module], declared: set[str]) -> list[str]:
         for use in each.imports:
             top = use.target.partition(".")[0]
             own = each.name.partition(".")[0]
-            if top not in sys.stdlib_module_names and top not in ("frame", own) and DISTRIBUTIONS.get(top, top) not in declared:
+            if top in sys.stdlib_module_names or top in ("frame", own):
+                continue
+            if DISTRIBUTIONS.get(top, top.replace("_", "-")) not in declared:
                 found.add(f"{each.at(use.line)}: {top} is imported, but pyproject.toml does not declare it")
     return sorted(found)
 

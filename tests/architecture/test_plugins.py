@@ -40,6 +40,15 @@ NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",
     "frame/core/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
     "packages/frame-automata/frame_automata/backend.py: combined": "the backend that compiles what the automata do not",
+    **dict.fromkeys(
+        (
+            "packages/frame-quantize/frame_quantize/quantize.py: awq",
+            "packages/frame-quantize/frame_quantize/quantize.py: gptq",
+            "packages/frame-quantize/frame_quantize/schemes.py: awq",
+            "packages/frame-quantize/frame_quantize/schemes.py: gptq",
+        ),
+        "a method to quantize weights, after which a weight format is named",
+    ),
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
     "frame/kernels/cache.py: triton": "the library, whose cache it is",
     "frame/core/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
@@ -163,7 +172,7 @@ def test_named_elsewhere_is_needed() -> None:
 
 def test_manifests_are_listed_once() -> None:
     projects = [tomllib.loads(path.read_text()) for path in (ROOT / "pyproject.toml", *EXTENSIONS.glob("*/pyproject.toml"))]
-    entries = [name for project in projects for name in project["project"]["entry-points"]["frame"].values()]
+    entries = [name for project in projects for name in project["project"]["entry-points"].get("frame", {}).values()]
     manifests = {each.name for each in package() if each.path.endswith("__init__.py") and "@hookimpl" in each.text}
     assert Counter(entries) == Counter(manifests)
 

@@ -1,0 +1,1 @@
+"""The package frame-quantize: `frame quantize`. Imports nothing."""

@@ -1,0 +1,62 @@
+"""`frame quantize MODEL --method METHOD --out FOLDER`. The libraries are imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from frame_quantize.schemes import METHODS
+
+_METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.items())
+
+
+@click.command(
+    name="quantize",
+    help="Write a quantized copy of the checkpoint MODEL, a folder or a Hugging Face id.\n\nMethods:\n\n\b\n" + _METHODS,
+)
+@click.argument("model")
+@click.option("--method", type=click.Choice(tuple(METHODS)), required=True, help="How the weights are quantized.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write; it must be empty or absent.")
+@click.option("--group-size", type=click.IntRange(min=16), help="Inputs that share a scale, for 4 bits. Default: 128.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Sample texts for gptq and awq: a JSON Lines file of objects with `text`, or one text a line.",
+)
+@click.option("--samples", type=click.IntRange(min=1), default=512, show_default=True, help="Maximum number of sample texts.")
+@click.option("--max-length", type=click.IntRange(min=8), default=2048, show_default=True, help="Tokens of a sample that are used.")
+@click.option("--ignore", multiple=True, metavar="REGEX", help="Names of layers that stay unquantized; repeatable.")
+@click.option("--device", default=None, help="Device of the computation, such as cuda:0. Default: the first GPU, or the CPU.")
+def command(
+    model: str,
+    method: str,
+    out: Path,
+    group_size: int | None,
+    calibration: Path | None,
+    samples: int,
+    max_length: int,
+    ignore: tuple[str, ...],
+    device: str | None,
+) -> None:
+    """See the help text."""
+    chosen = METHODS[method]
+    if chosen.is_calibrated and calibration is None:
+        raise click.UsageError(f"--method {method} needs sample texts: name a file with --calibration.")
+    if not chosen.is_calibrated and calibration is not None:
+        raise click.UsageError(f"--method {method} reads no sample texts: leave --calibration out, or choose gptq or awq.")
+    if group_size is not None and "group_size" not in chosen.weights:
+        raise click.UsageError(f"--method {method} has a scale per output: leave --group-size out.")
+    if out.exists() and any(out.iterdir()):
+        raise click.UsageError(f"--out {out} is not empty: name another folder.")
+    from frame_quantize.quantize import quantize_calibrated, quantize_weights, read_samples
+
+    weights = {**chosen.weights, **({"group_size": group_size} if group_size else {})}
+    try:
+        if calibration is None:
+            quantize_weights(model, out, weights, chosen.activations, ignore, device)
+        else:
+            quantize_calibrated(model, out, method, weights, ignore, read_samples(calibration, samples), max_length, device)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error).splitlines()[0]) from error
+    click.echo(f"Wrote {out}. Serve it: frame serve {out}")

@@ -1,0 +1,94 @@
+"""Quantization by the library llmcompressor, which writes compressed-tensors checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from datasets import Dataset
+from huggingface_hub import snapshot_download
+from llmcompressor import model_free_ptq, oneshot
+from llmcompressor.logger import LoggerConfig, configure_logger
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from frame_quantize.schemes import UNQUANTIZED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+configure_logger(LoggerConfig(console_log_level="WARNING", metrics_disabled=True))  # progress bars tell enough
+
+
+def read_samples(file: Path, count: int) -> list[str]:
+    """At most `count` texts: the field `text` of JSON Lines, or lines. Raises ValueError that names
+    the line."""
+    texts: list[str] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if len(texts) == count:
+                break
+            if not line.strip():
+                continue
+            if file.suffix == ".jsonl":
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    raise ValueError(f"{file}:{number} is no JSON object.") from None
+                if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+                    raise ValueError(f"{file}:{number} has no field `text` with a string.")
+                texts.append(found["text"])
+            else:
+                texts.append(line.strip())
+    if not texts:
+        raise ValueError(f"{file} has no text: give sample texts, 128 or more.")
+    return texts
+
+
+def quantize_weights(
+    model: str, out: Path, weights: Mapping[str, Any], activations: Mapping[str, Any] | None, ignore: Sequence[str], device: str | None
+) -> None:
+    """Round each weight to nearest, shard by shard: needs the memory of one shard. Raises
+    ValueError for a weight whose sizes the scheme does not divide."""
+    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
+    config = QuantizationConfig(config_groups={"group_0": _scheme(weights, activations)}, ignore=_ignored(ignore))
+    model_free_ptq(folder, out, config=config, device=device)
+
+
+def quantize_calibrated(
+    model: str, out: Path, method: str, weights: Mapping[str, Any], ignore: Sequence[str], texts: Sequence[str], max_length: int,
+    device: str | None,
+) -> None:  # fmt: skip
+    """Quantize with the activations of `texts`, decoder layer by decoder layer: GPTQ or AWQ. The
+    model is loaded by transformers."""
+    if method == "awq" and not torch.accelerator.is_available():
+        raise ValueError("awq needs a GPU, as llmcompressor pins its memory: choose gptq, which also runs on a CPU.")
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, device_map=device)
+    tokens = [tokenizer(text, truncation=True, max_length=max_length) for text in texts]
+    samples = Dataset.from_list([{"input_ids": each["input_ids"], "attention_mask": each["attention_mask"]} for each in tokens])
+    groups = {"group_0": _scheme(weights, None)}
+    recipe = (
+        [GPTQModifier(config_groups=groups, ignore=_ignored(ignore))]
+        if method == "gptq"
+        else [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=_ignored(ignore))]
+    )
+    oneshot(
+        model=loaded, tokenizer=tokenizer, dataset=samples, recipe=recipe, max_seq_length=max_length, num_calibration_samples=len(texts)
+    )
+    loaded.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+
+
+def _scheme(weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> QuantizationScheme:
+    inputs = None if activations is None else dict(activations)
+    return QuantizationScheme(targets=["Linear"], weights=dict(weights), input_activations=inputs)
+
+
+def _ignored(further: Sequence[str]) -> list[str]:
+    return [*UNQUANTIZED, *(f"re:{pattern}" for pattern in further)]

@@ -1,0 +1,96 @@
+"""`frame quantize`: wrong usage, and, with llmcompressor, checkpoints that frame serves."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame_quantize.command import command
+from frame_quantize.schemes import METHODS
+from tests.models.harness import open_session
+
+TOKENS = list(range(20, 60))
+
+
+def quantize(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(command, [str(each) for each in arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"), hidden_size=128, intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, words = random.Random(0), ["one", "two", "three", "alpha", "beta", "gamma"]
+    file = tmp_path_factory.mktemp("samples") / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(16)))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--method", "gptq"], "--method gptq needs sample texts"),
+        (["--method", "fp8", "--calibration", __file__], "--method fp8 reads no sample texts"),
+        (["--method", "int8", "--group-size", "64"], "--method int8 has a scale per output"),
+        (["--method", "int5"], "'int5' is not one of"),
+    ],
+)
+def test_wrong_usage_names_the_option(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    code, output = quantize("model", "--out", tmp_path / "out", *arguments)
+    assert code == 2
+    assert sentence in output
+
+
+def test_a_folder_with_files_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    code, output = quantize("model", "--method", "fp8", "--out", tmp_path)
+    assert (code, "is not empty" in output) == (2, True)
+
+
+def test_each_line_of_the_samples_is_checked(tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    from frame_quantize.quantize import read_samples
+
+    file = tmp_path / "texts.jsonl"
+    for text, sentence in (("{}", ":1 has no field `text`"), ('{"text": "a"}\n[', ":2 is no JSON object"), ("\n", "has no text")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=sentence):
+            read_samples(file, 10)
+    file.write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": "c"}')
+    assert read_samples(file, 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "awq"])
+def test_frame_and_transformers_load_the_result(method: str, model: Path, samples: Path, tmp_path: Path) -> None:
+    """Logits stay near those of the unquantized model, and equal transformers' of the same file."""
+    pytest.importorskip("llmcompressor")
+    more = ["--calibration", samples, "--max-length", 48] if METHODS[method].is_calibrated else []
+    groups = ["--group-size", 32] if "group_size" in METHODS[method].weights else []
+    code, output = quantize(model, "--method", method, "--out", tmp_path / "out", *more, *groups, "--device", "cpu")
+    assert code == 0, output
+    with torch.no_grad():
+        tokens = torch.tensor([TOKENS])
+        plain, theirs = (load_reference(folder)(tokens).logits[0] for folder in (model, tmp_path / "out"))
+    ours = open_session(tmp_path / "out", quantization="compressed-tensors").step([(0, TOKENS)])[0].float()
+    drift = float((ours - plain).norm() / plain.norm())
+    assert 0 < drift < {"fp8": 0.15, "int8": 0.05, "int4": 0.5, "gptq": 0.5}[method]
+    if method != "fp8":  # transformers rounds the activations too
+        torch.testing.assert_close(ours, theirs.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_awq_without_a_gpu_says_so(model: Path, samples: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor")
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU")
+    code, output = quantize(model, "--method", "awq", "--calibration", samples, "--out", tmp_path / "out")
+    assert (code, "awq needs a GPU" in output) == (1, True)
