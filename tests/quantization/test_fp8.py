@@ -17,7 +17,8 @@ from frame import Engine, SamplingParams
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight
-from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.quantization import IgnoreOptions

@@ -29,7 +29,8 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
-from frame.core.kv_cache.kv_pool import DTYPES, KVPool, kv_geometry
+from frame.core.kv_cache.geometry import DTYPES, kv_geometry, model_geometry
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.remote_code import load_class
 from frame.core.sampling.logits_pipeline import Processors
@@ -159,7 +160,7 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Pla
     model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, checkpoint)
     phases.update(report.seconds)
     clock = time.perf_counter()
-    geometry = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype))
     memory = measure(platform, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     pages = _least_of_ranks(pages, tp, device)

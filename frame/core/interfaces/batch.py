@@ -97,7 +97,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVCache(Protocol):
-    """The token-to-KV pool, as layers and backends see it. Every tensor has one row per page."""
+    """The KV pool, as layers and backends see it. Every tensor has one row per page of its layer's
+    cache group."""
 
     page_size: int
 
@@ -109,7 +110,9 @@ class KVCache(Protocol):
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Layout "paged_nhd": (k [pages, page_size, kv_heads, head_dim], v [pages, page_size,
-        kv_heads, v_head_dim]). Layout "paged_latent": (latent [pages, page_size, rank + rope],)."""
+        kv_heads, v_head_dim]). Layout "paged_latent": (latent [pages, page_size, rank + rope],). A
+        `LayerCache`: its tensors, [pages, page_size, *shape], of kind `snapshot` [pages,
+        *shape]."""
         ...
 
 
@@ -136,6 +139,18 @@ class SelectedTokens:
     `forward` returns, in this order."""
 
     indices: torch.Tensor  # int64 [n]; n may be 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStates:
+    """Extension for models with layers of kind `snapshot`: where their rows' states are.
+
+    A layer reads the state of row r from page `pages[r]` of its tensors (`batch.kv.layer`) before
+    the row's first token, and writes it there after the row's last token. The state of a new
+    sequence is zero. Rows of padding have a page of their own.
+    """
+
+    pages: torch.Tensor  # int64 [rows]
 
 
 @dataclass(frozen=True, slots=True)

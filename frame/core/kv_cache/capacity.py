@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import Limits
     from frame.core.interfaces.model import ModelConfig
     from frame.core.interfaces.platform import Platform
-    from frame.core.kv_cache.kv_pool import KVGeometry
+    from frame.core.kv_cache.geometry import KVGeometry
 
 GIB = 1024**3
 RESERVED_PAGES = 1

@@ -9,7 +9,7 @@ requests, the scheduler or the allocator. Page 0 is reserved: padded rows write 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,69 +18,44 @@ import torch
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec
     from frame.core.interfaces.build import Limits
-    from frame.core.interfaces.model import ModelConfig
+    from frame.core.kv_cache.geometry import KVGeometry
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-}
 GIVEN_TOKENS = 256  # most tokens of a step that come from the host
 _FP8_MAX = 448.0
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """Layout of one cached token on this rank."""
-
-    layout: str  # "paged_nhd" or "paged_latent"
-    num_layers: int
-    page_size: int  # tokens
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]  # trailing shape of each tensor: of k and v [heads, size], or of the latent [size]
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers."""
-        return self.num_layers * self.dtype.itemsize * sum(math.prod(shape) for shape in self.shapes)
-
-
-def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
-    """The layout on one of `tp_size` ranks. KV heads are split over the ranks, or repeated where
-    there are fewer heads than ranks; a latent is whole on every rank. An encoder has no layers
-    here: it stores no keys."""
-    shapes: tuple[tuple[int, ...], ...]
-    if model_config.kind == "mla" and model_config.latent is not None:
-        layout, shapes = "paged_latent", ((sum(model_config.latent),),)
-    else:
-        heads = max(1, model_config.num_kv_heads // tp_size)
-        layout, shapes = "paged_nhd", ((heads, model_config.head_dim), (heads, model_config.v_head_dim))
-    return KVGeometry(layout, 0 if model_config.encoder else model_config.num_layers, page_size, DTYPES[kv_dtype], shapes)
-
-
 class KVPool:
-    """The KV pool (`KVCache`) of `num_pages` pages, the reserved page 0 included.
+    """The KV pool (`KVCache`): the tensors of every layer, pages first.
 
-    Memory is zeroed, so that a masked read of a page without data yields finite numbers.
+    `num_pages` counts the pages of each pool of the geometry, the reserved page 0 included; a
+    single number is that of all pools. Memory is zeroed, so that a masked read of a page without
+    data yields finite numbers, and page 0 of a `snapshot` pool is the initial state.
     """
 
-    def __init__(self, geometry: KVGeometry, num_pages: int, device: torch.device) -> None:
+    def __init__(self, geometry: KVGeometry, num_pages: int | Sequence[int], device: torch.device) -> None:
         self.geometry = geometry
-        self.num_pages = num_pages
+        self.num_pages = (num_pages,) * geometry.num_pools if isinstance(num_pages, int) else tuple(num_pages)
         self.page_size = geometry.page_size
-        self._layers = [
-            tuple(_zeros((num_pages, geometry.page_size, *shape), geometry.dtype, device) for shape in geometry.shapes)
-            for _ in range(geometry.num_layers)
-        ]
+        self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
+        for group in geometry.groups:
+            pages = (self.num_pages[group.pool], group.page_size) if group.page_size else (self.num_pages[group.pool],)
+            for layer in group.layers:
+                self._layers[layer.layer] = tuple(
+                    _zeros((*pages, *tensor.shape), geometry.dtype_of(tensor), device) for tensor in layer.tensors
+                )
         self._is_fp8 = geometry.dtype == torch.float8_e4m3fn
         # One row for each token; fp8 as bytes, because index_copy_ does not support fp8.
-        self._rows = [tuple(self._by_token(tensor) for tensor in layer) for layer in self._layers]
+        self._rows = {
+            layer.layer: tuple(map(_by_token, self._layers[layer.layer]))
+            for group in geometry.groups
+            if group.page_size
+            for layer in group.layers
+        }
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for layer in self._layers for tensor in layer)
+        return sum(tensor.numel() * tensor.element_size() for layer in self._layers.values() for tensor in layer)
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Write this step's tokens; see `KVCache.store`. Tensors are cast to the cache's dtype
@@ -97,10 +72,6 @@ class KVPool:
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, pages first; see `KVCache.layer`."""
         return self._layers[layer]
-
-    def _by_token(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor.view(-1, *tensor.shape[2:])
-        return rows.view(torch.uint8) if self._is_fp8 else rows
 
 
 class DeviceTable:
@@ -142,6 +113,11 @@ class DeviceTable:
         """Apply writes on the device, in stream order; only for a table that is not shared with the
         host."""
         self.pages.view(-1).index_copy_(0, new_places, new_pages)
+
+
+def _by_token(tensor: torch.Tensor) -> torch.Tensor:
+    rows = tensor.view(-1, *tensor.shape[2:])
+    return rows.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else rows
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,8 @@ from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.capacity import Capacity
-from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig

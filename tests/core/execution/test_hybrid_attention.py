@@ -28,7 +28,8 @@ from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport, SwitchBackend
 from frame.core.kv_cache.capacity import Capacity
-from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Control, Generate, StepTokens
 from frame.core.sampling.logits_pipeline import Processors

@@ -17,7 +17,8 @@ from frame.core.interfaces.batch import ScheduledBatch, SelectedTokens, SlotSetu
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.kv_pool import KVPool, kv_geometry
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.testing.fake_model import FakeAttention, fake_model_config

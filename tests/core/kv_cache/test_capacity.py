@@ -10,13 +10,15 @@ import torch
 
 from frame.core.execution.host_memory import measure_host_memory
 from frame.core.interfaces.build import Limits
+from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.platform import HOST
 from frame.core.kv_cache.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages
-from frame.core.kv_cache.kv_pool import KVGeometry
+from frame.core.kv_cache.geometry import group_layers
 from frame.testing.fake_model import fake_model_config
 
 LIMITS = Limits(max_running_requests=4, max_tokens_per_step=64, max_context=4096, page_size=16)
-GEOMETRY = KVGeometry("paged_nhd", 32, 16, torch.bfloat16, ((8, 128), (8, 128)))  # 128 KiB a token
+KEYS = CacheTensor((8, 128)), CacheTensor((8, 128))
+GEOMETRY = group_layers((LayerCache(layer, "tokens", KEYS) for layer in range(32)), 16, torch.bfloat16)  # 128 KiB a token
 EACH = 32 * 2 * 8 * 256
 MIB = 1024**2
 

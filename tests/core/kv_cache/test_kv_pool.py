@@ -10,7 +10,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.build import Limits
-from frame.core.kv_cache.kv_pool import DTYPES, GIVEN_TOKENS, DeviceTable, KVPool, kv_geometry
+from frame.core.kv_cache.geometry import DTYPES, kv_geometry
+from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
 from frame.testing.fake_model import fake_model_config
 
 CPU = torch.device("cpu")
@@ -24,19 +25,6 @@ MHA = dataclasses.replace(fake_model_config(), num_layers=3, num_kv_heads=4, num
 MLA = dataclasses.replace(MHA, kind="mla", latent=(32, 8))
 
 
-@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
-def test_geometry_of_heads_by_rank(tp, heads):
-    geometry = kv_geometry(MHA, tp, 16, "bfloat16")
-    assert (geometry.layout, geometry.shapes) == ("paged_nhd", ((heads, 16), (heads, 8)))
-    assert geometry.bytes_per_token == 3 * heads * (16 + 8) * 2
-
-
-def test_geometry_of_a_latent_is_whole_on_every_rank():
-    for tp in (1, 4):
-        geometry = kv_geometry(MLA, tp, 16, "fp8_e4m3")
-        assert (geometry.layout, geometry.shapes, geometry.bytes_per_token) == ("paged_latent", ((40,),), 3 * 40)
-
-
 @pytest.mark.parametrize("model_config", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -44,13 +32,14 @@ def test_stored_tokens_are_read_back(model_config, dtype, page_size):
     geometry = kv_geometry(model_config, 1, page_size, dtype)
     pool = KVPool(geometry, 10, CPU)
     slots = torch.tensor([page_size * 3, page_size * 9 + page_size - 1, page_size])
-    values = [torch.randn(3, *shape) for shape in geometry.shapes]
+    shapes = [tensor.shape for tensor in geometry.groups[0].layers[0].tensors]
+    values = [torch.randn(3, *shape) for shape in shapes]
     before = [[tensor.clone() for tensor in pool.layer(layer)] for layer in range(3)]
     pool.store(spec(1), slots, *values)
     for layer in range(3):
         for part, tensor in enumerate(pool.layer(layer)):
-            assert tensor.shape == (10, page_size, *geometry.shapes[part])
-            expected = before[layer][part].float().view(-1, *geometry.shapes[part])
+            assert tensor.shape == (10, page_size, *shapes[part])
+            expected = before[layer][part].float().view(-1, *shapes[part])
             if layer == 1:
                 expected[slots] = values[part].to(DTYPES[dtype]).float()
             torch.testing.assert_close(tensor.float().view(expected.shape), expected)

@@ -1,0 +1,60 @@
+"""Cache groups: what each layer of a model stores, and the page pools that follow from it.
+
+A model file declares a layer's cache by `LayerCache`; attention layers are declared by their
+`AttentionSpec`. Layers with the same lifetime of pages form a group, and each group has its own
+page size. Used by models, the KV pool, the prefix cache and the scheduler. Must not know a request
+or a device; imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+GroupKind = Literal["tokens", "window", "snapshot", "sidecar", "write_once"]
+"""How long a group keeps what its layers store.
+
+- `tokens`: every token of the sequence, in pages. The first group of a model, even without layers.
+- `window`: the tokens that later ones can still attend to; pages before them are freed.
+- `snapshot`: one recurrent state a sequence, overwritten by each step; a page is one state.
+- `sidecar`: further tensors of every token, in the pages of the `tokens` group (indexer keys).
+- `write_once`: tensors that a sequence's first step writes and later steps read; a page holds those
+  of one sequence (encoder output).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One tensor of a layer's cache on this rank."""
+
+    shape: tuple[int, ...]  # of one token; of `snapshot` and `write_once`: of one sequence
+    dtype: torch.dtype | None = None  # None: the dtype of the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer stores on this rank. A module declares it as its attribute `cache`; the
+    attribute `spec` of an attention layer declares keys and values, with the window of
+    `AttentionSpec.sliding_window`.
+
+    A layer that reads the keys of another layer has that layer's index, and is declared once.
+    """
+
+    layer: int  # index into the KV cache, unique in the model
+    kind: GroupKind
+    tensors: tuple[CacheTensor, ...]
+    window: int | None = None  # of kind `window`: tokens, the query's own position included
+
+
+@dataclass(frozen=True, slots=True)
+class PagePool:
+    """The pages of one group, as the scheduler and the prefix cache see them. Page 0 of each pool
+    is reserved."""
+
+    kind: GroupKind
+    num_pages: int  # the reserved page 0 included
+    page_size: int  # tokens; of `snapshot` and `write_once` 0: a page holds one sequence
+    window: int | None = None  # tokens

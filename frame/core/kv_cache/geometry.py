@@ -1,0 +1,123 @@
+"""`KVGeometry`: the cache groups of a model on one rank, from its layers or from its configuration.
+
+Used where a runner is built. It must not know pools or schedulers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.attention_spec import AttentionSpec
+from frame.core.interfaces.cache_groups import CacheTensor, GroupKind, LayerCache
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import Model, ModelConfig
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+_PER_SEQUENCE: tuple[GroupKind, ...] = ("snapshot", "write_once")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose pages are allocated and freed together."""
+
+    kind: GroupKind
+    layers: tuple[LayerCache, ...]
+    page_size: int  # tokens; of `snapshot` and `write_once` 0: a page holds one sequence
+    pool: int  # index of the group whose pages it uses: its own, or for `sidecar` 0
+    window: int | None = None  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The cache groups of one rank. The first group is of kind `tokens`; it may have no layers."""
+
+    groups: tuple[CacheGroup, ...]
+    page_size: int  # tokens
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in the pages of the `tokens` group."""
+        return self.count_bytes(0)
+
+    @property
+    def num_pools(self) -> int:
+        """Groups with pages of their own. They come before those that use another group's pages."""
+        return sum(group.pool == index for index, group in enumerate(self.groups))
+
+    def count_bytes(self, pool: int) -> int:
+        """Bytes of one token in a pool, or of one page where a page holds one sequence."""
+        layers = (layer for group in self.groups if group.pool == pool for layer in group.layers)
+        return sum(math.prod(tensor.shape) * self.dtype_of(tensor).itemsize for layer in layers for tensor in layer.tensors)
+
+    def dtype_of(self, tensor: CacheTensor) -> torch.dtype:
+        return self.dtype if tensor.dtype is None else tensor.dtype
+
+
+def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:
+    """The groups on one of `tp_size` ranks of a model whose layers all store keys and values of the
+    configured shape, or a latent. KV heads are split over the ranks, or repeated where there are
+    fewer heads than ranks; a latent is whole on every rank. An encoder has no layers here: it
+    stores no keys."""
+    if model_config.kind == "mla" and model_config.latent is not None:
+        tensors: tuple[CacheTensor, ...] = (CacheTensor((sum(model_config.latent),)),)
+    else:
+        heads = max(1, model_config.num_kv_heads // tp_size)
+        tensors = CacheTensor((heads, model_config.head_dim)), CacheTensor((heads, model_config.v_head_dim))
+    num_layers = 0 if model_config.encoder else model_config.num_layers
+    return group_layers((LayerCache(layer, "tokens", tensors) for layer in range(num_layers)), page_size, DTYPES[kv_dtype])
+
+
+def model_geometry(model: Model | torch.nn.Module, uniform: KVGeometry) -> KVGeometry:
+    """The groups that the modules of `model` declare; `uniform` if none declares any."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    layers = [declared for module in modules for declared in _declared(module)]
+    return group_layers(layers, uniform.page_size, uniform.dtype) if layers else uniform
+
+
+def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtype) -> KVGeometry:
+    """Form groups of layers with equal kind and window. Raises ConfigurationError for two different
+    declarations of one layer."""
+    by_index: dict[int, LayerCache] = {}
+    for layer in layers:
+        if by_index.setdefault(layer.layer, layer) != layer:
+            raise ConfigurationError(f"the model declares two different caches for layer {layer.layer}; give each cache its own index")
+    members: dict[tuple[GroupKind, int | None], list[LayerCache]] = {("tokens", None): []}
+    for _, layer in sorted(by_index.items()):
+        members.setdefault((layer.kind, layer.window), []).append(layer)
+    own = {key: found for key, found in members.items() if key[0] != "sidecar"}
+    sidecars = {key: found for key, found in members.items() if key[0] == "sidecar"}
+    groups = [
+        CacheGroup(kind, tuple(found), 0 if kind in _PER_SEQUENCE else page_size, 0 if kind == "sidecar" else index, window)
+        for index, ((kind, window), found) in enumerate((own | sidecars).items())
+    ]
+    return KVGeometry(tuple(groups), page_size, dtype)
+
+
+def _declared(module: Any) -> Iterable[LayerCache]:
+    """The caches that a module declares: by its attribute `cache`, and as an attention layer."""
+    cache, spec = getattr(module, "cache", None), getattr(module, "spec", None)
+    if isinstance(cache, LayerCache):
+        yield cache
+    elif isinstance(spec, AttentionSpec) and spec.causal:
+        yield _attention_cache(spec, getattr(module, "kv_lora_rank", None), getattr(module, "qk_rope_head_dim", 0))
+
+
+def _attention_cache(spec: AttentionSpec, rank: int | None, rope: int) -> LayerCache:
+    if rank is not None:
+        tensors: tuple[CacheTensor, ...] = (CacheTensor((rank + rope,)),)
+    else:
+        tensors = CacheTensor((spec.num_kv_heads, spec.head_dim)), CacheTensor((spec.num_kv_heads, spec.v_head_dim))
+    return LayerCache(spec.layer, "tokens", tensors)
