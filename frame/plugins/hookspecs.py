@@ -37,7 +37,8 @@ globals().update(REGISTER_HOOKS)  # pluggy reads the specifications from this mo
 
 @hookspec
 def on_start(resolved: Any) -> None:
-    """A process has loaded its plugins and is about to serve."""
+    """The engine's process has loaded its plugins and is about to serve. An error stops the
+    start."""
 
 
 @hookspec

@@ -31,6 +31,7 @@ __all__ = ["OWN_DISTRIBUTION", "Observers", "load_configured", "load_registry", 
 
 EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
 
+_REMEDY = "update or uninstall the package, or exclude it with plugins.deny"
 _log = logging.getLogger(__name__)
 _KIND_OF_HOOK = MappingProxyType({kind.hook: kind.name for kind in KINDS.values()})
 
@@ -81,7 +82,7 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
             excluded.add(name)
     registry.excluded = frozenset(excluded)
     registry.absent = ((allowed or set()) | denied) - {_normalise(owner.name) for owner, _ in found}
-    hooks.check_pending()  # finds nothing: `_read` has removed plugins with unknown hooks, with a better error
+    hooks.check_pending()  # finds nothing: `_add_manifest` has refused plugins with unknown hooks, with a better error
     return registry
 
 
@@ -176,8 +177,9 @@ class Observers:
 
 def observers(registry: Registry) -> Observers:
     """Return the observers among the plugins of `registry`. Call them with keywords, as in
-    `frame.plugins.hookspecs`. An observer that raises is logged with its traceback and switched
-    off; the error is not raised."""
+    `frame.plugins.hookspecs`. An observer of `on_start` that raises stops the start with
+    PluginError. Any other that raises is logged with its traceback and switched off; the error is
+    not raised."""
     found = Observers()
     if registry.hooks is None:
         return found
@@ -214,7 +216,8 @@ class _Listener:
 
 
 class _Event:
-    """Calls every observer of one event, and removes an observer that raises."""
+    """Calls every observer of one event. An observer that raises is removed; one of `on_start`
+    stops the start."""
 
     def __init__(self, name: str, listeners: list[_Listener]) -> None:
         self.name = name
@@ -224,11 +227,9 @@ class _Event:
         for listener in tuple(self.listeners):
             try:
                 listener.function(*(arguments[name] for name in listener.arguments))
-            except Exception:  # noqa: BLE001 - an observer must never harm a step
-                self.listeners.remove(listener)
-                _log.exception(
-                    "observer %s of %s raised and is switched off until the next start; update or uninstall the package, or exclude "
-                    "it with plugins.deny",
-                    self.name,
-                    listener.owner,
-                )
+            except Exception as error:
+                who = f"observer {self.name} of {listener.owner}"
+                if self.name == "on_start":
+                    raise PluginError(f"{who} failed at start: {cause_chain(error)}; {_REMEDY}.") from error
+                self.listeners.remove(listener)  # an observer must never harm a step
+                _log.exception("%s raised and is switched off until the next start; %s", who, _REMEDY)

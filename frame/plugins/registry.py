@@ -104,7 +104,7 @@ class KindRegistry:
         if not module or not attribute:
             raise PluginError(f"{here}: the target is {target!r}; write it as 'package.module:Class'.")
         if capabilities is not None and not isinstance(capabilities, Capabilities):
-            raise PluginError(f"{here}: capabilities need a method unsupported(needs); {type(capabilities).__name__} has none.")
+            raise PluginError(f"{here}: capabilities need a method unsupported(requirements); {type(capabilities).__name__} has none.")
         if options is not None and not (isinstance(options, type) and issubclass(options, BaseModel)):
             raise PluginError(f"{here}: options must be a pydantic model class.")
         if isinstance(requires, str) or not all(isinstance(each, str) for each in requires):
