@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 STALLED_WAIT = 0.005  # seconds between attempts while requests wait but none can run (paused, grammar compiling)
 SETTLED_AFTER = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
 MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
-MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost
+MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost; retries of their requests do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class Engine:
     def _commit(self, step: InFlight) -> None:
         try:
             result = step.pending.wait()
-        except Exception as error:  # noqa: BLE001 - ends this batch only
+        except Exception as error:  # noqa: BLE001 - ends the request at fault only
             self._fail(step.batch, error)
             return
         self._failures = 0
@@ -302,13 +302,15 @@ class Engine:
             )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End the requests of a step that raised, and continue. Raises DeviceLost if the device is
-        lost: its requests are not ended, so that they can be recovered in another engine."""
+        """End the request of a step that raised, or run each of its requests alone, and continue.
+        Raises DeviceLost if the device is lost: its requests are not ended, so that they can be
+        recovered in another engine."""
         if isinstance(error, DeviceLost):
             raise DeviceLost(f"the device is lost in step {batch.step}: {explain(error)}") from error
-        ended = self.scheduler.fail_step(batch, f"the model failed on this request's batch: {explain(error)}")
-        log.error("step %d failed: %s; its requests: %s", batch.step, explain(error), ", ".join(ended.rids) or "none", exc_info=error)
-        self._failures += bool(ended.rids)  # a step whose requests ended with the step before counts no failure
-        self._send(ended)
+        failed = self.scheduler.fail_step(batch, f"the model failed on this request: {explain(error)}")
+        ended, retried = (", ".join(rids) or "none" for rids in (failed.ended.rids, failed.retried))
+        log.error("step %d failed: %s; it ends: %s; it runs again, alone: %s", batch.step, explain(error), ended, retried, exc_info=error)
+        self._failures += failed.is_first
+        self._send(failed.ended)
         if self._failures >= MAX_FAILURES:
             raise DeviceLost(f"the device is lost after {self._failures} failed step(s): {explain(error)}") from error

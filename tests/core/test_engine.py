@@ -207,17 +207,17 @@ def test_refusals_and_aborts_are_answered(start: Callable[..., Running]) -> None
 
 
 @pytest.mark.parametrize("in_wait", [False, True], ids=["launch", "wait"])
-def test_a_failed_step_ends_only_its_requests(start: Callable[..., Running], in_wait: bool) -> None:
-    runner = Counting({1: RuntimeError("no such kernel\nsecond line")}, in_wait)
+def test_a_failed_step_ends_only_the_request_that_fails_alone(start: Callable[..., Running], in_wait: bool) -> None:
+    """Step 1 has both requests, and step 2 or 3 runs the first one alone."""
+    fails = RuntimeError("no such kernel\nsecond line")
+    runner = Counting(in_wait=in_wait)
     running = start(runner)
+    runner.fails = dict.fromkeys((1, 3 if running.engine.options.overlap else 2), fails)
     running.near.send_all([generate("a"), generate("b")])
     done = running.finish("a", "b")
-    assert {finish.reason for _, finish in done.values()} == {"error"}
-    assert done["a"][1].error.endswith("RuntimeError: no such kernel")
-    running.near.send(generate("c"))
-    assert len(running.finish("c")["c"][0]) == 6
+    assert (done["a"][1].reason, done["a"][1].error) == ("error", "the model failed on this request: RuntimeError: no such kernel")
+    assert (done["b"][1].reason, len(done["b"][0])) == ("length", 6)
     assert running.ask("check_integrity").ok
-    assert running.ask("server_info").data["used_pages"] == 0
 
 
 def test_a_lost_device_ends_the_engine(overlap: bool) -> None:

@@ -18,8 +18,8 @@ MAX_SINGLE_TOKEN_ROWS = 64  # prompt tokens of a step that a decode graph may co
 
 
 class DeviceLost(RuntimeError):  # noqa: N818 - named after the event
-    """The device cannot run another step, and the engine ends. Any other error of a step ends only
-    the requests of that step."""
+    """The device cannot run another step, and the engine ends. After any other error of a step its
+    requests run one at a time, and those that fail again end."""
 
 
 class PendingStep(Protocol):

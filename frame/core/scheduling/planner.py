@@ -7,6 +7,7 @@ Works on arrays by slot. It must not know token values, grammars or messages.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class StepPlan:
     decode_slots: np.ndarray  # intp [n]; one token each
     chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
     budget: int = 0  # prompt tokens that may still be added
+    is_retry: bool = False  # one request runs alone because a step with it failed
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or self.decode_slots.size > 0
@@ -58,14 +60,17 @@ class StepPlanner:
         self._growth_reserve = config.growth_reserve
         self._last_preemption = -1
         self._step = 0
+        self._suspects: deque[Request] = deque()  # of a failed step; each runs alone until its tokens are computed again
 
     def plan_step(self, step: int, now: float) -> StepPlan:
         """Plan step number `step` at the time `now` (seconds, monotonic). Counters, pages and
         page-table rows are advanced as if the step had run."""
         self._step = step
-        if self._config.preemption and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
+        if self._suspects and (retry := self._plan_suspect(now)):
+            return retry
+        if self._config.preemption and not self._suspects and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
             self._preempt_for_waiting(now)
-        before = self.num_preempted
+        before = -1 if self._suspects else self.num_preempted  # no request is admitted before a suspect
         plan = StepPlan(self._schedule_decodes(now), budget=self._config.token_budget)
         if self._exceeds_long_prompt_budget():
             self._schedule_short_prompts(plan, now, may_admit=self.num_preempted == before)
@@ -94,6 +99,31 @@ class StepPlanner:
         if is_shortage and self._last_preemption != self._step:  # one shortage may preempt several requests
             self._growth_reserve = min(max(1, self._growth_reserve * 2), MAX_GROWTH_RESERVE)
             self._last_preemption = self._step
+
+    def retry_alone(self, requests: Sequence[Request]) -> None:
+        """Preempt the running requests of a failed step. Each then runs in steps without other
+        rows, up to the next token that it samples."""
+        for request in reversed(requests):
+            self.preempt(request, is_shortage=False)
+        self._suspects += [request for request in requests if request not in self._suspects]
+
+    def _plan_suspect(self, now: float) -> StepPlan:
+        """Plan the next chunk of the first suspect alone; nothing if it does not fit beside the
+        running requests, or if no suspect is left."""
+        plan = StepPlan(np.empty(0, np.intp), budget=self._config.token_budget, is_retry=True)
+        while self._suspects and not plan:
+            request = self._suspects[0]
+            if request.state == RequestStatus.WAITING:
+                has_slot = self._running.table.num_free > 0
+                if not has_slot or self._admit_request(request, self._count_reserved_pages(), now) is None:
+                    break
+            if request.slot in self._running.extending:
+                self._schedule_chunk(plan, request)
+                if not plan:
+                    break
+            if request.slot not in self._running.extending:  # it has ended, or all its tokens are scheduled
+                self._suspects.popleft()
+        return plan
 
     # decodes --------------------------------------------------------------------------------------
 

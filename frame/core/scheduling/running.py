@@ -32,6 +32,7 @@ class StepRecord:
     num_scheduled: np.ndarray  # int32 [rows]
     samples: np.ndarray  # bool [rows]; whether the row yields a token
     num_decodes: int  # rows [0, num_decodes) are decodes, the others extends
+    is_retry: bool = False  # see `StepPlan.is_retry`
     deferred_pages: list[np.ndarray] = field(default_factory=list)  # freed when the step is committed
     deferred_slots: list[int] = field(default_factory=list)  # recycled when the step is committed
 
@@ -137,10 +138,16 @@ class RunningSet:
 
     def begin_commit(self, step: int) -> StepRecord:
         """Remove and return the oldest step in flight. Raises RuntimeError unless it is `step`."""
+        record = self.get_oldest(step)
+        self.in_flight.popleft()
+        return record
+
+    def get_oldest(self, step: int) -> StepRecord:
+        """The oldest step in flight. Raises RuntimeError unless it is `step`."""
         if not self.in_flight or self.in_flight[0].step != step:
             expected = self.in_flight[0].step if self.in_flight else "none"
             raise RuntimeError(f"step {step} is committed out of order: the oldest step in flight is {expected}")
-        return self.in_flight.popleft()
+        return self.in_flight[0]
 
     def end_commit(self, record: StepRecord) -> None:
         """Free the pages and slots that were deferred until this step's end."""

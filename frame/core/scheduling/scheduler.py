@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,16 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequests:
+    """What became of the requests of a failed step. `is_first`: the failure is no repetition of an
+    earlier one, as that of a request that runs alone because its step failed."""
+
+    ended: StepTokens
+    retried: list[str]  # rids of requests that run again
+    is_first: bool
 
 
 class Scheduler:
@@ -165,20 +175,29 @@ class Scheduler:
         self._hold_slow_grammars()
         return tokens
 
-    def fail_step(self, batch: ScheduledBatch, error: str) -> StepTokens:
-        """End all requests of the oldest step in flight, which raised, with `error`. Nothing that
-        it computed is cached."""
-        record = self._running.begin_commit(batch.step)
-        alive = self._running.table.arrays.epoch[record.slots] == record.epochs
-        slots = {*record.slots[alive].tolist(), *(setup.slot for setup in batch.setups)}  # the device may lack these setups
-        requests = [request for slot in sorted(slots) if (request := self._running.table.requests[slot]) is not None]
+    def fail_step(self, batch: ScheduledBatch, error: str) -> FailedRequests:
+        """Take the requests of the oldest step in flight, which raised, off the device.
+
+        A request that was the only row of its step ends with `error`. Those of a step of several
+        rows are queued again and run alone once, so that only those at fault end. Nothing that the
+        step computed is cached.
+        """
+        running, record = self._running, self._running.get_oldest(batch.step)
+        alive = running.table.arrays.epoch[record.slots] == record.epochs
+        rows = set(record.slots[alive].tolist())
+        slots = rows | {setup.slot for setup in batch.setups}  # the device may lack these setups
+        requests = [request for slot in sorted(slots) if (request := running.table.requests[slot]) is not None]
+        ended = [request for request in requests if len(record.slots) == 1 and request.slot in rows]
+        again = [request for request in requests if request not in ended]
         finish = Finish("error", error=error)
-        for request in requests:
+        for request in ended:
             self._end_running(request, finish, False)
-        self._running.end_commit(record)
-        self._running.kv_manager.repeat_table_writes(batch.new_pages[:, 0])
-        finishes = dict.fromkeys(range(len(requests)), finish)
-        return StepTokens(rids=[request.rid for request in requests], token_ids=[[] for _ in requests], finishes=finishes)
+        self._planner.retry_alone(again)
+        running.end_commit(running.begin_commit(batch.step))
+        running.kv_manager.repeat_table_writes(batch.new_pages[:, 0])
+        finishes = dict.fromkeys(range(len(ended)), finish)
+        message = StepTokens(rids=[request.rid for request in ended], token_ids=[[] for _ in ended], finishes=finishes)
+        return FailedRequests(message, [request.rid for request in again], bool(rows) and not record.is_retry)
 
     @property
     def is_idle(self) -> bool:
@@ -277,7 +296,7 @@ class Scheduler:
             grammar_mask=None if waits else self._fill_masks(slots[samples]),
             has_deferred_grammar_mask=waits,
         )
-        return batch, StepRecord(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes)
+        return batch, StepRecord(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes, plan.is_retry)
 
     def _fill_masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table
