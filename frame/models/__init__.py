@@ -21,14 +21,35 @@ def _forms(family: str) -> tuple[str, ...]:
 
 _TASKS: tuple[Task, ...] = ("generate", "embed", "classify")
 _DECODERS = (
-    ("llama", "llama:LlamaForCausalLM", (*_forms("Llama"), *_forms("Mistral")), "Llama 2 and 3, Mistral"),
+    (
+        "llama",
+        "llama:LlamaForCausalLM",
+        (*_forms("Llama"), *_forms("Mistral"), *_forms("Ministral"), *_forms("Ministral3"), "Mistral3ForConditionalGeneration"),
+        "Llama 2 and 3, Mistral, Mistral Small, Ministral",
+    ),
     ("qwen2", "qwen2:Qwen2ForCausalLM", _forms("Qwen2"), "Qwen2 and Qwen2.5"),
     ("qwen3", "qwen3:Qwen3ForCausalLM", _forms("Qwen3"), "Qwen3, with its embedding models and rerankers"),
     ("mixtral", "mixtral:MixtralForCausalLM", ("MixtralForCausalLM",), "Mixtral"),
     ("qwen2_moe", "qwen2_moe:Qwen2MoeForCausalLM", ("Qwen2MoeForCausalLM",), "Qwen2-MoE, Qwen1.5-MoE"),
     ("qwen3_moe", "qwen3_moe:Qwen3MoeForCausalLM", ("Qwen3MoeForCausalLM",), "Qwen3-MoE"),
     ("deepseek_v2", "deepseek_v2:DeepseekV2ForCausalLM", ("DeepseekV2ForCausalLM",), "DeepSeek-V2, with latent attention"),
-    ("deepseek_v3", "deepseek_v3:DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM",), "DeepSeek-V3, V3.1 and R1"),
+    (
+        "deepseek_v3",
+        "deepseek_v3:DeepseekV3ForCausalLM",
+        ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration"),
+        "DeepSeek-V3, V3.1 and R1, Kimi-K2",
+    ),
+    ("olmo2", "olmo2:Olmo2ForCausalLM", (*_forms("Olmo2"), *_forms("Olmo3")), "OLMo 2 and 3"),
+    ("phi3", "phi3:Phi3ForCausalLM", _forms("Phi3"), "Phi-3, Phi-3.5, Phi-4 and Phi-4-mini"),
+    ("cohere", "cohere:CohereForCausalLM", (*_forms("Cohere"), *_forms("Cohere2")), "Cohere Command R, R7B and A"),
+    ("glm4_moe", "glm4_moe:Glm4MoeForCausalLM", ("Glm4MoeForCausalLM",), "GLM-4.5 and GLM-4.6"),
+    ("minimax_m2", "minimax_m2:MiniMaxM2ForCausalLM", ("MiniMaxM2ForCausalLM",), "MiniMax-M2"),
+    (
+        "gemma3",
+        "gemma3:Gemma3ForCausalLM",
+        ("Gemma2ForCausalLM", "Gemma2Model", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration"),
+        "Gemma 2, and Gemma 3 without images",
+    ),
 )
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),

@@ -1,9 +1,10 @@
-"""DeepSeek-V3 (arXiv 2412.19437), V3.1 and R1: V2's layers, with sigmoid routing, a correction
-bias, and group scores that are the sum of the two best experts."""
+"""DeepSeek-V3 (arXiv 2412.19437), V3.1, R1 and Kimi-K2: V2's layers, with sigmoid routing, a
+correction bias, and group scores that are the sum of the two best experts."""
 
 from __future__ import annotations
 
 from frame.models.deepseek_v2 import DeepseekV2ForCausalLM
+from frame.models.layers.decoder import match_draft_layers
 from frame.models.layers.router import RoutingRule
 
 
@@ -11,9 +12,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """The weights after the last layer (multi-token-prediction modules) are ignored."""
 
     def get_ignored(self) -> tuple[str, ...]:
-        extra = self.model_config.config.get("num_nextn_predict_layers") or self.model_config.config.get("num_mtp_layers") or 0
-        layers = "|".join(str(self.model_config.num_layers + index) for index in range(max(int(extra), 1)))
-        return (*super().get_ignored(), rf"model\.layers\.(?:{layers})\.")
+        return (*super().get_ignored(), match_draft_layers(self.model_config))
 
     def build_routing(self) -> RoutingRule:
         config = self.model_config.config

@@ -20,6 +20,13 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 _DEEPSEEK = {**_MOE, **_MLA, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
 # architecture name as in config.json -> (transformers' model type, what differs from `_BASE`)
 TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -32,11 +39,18 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "Qwen3MoeForCausalLM": ("qwen3_moe", {**_MOE, "num_experts": 8, "head_dim": 24, "norm_topk_prob": True}),
         "DeepseekV2ForCausalLM": ("deepseek_v2", {**_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
         "DeepseekV3ForCausalLM": ("deepseek_v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
-        "Gemma2ForCausalLM": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32}),
-        "Gemma3ForCausalLM": ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32}),
+        "Gemma2ForCausalLM": ("gemma2", {**_GEMMA, "sliding_window": 32}),
+        "Gemma3ForCausalLM": ("gemma3_text", {**_GEMMA, "sliding_window": 24, "layer_types": _ALTERNATING}),
         "Phi3ForCausalLM": ("phi3", {}),
         "StableLmForCausalLM": ("stablelm", {}),
         "Olmo2ForCausalLM": ("olmo2", {}),
+        "Olmo3ForCausalLM": ("olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
+        "CohereForCausalLM": ("cohere", {"use_qk_norm": True}),
+        "Cohere2ForCausalLM": ("cohere2", {"sliding_window": 24, "num_hidden_layers": 4}),
+        "Glm4MoeForCausalLM": ("glm4_moe", {**_MOE, "n_routed_experts": 8, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
+        "MiniMaxM2ForCausalLM": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+        "MinistralForCausalLM": ("ministral", {"sliding_window": 24, "head_dim": 16, "layer_types": _ALTERNATING}),
+        "Ministral3ForCausalLM": ("ministral3", {"rope_parameters": _MINISTRAL3_ROPE, "sliding_window": None}),
         "GPT2LMHeadModel": ("gpt2", {"num_key_value_heads": 4}),
         "BertModel": ("bert", {"max_position_embeddings": 512}),
         "RobertaModel": ("roberta", {"max_position_embeddings": 514, "pad_token_id": 1, "type_vocab_size": 1}),

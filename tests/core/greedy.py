@@ -35,7 +35,21 @@ NATIVE = (
     "DeepseekV2ForCausalLM",
     EMBEDDED,
 )
-FALLBACK = ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel")  # transformers' layers over our cache
+NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "Phi3ForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MinistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
+TRANSFORMERS = "transformers/"  # before an architecture: by transformers' layers over our cache
+FALLBACK = tuple(TRANSFORMERS + name for name in ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel"))
 WINDOWED: dict[str, dict[str, Any]] = {  # windows shorter than most prompts
     "MistralForCausalLM": {"sliding_window": 24},
     "Gemma2ForCausalLM": {"sliding_window": 24},
@@ -49,6 +63,7 @@ class Case:
     folder: str
     prompts: list[list[int]]
     reference: Any
+    implementation: str | None = None  # model.implementation
     known: dict[Any, list[int]] = field(default_factory=dict)  # (prompt, output) -> the likeliest tokens after each prefix
 
     def check(self, outputs: Sequence[list[int]]) -> None:
@@ -66,10 +81,11 @@ class Case:
 
 
 def make_case(architecture: str, scratch: Path, prompts: list[list[int]]) -> Case:
-    """`architecture` is a name in `frame.testing.checkpoints.TINY`, or that of the embedded
-    model."""
-    folder = find_model(EMBEDDED) if architecture == EMBEDDED else make_checkpoint(architecture, scratch, **WINDOWED.get(architecture, {}))
-    return Case(str(folder), prompts, load_reference(folder))
+    """`architecture` is a name in `frame.testing.checkpoints.TINY`, one of `FALLBACK`, or that of
+    the embedded model."""
+    name = architecture.removeprefix(TRANSFORMERS)
+    folder = find_model(EMBEDDED) if name == EMBEDDED else make_checkpoint(name, scratch, **WINDOWED.get(name, {}))
+    return Case(str(folder), prompts, load_reference(folder), "transformers" if name != architecture else None)
 
 
 def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -82,13 +98,13 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int = 1, **settings: Any) -> Prepared:
-    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix and
-    moe_runner."""
-    known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix", "moe_runner": None}
+    """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix,
+    moe_runner and implementation."""
+    known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix", "moe_runner": None, "implementation": None}
     assert settings.keys() <= known.keys()
     known |= settings
     config = {
-        "model": {"path": folder, "dtype": "float32"},
+        "model": {"path": folder, "dtype": "float32", "implementation": known["implementation"]},
         "cache": {"page_size": known["page_size"], "max_total_tokens": tokens, "prefix": known["prefix"]},
         "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "attention": {"backend": backend},

@@ -15,7 +15,7 @@ import random
 import pytest
 
 from frame import Engine
-from tests.core.greedy import FALLBACK, NATIVE, WHOLE, check_logits, greedy, make_case, make_loop, random_prompts, run
+from tests.core.greedy import FALLBACK, NATIVE, NEWER, WHOLE, check_logits, greedy, make_case, make_loop, random_prompts, run
 
 IS_WHOLE = os.environ.get("FRAME_GREEDY") == "whole"
 GREEDY = greedy(64 if IS_WHOLE else 5)
@@ -23,7 +23,7 @@ LENGTHS = random.Random(7).choices(range(2, 90), k=16) if IS_WHOLE else (8, 3, 3
 TIGHT = 512 if IS_WHOLE else 80  # tokens; the prompts fit, in pages of 16, but not their outputs
 
 
-@pytest.fixture(scope="module", params=(*NATIVE, *FALLBACK))
+@pytest.fixture(scope="module", params=(*NATIVE, *(NEWER if IS_WHOLE else NEWER[1::6]), *FALLBACK))
 def case(request, tmp_path_factory):
     return make_case(request.param, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS))
 
@@ -32,7 +32,7 @@ def loop_of(case, tokens=16 * 1024, **settings):
     """The long form also multiplies the experts of one architecture with Triton kernels; this
     takes a second per prompt token."""
     runner = "triton" if IS_WHOLE and case.reference.config.model_type == "qwen3_moe" else "torch_native"
-    return make_loop(case.folder, tokens, "triton", moe_runner=runner, **settings)
+    return make_loop(case.folder, tokens, "triton", moe_runner=runner, implementation=case.implementation, **settings)
 
 
 def test_every_architecture(case):
@@ -49,7 +49,7 @@ def test_every_architecture(case):
     assert loop.stats["cached"] > before
 
 
-@pytest.mark.parametrize("case", (*WHOLE, "Gemma2ForCausalLM"), indirect=True)  # latent attention; a sliding window with a soft cap
+@pytest.mark.parametrize("case", (*WHOLE, "transformers/Gemma2ForCausalLM"), indirect=True)  # latent; windows with soft caps
 @pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(1, 64, False), (64, 16, True)])
 def test_every_way(case, page_size, chunk, overlap):
     run(loop_of(case, page_size=page_size, chunk=chunk, overlap=overlap), case, GREEDY)

@@ -19,11 +19,16 @@ ARCHITECTURES = [
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 ]  # fmt: skip
+NEWER = [
+    "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+]  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("LlamaForCausalLM", {"head_dim": 32, "num_key_value_heads": 1}),
@@ -43,6 +48,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("DeepseekV2ForCausalLM", {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("DeepseekV3ForCausalLM", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True}),
     ("DeepseekV3ForCausalLM", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}, "q_lora_rank": None}),
+    ("Phi3ForCausalLM", {"sliding_window": 10, "rope_parameters": LONG, "original_max_position_embeddings": 1024}),
+    ("CohereForCausalLM", {"use_qk_norm": False, "attention_bias": True, "logit_scale": 0.5, "tie_word_embeddings": True}),
+    ("Glm4MoeForCausalLM", {"attention_bias": True, "use_qk_norm": False, "n_group": 4, "topk_group": 2}),
+    ("Olmo3ForCausalLM", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}),
+    ("Gemma2ForCausalLM", {"sliding_window": 10, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}),
+    ("Gemma3ForCausalLM", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 ]
 
@@ -81,6 +92,12 @@ def check(session: Session, model: Any) -> None:
 def test_logits_equal_those_of_transformers(architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
     folder = checkpoint(architecture)
     check(open_session(folder), reference(folder))
+
+
+@pytest.mark.parametrize("architecture", NEWER)
+def test_newer_architectures(architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
+    folder = checkpoint(architecture)
+    check(open_session(folder, attention="torch_native", page_size=4), reference(folder))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -15,7 +15,7 @@ import torch
 from frame.core.errors import ConfigurationError
 from tests.models.harness import open_session
 from tests.models.ranks import on_ranks
-from tests.models.test_logits import ARCHITECTURES, check, prompt
+from tests.models.test_logits import ARCHITECTURES, NEWER, check, prompt
 
 
 class Both:
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLAN = [[(0, prompt(30, 1))], [(0, prompt(1, 2)), (1, prompt(11, 3))], [(0, prompt(1, 4)), (1, prompt(5, 5))]]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *NEWER])
 def test_two_ranks_give_the_logits_of_one(architecture: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(architecture)
     alone = open_session(folder)

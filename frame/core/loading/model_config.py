@@ -32,6 +32,11 @@ _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eo
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
 
+# What published config.json files of a family leave to transformers' defaults.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+}
 # Without the key, a family's default applies; of these families it is not "no window".
 _DEFAULT_WINDOW = {"mistral": 4096}
 _WINDOW_IS_OPT_IN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -61,6 +66,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
+    text = {**_DEFAULTS.get(str(text.get("model_type")), {}), **text}
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
     return replace(model_config, sentence=read_sentence_facts(folder))
 

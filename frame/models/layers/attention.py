@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
@@ -21,6 +20,8 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.linear import HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.parameter import ShardedParameter, ShardRule
+from frame.models.layers.qk_norm import QKNorm, QKNormKind, build_qk_norm
+from frame.models.layers.rotary import SPARE_POSITIONS
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -31,15 +32,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What differs between architectures. `qk_norm`: epsilon of an RMSNorm over each head's queries
-    and keys; None: no norm. `sliding_window`: tokens, including the query's own position; None:
-    full attention."""
+    """What differs between architectures. `qk_norm`: epsilon of a norm of queries and keys; None:
+    no norm. `sliding_window`: tokens, including the query's own position; None: full attention."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: float | None = None
+    qk_norm_kind: QKNormKind = "head"
+    norm_offset: float = 0.0  # added to the weights of the norm
     sliding_window: int | None = None
     scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
+    soft_cap: float | None = None
+    sinks: bool = False  # the checkpoint has one more logit a head, without a value, as `sinks`
+    rotates: bool = True  # False: no position embedding in this layer
 
 
 class Attention(nn.Module):
@@ -55,7 +60,8 @@ class Attention(nn.Module):
         heads = HeadLayout(context, model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
-        self.rotary = rotary
+        self.rotary = rotary if options.rotates else None
+        self.temperature = QueryTemperature.from_config(context, model_config)
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=heads.num_heads,
@@ -64,44 +70,54 @@ class Attention(nn.Module):
             v_head_dim=model_config.head_dim,
             scale=options.scale if options.scale is not None else model_config.head_dim**-0.5,
             sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
         )
         names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         self.qkv_proj = QKVLinear(context, names, model_config.hidden_size, heads, options.qkv_bias)
         self.o_proj = RowLinear(
             context, f"{prefix}.o_proj", model_config.num_heads * model_config.head_dim, model_config.hidden_size, options.out_bias
         )
-        self.qk_norm = QKNorm(context, prefix, heads, options.qk_norm) if options.qk_norm is not None else None
-        self.kernel = FusedQKVKernel(context, self.spec, rotary) if rotary.fused else None
+        self.qk_norm: nn.Module | None = None
+        if options.qk_norm is not None:
+            self.qk_norm = build_qk_norm(context, prefix, heads, options.qk_norm, options.qk_norm_kind, options.norm_offset)
+        self.kernel = FusedQKVKernel(context, self.spec, rotary) if rotary.fused and options.rotates else None
         self.kv_scales = KVScales(prefix)
+        self.sinks: ShardedParameter | None = None
+        if options.sinks:
+            self.sinks = ShardedParameter(torch.empty(heads.num_heads, dtype=torch.float32), ShardRule(output=0))
+            self.sinks.bind(f"{prefix}.sinks", heads.queries)
 
     def finish(self) -> None:
-        """Copy the loaded KV-cache scales to the spec."""
-        self.spec = self.kv_scales.apply_to_spec(self.spec)
+        """Copy the loaded KV-cache scales and sinks to the spec."""
+        self.spec = replace(self.kv_scales.apply_to_spec(self.spec), sinks=None if self.sinks is None else self.sinks.data)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows`: the batch's rows of the rotary table; None where a kernel reads the table by
         position."""
         qkv = self.qkv_proj(x)
-        if rows is not None:
+        if rows is None and self.kernel is not None:
+            q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
+        elif rows is not None or self.rotary is None:
             q, k, v = self._rotated(qkv, rows)
             is_stored = False
-        elif self.kernel is not None:
-            q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
         else:
-            raise TypeError("rows of the rotary table may be None only if the layer has a fused kernel")
+            raise TypeError("rows of the rotary table may be None only if the layer has a fused kernel or does not rotate")
+        if self.temperature is not None:
+            q = self.temperature.scale_queries(q, batch.positions)
         if not (is_stored or self.stores_kv):
             batch.store_kv(self.spec, k, v)
         out = self.backend.run(self.spec, q, k, v, batch)
         return self.o_proj(out.flatten(1))
 
-    def _rotated(self, qkv: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rotated(self, qkv: torch.Tensor, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spec = self.spec
         rotated = spec.num_heads + spec.num_kv_heads
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))  # [tokens, q heads + 2 * kv heads, head_dim]
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = self.rotary.rotate(qk, rows)
+        if self.rotary is not None and rows is not None:
+            qk = self.rotary.rotate(qk, rows)
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
 
 
@@ -121,7 +137,7 @@ class FusedQKVKernel:
         self.has_fp8 = kernels.supports_fp8(context.device)
 
     def __call__(
-        self, spec: AttentionSpec, qkv: torch.Tensor, norm: QKNorm | None, batch: ForwardBatch
+        self, spec: AttentionSpec, qkv: torch.Tensor, norm: nn.Module | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """Queries, keys and values in the layout of a backend, and whether keys and values are
         already stored in the cache."""
@@ -130,37 +146,44 @@ class FusedQKVKernel:
             k_cache, v_cache = batch.kv.layer(spec.layer)
             if self.has_fp8 or k_cache.dtype is not torch.float8_e4m3fn:
                 cache = self.cache(batch.kv_slots, k_cache, v_cache, spec.k_scale, spec.v_scale)
-        weights = (norm.pair, norm.eps) if norm is not None else None
+        weights = (norm.pair, norm.eps) if isinstance(norm, QKNorm) else None
+        if norm is not None and weights is None:  # a norm that the kernel does not compute
+            qk = qkv.unflatten(-1, (-1, spec.head_dim))[:, : spec.num_heads + spec.num_kv_heads]
+            qk.copy_(norm(qk))
         q = self.run(qkv, batch.positions, self.rotary.table, self.heads, weights, cache)
         _, k, v = qkv.unflatten(-1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
         return q, k, v, cache is not None
 
 
-class QKNorm(nn.Module):
-    """RMSNorm over each head, with one weight for queries and one for keys, computed for both at
-    once."""
+class QueryTemperature(nn.Module):
+    """Factors of the queries by position: 1 + beta * log(1 + floor((position + shift) / scale))
+    (Llama 4, Ministral 3)."""
 
-    weight: torch.Tensor  # [q heads + kv heads, head_dim]
-    pair: torch.Tensor  # [2, head_dim]
+    factors: torch.Tensor  # [positions, 1, 1]
 
-    def __init__(self, context: BuildContext, prefix: str, heads: HeadLayout, eps: float) -> None:
+    def __init__(self, context: BuildContext, beta: float, scale: float, shift: int = 0) -> None:
         super().__init__()
-        self.heads = (heads.num_heads, heads.num_kv_heads)
-        self.shape = (heads.head_dim,)
-        self.eps = eps
-        self.q = ShardedParameter(torch.empty(heads.head_dim, dtype=context.dtype))
-        self.k = ShardedParameter(torch.empty(heads.head_dim, dtype=context.dtype))
-        self.q.bind(f"{prefix}.q_norm.weight")
-        self.k.bind(f"{prefix}.k_norm.weight")
+        self.rule = (beta, scale, shift)
+        self.length = context.limits.max_context + SPARE_POSITIONS
+        self.device = context.device
+
+    @classmethod
+    def from_config(cls, context: BuildContext, model_config: ModelConfig) -> QueryTemperature | None:
+        """That of Ministral 3, whose rotary settings have `llama_4_scaling_beta`; else None."""
+        rope = model_config.config.get("rope_parameters") or model_config.config.get("rope_scaling") or {}
+        beta = rope.get("llama_4_scaling_beta")
+        return cls(context, float(beta), float(rope["original_max_position_embeddings"])) if beta else None
 
     def finish(self) -> None:
-        """Expand the two weights to all heads, and stack them for the kernel."""
-        weight = torch.cat((self.q.expand(self.heads[0], -1), self.k.expand(self.heads[1], -1)))
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("pair", torch.stack((self.q, self.k)), persistent=False)
+        """Compute the factors of all positions."""
+        beta, scale, shift = self.rule
+        positions = torch.arange(self.length, dtype=torch.float32)
+        factors = 1 + beta * torch.log(1 + torch.floor((positions + shift) / scale))
+        self.register_buffer("factors", factors[:, None, None].to(self.device), persistent=False)
 
-    def forward(self, qk: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(qk, self.shape, None, self.eps) * self.weight
+    def scale_queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, head_dim] -> the same shape."""
+        return q * self.factors.index_select(0, positions).to(q.dtype)
 
 
 class KVScales(nn.Module):
@@ -197,3 +220,14 @@ def get_layer_window(config: Mapping[str, Any], layer: int) -> int | None:
     kinds = config.get("layer_types")
     slides = kinds[layer] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
     return int(config["sliding_window"]) if slides else None
+
+
+def find_layer_window(model_config: ModelConfig, layer: int, pattern: int | None = None) -> int | None:
+    """The sliding window of a layer by `layer_types`; None for full attention. Without that list
+    every `pattern`-th layer has full attention, or no layer if `pattern` is None."""
+    config = model_config.config
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not window:
+        return None
+    slides = kinds[layer] == "sliding_attention" if kinds else pattern is None or bool((layer + 1) % pattern)
+    return int(window) if slides else None

@@ -1,8 +1,9 @@
-"""The pre-norm decoder that most architectures share: embedding, layers of attention and
-feed-forward, final norm, head.
+"""The decoder that most architectures share: embedding, layers of attention and feed-forward, final
+norm, head.
 
 An architecture derives from `Decoder` and builds the attention and the feed-forward part of each
-layer, with their checkpoint names.
+layer, with their checkpoint names. The layers are pre-norm; `NormedOutputLayer` and `ParallelLayer`
+are the other forms.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear
 from frame.models.layers.moe import MoE
-from frame.models.layers.norm import RMSNorm
+from frame.models.layers.norm import LayerNorm, RMSNorm
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 
@@ -27,17 +28,22 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.model import LazyTensor, ModelContext
+    from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
 
 BODY = ("embed_tokens.", "layers.", "norm.")  # name prefixes in a checkpoint of the body alone
+# of the language model in a checkpoint that also has encoders, as transformers 5 and 4 write it
+WRAPPERS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_ENCODERS = r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
+
+Norm = RMSNorm | LayerNorm
 
 
 class DecoderLayer(nn.Module):
     """(x, residual) -> (x, residual). The next norm adds the residual stream, so that one kernel
     does both."""
 
-    def __init__(self, input_norm: RMSNorm, attention: nn.Module, post_norm: RMSNorm, mlp: nn.Module) -> None:
+    def __init__(self, input_norm: Norm, attention: nn.Module, post_norm: Norm, mlp: nn.Module) -> None:
         super().__init__()
         self.input_norm = input_norm
         self.attention = attention
@@ -68,11 +74,80 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+class NormedOutputLayer(nn.Module):
+    """A layer that also norms the outputs of attention and feed-forward (Gemma 2 and later).
+    `input_norm` and `inner_norm` None: it norms these outputs alone (OLMo 2)."""
+
+    def __init__(
+        self, attention: nn.Module, mlp: nn.Module, output_norms: tuple[Norm, Norm], input_norms: tuple[Norm, Norm] | None
+    ) -> None:
+        super().__init__()
+        self.input_norm: Norm | None = input_norms[0] if input_norms is not None else None
+        self.inner_norm: Norm | None = input_norms[1] if input_norms is not None else None
+        self.attention = attention
+        self.attention_norm, self.mlp_norm = output_norms
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        batch: ForwardBatch,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`."""
+        x, residual = _add_residual(self.input_norm, x, residual)
+        x = self.attention(x, rows, batch)
+        if selected is not None:
+            x, residual = x.index_select(0, selected), residual.index_select(0, selected)
+            if not len(selected):
+                return x, residual
+        x, residual = _add_residual(self.inner_norm, self.attention_norm(x), residual)
+        return self.mlp_norm(self.mlp(x)), residual
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose attention and feed-forward have the same input (Cohere)."""
+
+    def __init__(self, input_norm: Norm, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        batch: ForwardBatch,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`."""
+        x, residual = self.input_norm.add_residual(x, residual)
+        attended = self.attention(x, rows, batch)
+        if selected is not None:
+            attended, x, residual = (part.index_select(0, selected) for part in (attended, x, residual))
+            if not len(selected):
+                return attended, residual
+        return attended + self.mlp(x), residual
+
+
+def _add_residual(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), or the sum twice without a norm."""
+    if norm is not None:
+        return norm.add_residual(x, residual)
+    stream = x if residual is None else x + residual
+    return stream, stream
+
+
 class Decoder(CausalLM, nn.Module):
     """A causal decoder of `model_config.num_layers` layers. Subclasses implement `build_attention`
     and `build_mlp`."""
 
     supports_token_selection: ClassVar[bool] = True
+    ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config
     mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
@@ -80,10 +155,11 @@ class Decoder(CausalLM, nn.Module):
         model_config = context.model_config
         self.model_config = model_config
         self.context = context
-        self.tied = bool(model_config.config.get("tie_word_embeddings", False))
+        self.tied = bool(model_config.config.get("tie_word_embeddings", self.ties_by_default))
         self.rotary = self.build_rotary()
         self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", model_config.vocab_size, model_config.hidden_size)
-        self.layers = nn.ModuleList(self._layer(index, f"model.layers.{index}") for index in range(model_config.num_layers))
+        self.layers = nn.ModuleList(self.build_layer(index, f"model.layers.{index}") for index in range(model_config.num_layers))
+        self.rotaries = tuple(self.get_rotary(index) for index in range(model_config.num_layers))
         self.norm = self.build_norm("model.norm")
         self.head = self._head()
 
@@ -95,25 +171,44 @@ class Decoder(CausalLM, nn.Module):
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         """Build a layer's feed-forward part. `prefix` is "model.layers.N." + `mlp_name`."""
 
+    def build_layer(self, index: int, prefix: str) -> nn.Module:
+        """Build a layer. `prefix` is "model.layers.N"."""
+        return DecoderLayer(
+            self.build_norm(f"{prefix}.input_layernorm"),
+            self.build_attention(index, f"{prefix}.self_attn"),
+            self.build_norm(f"{prefix}.post_attention_layernorm"),
+            self.build_mlp(index, f"{prefix}.{self.mlp_name}"),
+        )
+
     def build_rotary(self) -> Rotary:
         """Build the rotary embedding that all layers share."""
         parameters = read_rope_parameters(self.model_config)
         return Rotary(self.context, int(self.model_config.head_dim * parameters["partial_rotary_factor"]), parameters)
 
-    def build_norm(self, name: str) -> RMSNorm:
-        """Build an RMSNorm over the hidden size. `name` is the checkpoint name."""
+    def get_rotary(self, layer: int) -> Rotary:
+        """The rotary embedding of a layer, for models that have two."""
+        return self.rotary
+
+    def build_norm(self, name: str) -> Norm:
+        """Build the norm over the hidden size. `name` is the checkpoint name."""
         return RMSNorm(self.context, name, self.model_config.hidden_size, self.model_config.config.get("rms_norm_eps", 1e-6))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         # None: each layer's kernel reads the table by position
-        rows = None if self.rotary.fused and not torch.compiler.is_compiling() else self.rotary.gather_rows(batch.positions)
-        x, residual = self.embed_tokens(batch.token_ids), None
-        *body, last = self.layers
-        for layer in body:
-            x, residual = layer(x, residual, rows, batch)
+        reads_table = self.rotary.fused and not torch.compiler.is_compiling()
+        rows = {rotary: None if reads_table else rotary.gather_rows(batch.positions) for rotary in dict.fromkeys(self.rotaries)}
+        x, residual = self.embed(batch.token_ids), None
+        *body, last = zip(self.layers, self.rotaries, strict=True)
+        for layer, rotary in body:
+            x, residual = layer(x, residual, rows[rotary], batch)
         selected = batch.get(SelectedTokens)
-        x, residual = last(x, residual, rows, batch, None if selected is None else selected.indices)
+        x, residual = last[0](x, residual, rows[last[1]], batch, None if selected is None else selected.indices)
         return self.norm.add_residual(x, residual)[0] if len(x) else x
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] -> [tokens, hidden], the input of the first layer."""
+        embedded: torch.Tensor = self.embed_tokens(token_ids)
+        return embedded
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
@@ -121,12 +216,19 @@ class Decoder(CausalLM, nn.Module):
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self._renamed(weights), self.get_ignored())
+        return load_parameters(self, self.map_weights(self._renamed(weights)), self.get_ignored())
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
+        """The checkpoint's tensors under the names that the layers bind, for checkpoints that store
+        several of them as one."""
+        return weights
 
     def get_ignored(self) -> tuple[str, ...]:
         """Regular expressions of checkpoint names that the model does not load."""
         stored = self.context.weight_format
         unused = (*self.ignored_weights, *(stored.ignored_weights if stored is not None else ()))
+        if self.model_config.architecture.endswith("ForConditionalGeneration"):
+            unused = (*unused, _ENCODERS)
         # A checkpoint with tied embeddings may still contain the head; like transformers, use the
         # embedding.
         return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")
@@ -146,14 +248,19 @@ class Decoder(CausalLM, nn.Module):
     @staticmethod
     def _renamed(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """Add the prefix `model.` to the names of a checkpoint of the body alone, as embedding
-        models are often saved."""
+        models are often saved, and remove that of a language model with image or audio encoders."""
         for name, tensor in weights:
+            for prefix, replacement in WRAPPERS.items():
+                if name.startswith(prefix):
+                    name = replacement + name.removeprefix(prefix)
+                    break
             yield f"model.{name}" if name.startswith(BODY) else name, tensor
 
-    def _layer(self, index: int, prefix: str) -> DecoderLayer:
-        return DecoderLayer(
-            self.build_norm(f"{prefix}.input_layernorm"),
-            self.build_attention(index, f"{prefix}.self_attn"),
-            self.build_norm(f"{prefix}.post_attention_layernorm"),
-            self.build_mlp(index, f"{prefix}.{self.mlp_name}"),
-        )
+
+
+def match_draft_layers(model_config: ModelConfig) -> str:
+    """A regular expression of the layers after the last one: multi-token-prediction modules, which
+    only a drafter uses."""
+    extra = model_config.config.get("num_nextn_predict_layers") or model_config.config.get("num_mtp_layers") or 0
+    layers = "|".join(str(model_config.num_layers + index) for index in range(max(int(extra), 1)))
+    return rf"model\.layers\.(?:{layers})\."

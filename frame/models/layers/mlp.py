@@ -1,22 +1,38 @@
-"""The gated feed-forward layer: down(SiLU(gate(x)) * up(x)), with gate and up in one product."""
+"""The gated feed-forward layer: down(activation(gate(x)) * up(x)), gate and up in one product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.core.errors import ConfigurationError
 from frame.models.layers.linear import ColumnLinear, RowLinear
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
 
 
+Activation = Literal["silu", "gelu_tanh"]
+
 _SHORT_ROW = 256
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"
+}  # fmt: skip
+
+
+def read_activation(config: Mapping[str, Any], key: str = "hidden_act", default: str = "silu") -> Activation:
+    """The activation that config.json names. Raises ConfigurationError for one that `GatedMLP` does
+    not compute."""
+    name = config.get(key) or default
+    if name not in _ACTIVATIONS:
+        known = " and ".join(get_args(Activation))
+        raise ConfigurationError(f"{key} {name!r} is not implemented here, only {known}: set model.implementation: transformers.")
+    return _ACTIVATIONS[name]
 
 
 def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -32,14 +48,20 @@ class GatedMLP(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint name that holds gate_proj,
     up_proj and down_proj."""
 
-    def __init__(self, context: BuildContext, prefix: str, hidden_size: int, inner_size: int, bias: bool = False) -> None:
+    def __init__(
+        self, context: BuildContext, prefix: str, hidden_size: int, inner_size: int, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
         super().__init__()
+        self.activation = activation
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self.gate_up_proj = ColumnLinear(context, names, hidden_size, (inner_size, inner_size), bias)
         self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
         self.kernel = _silu_mul(context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activation == "gelu_tanh":
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            return self.down_proj(F.gelu(gate, approximate="tanh").mul_(up))
         inner = self.gate_up_proj.apply_gated(x)
         if inner is not None:
             return self.down_proj(inner)

@@ -32,16 +32,18 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight for x [tokens, size], computed in float32. `name` is the checkpoint
     layer.
 
-    The result may be a view with strided rows.
+    `offset` is added to the weight: 1 for checkpoints that store the weight minus one (Gemma). The
+    result may be a view with strided rows.
     """
 
     twice: torch.Tensor | None  # [2 * size]: the weight twice, for 16-bit types on the CPU
     scale: torch.Tensor | None  # the weight as the kernel takes it
 
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.shape = (size,)
         self.eps = eps
+        self.offset = offset
         self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
         self.weight.bind(f"{name}.weight")
         self.register_buffer("twice", None, persistent=False)
@@ -50,7 +52,9 @@ class RMSNorm(nn.Module):
 
     def finish(self) -> None:
         """Lay the weight out for the fast path."""
-        if self.kernel is not None:
+        if self.offset:
+            self.scale = self.weight.data.float() + self.offset  # a 16-bit sum would lose the small weights
+        elif self.kernel is not None:
             self.scale = self.weight.data
         elif self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
             self.twice = torch.cat((self.weight.data, self.weight.data))
@@ -58,6 +62,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
             return self.kernel(x, None, self.scale, self.eps)[0]
+        if self.offset:
+            return F.rms_norm(x.float(), self.shape, self.scale, self.eps).to(x.dtype)
         if self.twice is None or torch.compiler.is_compiling():
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         # PyTorch composes rms_norm of a dozen operations here. layer_norm is one operation, and
@@ -83,14 +89,23 @@ class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias over the last dimension. `name` is the checkpoint
     layer."""
 
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+    bias: ShardedParameter | None
+
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float, bias: bool = True) -> None:
         super().__init__()
         self.shape = (size,)
         self.eps = eps
         self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
-        self.bias = ShardedParameter(torch.empty(size, dtype=context.dtype))
         self.weight.bind(f"{name}.weight")
-        self.bias.bind(f"{name}.bias")
+        self.bias = None
+        if bias:
+            self.bias = ShardedParameter(torch.empty(size, dtype=context.dtype))
+            self.bias.bind(f"{name}.bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def add_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual)."""
+        stream = x if residual is None else x + residual
+        return self(stream), stream

@@ -22,16 +22,28 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import ModelConfig
 
-_SPARE = 8  # positions past the limit: a request that has just ended may run one more step
+SPARE_POSITIONS = 8  # positions past the limit: a request that has just ended may run one more step
 
 
-def read_rope_parameters(model_config: ModelConfig) -> dict[str, Any]:
+def read_rope_parameters(model_config: ModelConfig, kind: str | None = None, theta_key: str = "rope_theta") -> dict[str, Any]:
     """The rotary settings of a checkpoint in one spelling: rope_type, rope_theta,
-    partial_rotary_factor and the scheme's own keys."""
+    partial_rotary_factor and the scheme's own keys.
+
+    `kind`: "full_attention" or "sliding_attention", for models whose layers differ. A config of
+    transformers 4 scales the positions of full attention only, and may have a `theta_key` for the
+    base of the other.
+    """
     config = model_config.config
-    stored = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in stored.values()):  # one entry for each kind of layer
+        stored = stored.get(kind or "full_attention") or {}
+    elif kind == "sliding_attention":
+        stored = {}
+    stored = dict(stored)
     stored["rope_type"] = stored.get("rope_type") or stored.get("type") or "default"
-    stored.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if "long_factor" in stored:  # early Phi-3 checkpoints call it "su" or "yarn"
+        stored["rope_type"] = "longrope"
+    stored.setdefault("rope_theta", config.get(theta_key) or 10000.0)
     stored.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     original = config.get("original_max_position_embeddings")
     if original is not None:
@@ -63,13 +75,16 @@ class Rotary(nn.Module):
         super().__init__()
         self.dim = dim
         self.interleaved = interleaved
-        self.scheme = parameters
-        self.length = context.limits.max_context + _SPARE
+        # LongRoPE's factors follow the context limit, not a sequence's length, so that cached keys
+        # stay valid
+        exceeds = context.limits.max_context > parameters["original_max_position_embeddings"]
+        self.scheme = {**parameters, "exceeds_original": exceeds}
+        self.length = context.limits.max_context + SPARE_POSITIONS
         self.device = context.device
         self.dtype = context.dtype
         self.fused = kernels.can_use_triton(context.device)
         with torch.device("cpu"):  # on the meta device, torch would import its compiler for this
-            compute_frequencies(parameters, dim)  # refuse an unknown scheme before weights are read
+            compute_frequencies(self.scheme, dim)  # refuse an unknown scheme before weights are read
 
     def finish(self) -> None:
         """Compute the table in float32, like the reference, then convert it to the model's
@@ -105,11 +120,14 @@ class Rotary(nn.Module):
 
 
 def compute_attention_factor(parameters: Mapping[str, Any]) -> float:
-    """The factor of cosines and sines (YaRN's attention factor)."""
-    if parameters["rope_type"] != "yarn":
+    """The factor of cosines and sines (the attention factor of YaRN and LongRoPE)."""
+    if parameters["rope_type"] not in ("yarn", "longrope"):
         return 1.0
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
+    if parameters["rope_type"] == "longrope":
+        factor = _yarn_factor(parameters)
+        return math.sqrt(1 + math.log(factor) / math.log(parameters["original_max_position_embeddings"])) if factor > 1 else 1.0
     factor = _yarn_factor(parameters)
     some, every = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return _mscale(factor, some) / _mscale(factor, every) if some and every else _mscale(factor)
@@ -128,7 +146,10 @@ def compute_frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor
         return _llama3(_plain(base, dim), parameters)
     if kind == "yarn":
         return _yarn(base, dim, parameters)
-    known = "default, linear, dynamic, llama3 and yarn"
+    if kind == "longrope":
+        factors = parameters["long_factor" if parameters["exceeds_original"] else "short_factor"]
+        return _plain(base, dim) / torch.tensor(factors, dtype=torch.float32)
+    known = "default, linear, dynamic, llama3, yarn and longrope"
     raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: set model.implementation: transformers.")
 
 

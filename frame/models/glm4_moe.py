@@ -1,0 +1,54 @@
+"""GLM-4.5 and GLM-4.6: grouped-query attention with partly rotated heads, and DeepSeek-V3's
+routing."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder, match_draft_layers
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.moe import ExpertSizes, MoE
+from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.router import RoutingRule
+
+_ROTATED = 0.5  # share of a head that rotates, unless the config says otherwise
+
+
+class Glm4MoeForCausalLM(Decoder):
+    """The first `first_k_dense_replace` layers are dense. The multi-token-prediction layer after
+    the last one is not loaded."""
+
+    def get_ignored(self) -> tuple[str, ...]:
+        return (*super().get_ignored(), match_draft_layers(self.model_config))
+
+    def build_rotary(self) -> Rotary:
+        parameters = read_rope_parameters(self.model_config)
+        stored = self.model_config.config.get("rope_parameters") or {}
+        share = stored.get("partial_rotary_factor") or self.model_config.config.get("partial_rotary_factor") or _ROTATED
+        return Rotary(self.context, int(self.model_config.head_dim * share), parameters)
+
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+        config = self.model_config.config
+        eps = config.get("rms_norm_eps", 1e-5) if config.get("use_qk_norm", False) else None
+        options = AttentionOptions(qkv_bias=bool(config.get("attention_bias", False)), qk_norm=eps)
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
+        config, hidden = self.model_config.config, self.model_config.hidden_size
+        if layer < config.get("first_k_dense_replace", 1):
+            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+        inner = config["moe_intermediate_size"]
+        rule = RoutingRule(
+            top_k=config["num_experts_per_tok"],
+            scoring="sigmoid",
+            renormalize=bool(config.get("norm_topk_prob", True)),
+            scale=config.get("routed_scaling_factor", 1.0),
+            groups=config.get("n_group") or 1,
+            top_groups=config.get("topk_group") or 1,
+            group_score="top2",
+            correction=True,
+            precise=True,
+        )
+        shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config.get("n_shared_experts", 1))
+        return MoE(self.context, prefix, ExpertSizes(self.model_config.num_experts, hidden, inner), rule, shared)

@@ -1,0 +1,103 @@
+"""Norms of queries and keys before the rotary embedding: over each head, or over all heads
+together.
+
+Used by `attention`. Must not know an architecture.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.models.layers.linear import HeadLayout
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+QKNormKind = Literal["head", "projection", "layer"]
+
+
+class QKNorm(nn.Module):
+    """RMSNorm over each head, with one weight for queries and one for keys, computed for both at
+    once. `offset` is added to the weights."""
+
+    weight: torch.Tensor  # [q heads + kv heads, head_dim]
+    pair: torch.Tensor  # [2, head_dim], for the kernel that also rotates and stores
+
+    def __init__(self, context: BuildContext, prefix: str, heads: HeadLayout, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.heads = (heads.num_heads, heads.num_kv_heads)
+        self.shape = (heads.head_dim,)
+        self.eps = eps
+        self.offset = offset
+        self.q = ShardedParameter(torch.empty(heads.head_dim, dtype=context.dtype))
+        self.k = ShardedParameter(torch.empty(heads.head_dim, dtype=context.dtype))
+        self.q.bind(f"{prefix}.q_norm.weight")
+        self.k.bind(f"{prefix}.k_norm.weight")
+
+    def finish(self) -> None:
+        """Expand the two weights to all heads, and stack them for the kernel."""
+        q, k = (part.data.float() + self.offset if self.offset else part.data for part in (self.q, self.k))
+        weight = torch.cat((q.expand(self.heads[0], -1), k.expand(self.heads[1], -1)))
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("pair", torch.stack((q, k)), persistent=False)
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """[tokens, q heads + kv heads, head_dim] -> the same shape."""
+        if self.offset:
+            return (F.rms_norm(qk.float(), self.shape, None, self.eps) * self.weight).to(qk.dtype)
+        return F.rms_norm(qk, self.shape, None, self.eps) * self.weight
+
+
+class SeparateNorm(nn.Module):
+    """Weights for each head, of queries and of keys. kind "projection": RMSNorm over all heads of
+    the whole model together. kind "layer": LayerNorm without bias over each head."""
+
+    def __init__(self, context: BuildContext, prefix: str, heads: HeadLayout, eps: float, kind: QKNormKind) -> None:
+        super().__init__()
+        self.tp = context.tp
+        self.eps = eps
+        self.kind = kind
+        self.spans = (heads.queries, heads.keys)
+        self.weight_q = self._parameter(context, f"{prefix}.q_norm.weight", heads.queries, heads.head_dim)
+        self.weight_k = self._parameter(context, f"{prefix}.k_norm.weight", heads.keys, heads.head_dim)
+
+    def _parameter(self, context: BuildContext, name: str, span: Range, size: int) -> ShardedParameter:
+        """[heads, head_dim] ("layer"), or flat ("projection"), as in the checkpoint."""
+        is_flat = self.kind == "projection"
+        shape = (span.size * size,) if is_flat else (span.size, size)
+        parameter = ShardedParameter(torch.empty(shape, dtype=context.dtype), ShardRule(output=0))
+        parameter.bind(name, Range(span.full * size, span.start * size, span.size * size) if is_flat else span)
+        return parameter
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """[tokens, q heads + kv heads, head_dim] -> the same shape."""
+        q, k = qk.split([span.size for span in self.spans], 1)
+        if self.kind == "layer":
+            parts = [F.layer_norm(part.float(), part.shape[-1:], None, None, self.eps) for part in (q, k)]
+        else:
+            parts = self._scale_together(q.float(), k.float())
+        weights = [weight.view(-1, qk.shape[-1]) for weight in (self.weight_q, self.weight_k)]
+        return torch.cat([part * weight for part, weight in zip(parts, weights, strict=True)], 1).to(qk.dtype)
+
+    def _scale_together(self, q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        """Both divided by their root mean squares over the heads of all ranks."""
+        squares = torch.stack([part.square().sum((1, 2)) for part in (q, k)], 1)  # [tokens, 2]
+        if self.tp.size > 1:
+            squares = self.tp.all_reduce(squares)
+        roots = []
+        for index, (part, span) in enumerate(zip((q, k), self.spans, strict=True)):
+            counted = self.tp.size * span.size * part.shape[-1]  # replicated heads are counted once a rank
+            roots.append(torch.rsqrt(squares[:, index] / counted + self.eps)[:, None, None])
+        return [q * roots[0], k * roots[1]]
+
+
+def build_qk_norm(
+    context: BuildContext, prefix: str, heads: HeadLayout, eps: float, kind: QKNormKind, offset: float
+) -> QKNorm | SeparateNorm:
+    """The norm of queries and keys of the attention layer `prefix`."""
+    return QKNorm(context, prefix, heads, eps, offset) if kind == "head" else SeparateNorm(context, prefix, heads, eps, kind)

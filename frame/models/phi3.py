@@ -1,0 +1,39 @@
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama's layers, stored with one tensor for queries,
+keys and values, and one for gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.mlp import GatedMLP, read_activation
+from frame.models.layers.weights.fused_tensors import split_layers
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
+
+
+class Phi3ForCausalLM(Decoder):
+    """LongRoPE uses the long factors if the context limit exceeds the original context."""
+
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+        options = AttentionOptions(sliding_window=find_layer_window(self.model_config, layer))
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
+        config = self.model_config.config
+        activation = read_activation(config)
+        return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], activation=activation)
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        sizes, inner = self.model_config, self.model_config.config["intermediate_size"]
+        queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        fused = {
+            "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+            "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+        }
+        return split_layers(weights, fused)
