@@ -20,26 +20,37 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
-from frame.testing.conformance import Check, Subject
+from frame.core.interfaces.stats import Metric, RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
+from frame.testing.conformance import Check, SkipCheck, Subject
 
-MANY = 3000  # records
+MANY = 6000  # records
 MAX_SECONDS = 1e-3  # of one record
-MAX_KEPT = 500  # elements of all containers that a logger holds
+MAX_RENDER_SECONDS = 0.05  # of `render_metrics`
+MAX_KEPT = 1500  # elements of all containers that a logger holds
 CONTAINERS = (list, dict, set, deque, tuple, bytearray)
-STEP = StepRecord(num_requests=3, prompt_tokens=20, generated_tokens=3, running=3, waiting=1, used_pages=9, total_pages=64)
-REQUEST = RequestRecord("r", "tiny", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.1, 0.1)
+STEP = StepRecord(
+    num_requests=3, prompt_tokens=20, generated_tokens=3, running=3, waiting=1, used_pages=9, total_pages=64,
+    first_token_latencies=(0.1,), inter_token_latencies=(0.01, 0.02), queue_times=(0.01,), prefill_times=(0.09,),
+)  # fmt: skip
+METRICS = (
+    Metric("requests_running", "Requests on the device.", [((), 3)]),
+    Metric("requests_finished", "Requests that ended, by reason.", [(("stop",), 2), (('a"b\\c\nd',), 1)], ("reason",), is_counter=True),
+    Metric("start_seconds", "Seconds by phase.", [], ("phase",)),
+)
+REQUEST = RequestRecord("r", "tiny", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.1, 0.1, inference_time=0.49, max_tokens=8)
 
 
 def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a stat logger."""
-    make = partial(subject.target, StatLoggerContext("tiny"), subject.options)
+    make = partial(subject.target, StatLoggerContext("tiny", lambda: METRICS, ("vllm",)), subject.options)
     for function in (
         _prints_nothing,
         _takes_every_record,
         _takes_any_text,
         _returns_at_once,
         _keeps_a_bounded_amount,
+        _renders_metrics,
+        _renders_without_effect,
         _closes_twice,
         _changes_nothing_of_the_process,
     ):
@@ -59,8 +70,10 @@ def _takes_every_record(make: Any) -> None:
         logger.record_step(step)
     for reason in ("stop", "length", "abort", "error"):
         logger.record_request(replace(REQUEST, finish_reason=reason))
-    ended_early = replace(REQUEST, output_tokens=0, cached_tokens=0, time_to_first_token=None, inter_token_latency=None)
+    never: dict[str, Any] = {"time_to_first_token": None, "inter_token_latency": None, "inference_time": None}
+    ended_early = replace(REQUEST, output_tokens=0, cached_tokens=0, **never)
     logger.record_request(ended_early)
+    logger.record_request(replace(ended_early, finish_reason="abort", max_tokens=None, is_abandoned=True))
     logger.record_request(replace(ended_early, output_tokens=1, time_to_first_token=0.0))
     logger.record_request(replace(REQUEST, key="", end_to_end=0.0, queue_time=0.0, prompt_tokens=1))
     logger.close()
@@ -92,6 +105,44 @@ def _keeps_a_bounded_amount(make: Any) -> None:
     kept = _measure(logger)
     logger.close()
     _require(kept <= MAX_KEPT, f"the logger holds {kept} elements after {MANY} steps: it keeps records")
+
+
+def _renders_metrics(make: Any) -> None:
+    """A response, at once, also before the first record and after `close`."""
+    logger = make()
+    if logger.render_metrics() is None:
+        raise SkipCheck("the logger renders no metrics")
+    _run(logger, 60)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        found = logger.render_metrics()
+        seconds.append(time.perf_counter() - start)
+    _require(isinstance(found, RenderedMetrics), "render_metrics() returns no RenderedMetrics")
+    _require(isinstance(found.body, bytes) and "/" in found.content_type, "the rendered metrics have no bytes, or no content type")
+    found.content_type.encode("ascii")
+    found.body.decode()
+    _require(min(seconds) <= MAX_RENDER_SECONDS, f"render_metrics() takes {min(seconds):.2f} s, which every request waits for")
+    logger.close()
+    _require(logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers")
+
+
+def _renders_without_effect(make: Any) -> None:
+    """Two readers get the same totals: no sample of the text but those of the process changes when
+    it is read."""
+    logger = make()
+    if logger.render_metrics() is None:
+        raise SkipCheck("the logger renders no metrics")
+    texts = []
+    for _ in range(2):
+        _run(logger, 60)
+        texts += [_read_samples(logger.render_metrics()) for _ in range(2)]
+    _require(texts[0] == texts[1] and texts[2] == texts[3], "the metrics change when they are read")
+    _require(texts[0] != texts[2], "60 records do not change the metrics")
+
+
+def _read_samples(found: RenderedMetrics) -> list[bytes]:
+    return [line for line in found.body.splitlines() if not line.startswith((b"process_", b"python_", b"#"))]
 
 
 def _prints_nothing(make: Any) -> None:

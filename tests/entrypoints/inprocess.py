@@ -28,6 +28,8 @@ from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions.loading import load_extensions
+from frame.entrypoints.http.operations.metrics import ServerMetrics
+from frame.entrypoints.http.server import load_stat_loggers
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
@@ -122,6 +124,8 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     client = EngineClient(near, get_client_limits(resolved, info), Detokenizer(tokenizer))
     clients.append(client)
     services = Services(resolved, client, tokenizer, ThreadedTokenizer(tokenizer), info=info)
+    services.metrics = ServerMetrics(services)
+    client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)
     thread.start()
     try:

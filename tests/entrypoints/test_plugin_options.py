@@ -115,5 +115,5 @@ def test_options_reach_the_constructor_of_every_kind(seen: dict[str, int], tmp_p
     load_backend(resolved, registry)
     for parser in load_parsers(resolved, registry).values():
         parser()
-    load_stat_loggers(resolved, registry, SimpleNamespace(load=None))
+    load_stat_loggers(resolved, registry, SimpleNamespace(client=None, metrics=None))
     assert seen == values

@@ -68,7 +68,7 @@ receiver.bind(("127.0.0.1", 0))
 receiver.settimeout(10)
 option = f"plugins.options.stat_logger/statsd.port={receiver.getsockname()[1]}"
 prepared = prepare(load_config(sys.argv[1], sets=[option]).config)
-loggers = load_stat_loggers(prepared.resolved, prepared.registry, SimpleNamespace(load=None))
+loggers = load_stat_loggers(prepared.resolved, prepared.registry, SimpleNamespace(client=None, metrics=None))
 (logger,) = loggers._loggers.values()
 logger.record_request(RequestRecord("r", "m", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.125, None))
 print(receiver.recv(4096).decode())

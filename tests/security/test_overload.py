@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from frame.entrypoints.http.operations.metrics import ServerMetrics
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
 
@@ -175,14 +174,11 @@ async def many(server: InProcess, count: int, start: int) -> None:
 
     for first in range(start, start + count, 16):
         await asyncio.gather(*(one(number) for number in range(first, min(first + 16, start + count))))
-    if server.services.metrics is not None:
-        server.services.metrics.fold()
 
 
 async def grows(warm: int, count: int) -> dict[str, int]:
     """Collections that grew by a tenth of `count` or more during `count` further requests."""
     async with serving() as server:
-        server.services.metrics = ServerMetrics(server.services)
         await many(server, warm, 0)
         before = sizes()
         memory = psutil.Process().memory_info().rss

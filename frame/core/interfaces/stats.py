@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,16 +17,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """A counter or gauge of the server, at the moment of reading."""
+
+    name: str  # "requests_running"
+    text: str  # its meaning, one sentence
+    samples: Sequence[tuple[Sequence[str], float]]  # values of the labels, and the value
+    labels: tuple[str, ...] = ()
+    is_counter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedMetrics:
+    """The response to `GET /metrics`."""
+
+    content_type: str
+    body: bytes
+
+
+def _read_nothing() -> Iterable[Metric]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
 class StatLoggerContext:
-    """The server whose statistics are logged."""
+    """The server whose statistics are logged. `read_metrics` returns its counters and gauges:
+    load, memory, starts, restarts, HTTP responses."""
 
     model: str  # its name in the API
+    read_metrics: Callable[[], Iterable[Metric]] = _read_nothing
+    metrics_aliases: tuple[str, ...] = ()  # server.metrics_aliases
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of the engine, when its tokens have arrived in the main process. `running`,
-    `waiting`, `used_pages` and `total_pages` are those of the engine's last heartbeat."""
+    `waiting`, `used_pages` and `total_pages` are those of the engine's last heartbeat. The
+    sequences are those of this step, times are in seconds."""
 
     num_requests: int  # sequences that got tokens or ended
     prompt_tokens: int  # computed for sequences that got their first token; without those from the prefix cache
@@ -34,6 +62,10 @@ class StepRecord:
     waiting: int = 0
     used_pages: int = 0
     total_pages: int = 0
+    first_token_latencies: Sequence[float] = ()  # from the arrival to the first token
+    inter_token_latencies: Sequence[float] = ()  # since the sequence's tokens before, divided by the number of tokens
+    queue_times: Sequence[float] = ()  # in the engine's queue, of sequences that got their first token
+    prefill_times: Sequence[float] = ()  # from the queue's end to the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +83,9 @@ class RequestRecord:
     queue_time: float = 0.0  # in the engine's queue
     time_to_first_token: float | None = None  # None: it ended before
     inter_token_latency: float | None = None  # mean time between output tokens; None: there are fewer than two
+    inference_time: float | None = None  # from the queue's end to the end; None: it ended before its first token
+    max_tokens: int | None = None  # of the request; None: not given
+    is_abandoned: bool = False  # its client has left
 
 
 class StatLogger(ABC):
@@ -74,6 +109,10 @@ class StatLogger(ABC):
     @abstractmethod
     def record_request(self, request: RequestRecord) -> None:
         """A sequence has ended."""
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        """The response to `GET /metrics`, of the first logger that has one. None: it has none."""
+        return None
 
     def close(self) -> None:
         """The server stops: send what is left."""

@@ -234,7 +234,7 @@ class EngineClient:
             return
         self.stats.count_finishes("abort", len(running))
         if self.stats.loggers is not None:
-            self.stats.loggers.record_requests(running, Finish("abort"), time.perf_counter())
+            self.stats.loggers.record_abandoned(running, Finish("abort"), time.perf_counter())
         admitted = [sequence.recovery.engine_rid for sequence in running if not self._recovery.is_held(sequence)]
         if admitted:
             self.link.send(Abort(rids=admitted))

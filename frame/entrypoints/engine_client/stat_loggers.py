@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StepRecord
+from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StepRecord
 
 if TYPE_CHECKING:
     from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
     from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
+
+
+class StepTimes(NamedTuple):
+    """What `TokenRouter` measures of one step, in seconds (`now`: `time.perf_counter`)."""
+
+    now: float
+    generated: int  # tokens
+    first_token: list[float]  # latencies, see StepRecord
+    inter_token: list[float]
 
 
 class StatLoggers:
@@ -27,17 +36,26 @@ class StatLoggers:
         self._loggers = dict(loggers)
         self._get_load = get_load
 
-    def record_step(self, message: StepText | StepTokens, sequences: Mapping[str, SequenceState], generated: int) -> None:
+    def record_step(self, message: StepText | StepTokens, sequences: Mapping[str, SequenceState], times: StepTimes) -> None:
         """Record a step, before its ended sequences are removed from `sequences`."""
-        rids = message.rids
-        starts = [(sequences.get(rids[place]), cached) for place, cached in message.num_cached_tokens.items()]
-        prompt_tokens = sum(len(sequence.prompt) - cached for sequence, cached in starts if sequence is not None)
+        rids, prompt_tokens = message.rids, 0
+        queue_times: list[float] = []
+        prefill_times: list[float] = []
+        for place, cached in message.num_cached_tokens.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                prompt_tokens += len(sequence.prompt) - cached
+        for place, seconds in message.queue_times.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                queue_times.append(seconds)
+                prefill_times.append(max(0.0, times.now - sequence.request.submitted - seconds))
         load = self._get_load()
-        sizes = (load.running, load.waiting, load.used_pages, load.total_pages) if load is not None else ()
-        self._call("record_step", StepRecord(len(rids), prompt_tokens, generated, *sizes))
+        sizes = (load.running, load.waiting, load.used_pages, load.total_pages) if load is not None else (0, 0, 0, 0)
+        latencies = (times.first_token, times.inter_token, queue_times, prefill_times)
+        self._call("record_step", StepRecord(len(rids), prompt_tokens, times.generated, *sizes, *latencies))
 
-    def record_request(self, sequence: SequenceState, finish: Finish, now: float) -> None:
-        """Record a sequence that has ended (`now`: `time.perf_counter`)."""
+    def record_request(self, sequence: SequenceState, finish: Finish, now: float, *, is_abandoned: bool = False) -> None:
+        """Record a sequence that has ended (`now`: `time.perf_counter`). is_abandoned: its client
+        has left."""
         request, times, count = sequence.request, sequence.times, sequence.num_tokens
         record = RequestRecord(
             rid=sequence.rid,
@@ -51,20 +69,31 @@ class StatLoggers:
             queue_time=times.waited,
             time_to_first_token=times.first - request.created if times.first else None,
             inter_token_latency=(times.last - times.first) / (count - 1) if times.first and count > 1 else None,
+            inference_time=max(0.0, now - request.submitted - times.waited) if times.first else None,
+            max_tokens=sequence.params.max_tokens,
+            is_abandoned=is_abandoned,
         )
         self._call("record_request", record)
 
-    def record_requests(self, sequences: Sequence[SequenceState], finish: Finish, now: float) -> None:
+    def record_abandoned(self, sequences: Sequence[SequenceState], finish: Finish, now: float) -> None:
+        """Record sequences whose client has left."""
         for sequence in sequences:
-            self.record_request(sequence, finish, now)
+            self.record_request(sequence, finish, now, is_abandoned=True)
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        """The metrics of the first logger that has any; None: none has."""
+        return next((found for found in self._call("render_metrics") if found is not None), None)
 
     def close(self) -> None:
         self._call("close")
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """The results of a method of all loggers, without those that raise."""
+        results = []
         for name, logger in tuple(self._loggers.items()):
             try:
-                getattr(logger, method)(*arguments)
+                results.append(getattr(logger, method)(*arguments))
             except Exception:  # a logger must not harm a request
                 del self._loggers[name]
                 log.exception("stat_logger %s raised in %s and is switched off", name, method)
+        return results

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from frame.core.messages import Finish, StepText, StepTokens, TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+from frame.entrypoints.engine_client.stat_loggers import StepTimes
 from frame.entrypoints.engine_client.stats import ClientStats
 
 
@@ -30,7 +31,9 @@ class TokenRouter:
         """Append one step's tokens and `texts` (None: there is no text). Requests without earlier
         unread output are added to `touched`, once."""
         sequences, token_ids, now = self._sequences, message.token_ids, time.perf_counter()
-        latencies, count = self.stats.inter_token, 0
+        first_token: list[float] = []
+        inter_token: list[float] = []
+        count = 0
         for place, rid in enumerate(message.rids):
             sequence = sequences.get(rid)
             if sequence is None:  # abandoned meanwhile
@@ -39,9 +42,9 @@ class TokenRouter:
             if ids:
                 times = sequence.times
                 if times.last:
-                    latencies.append((now - times.last) / len(ids))
+                    inter_token.append((now - times.last) / len(ids))
                 else:
-                    self.stats.first_token.append(now - sequence.request.created)
+                    first_token.append(now - sequence.request.created)
                     times.first = now
                 times.last = now
                 sequence.token_ids += ids
@@ -59,7 +62,7 @@ class TokenRouter:
                 sequence.request.add_unread(sequence, len(ids))
         self.stats.generated_tokens += count
         if self.stats.loggers is not None:
-            self.stats.loggers.record_step(message, sequences, count)
+            self.stats.loggers.record_step(message, sequences, StepTimes(now, count, first_token, inter_token))
         self._route_rest(message, now)
 
     def _route_rest(self, message: StepText | StepTokens, now: float) -> None:
@@ -72,7 +75,6 @@ class TokenRouter:
         for place, queue_time in message.queue_times.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.times.waited = queue_time
-                self.stats.record_wait(sequence, queue_time, now)
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)

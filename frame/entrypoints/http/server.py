@@ -144,7 +144,6 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     makes_text = resolved.task == "generate" and not layout.detokenizer
     local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
     client = EngineClient(deployment.transport, get_client_limits(resolved, info), local, layout.detokenizer)
-    client.stats.loggers = load_stat_loggers(resolved, prepared.registry, client)
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:
         text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
@@ -157,6 +156,7 @@ def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer |
     services.score_prompt = read_score_prompt(resolved.user.text.score_prompt)
     services.moderation_policy = read_policy(resolved.user.text.moderation_policy)
     services.metrics = ServerMetrics(services)
+    client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
     return services
@@ -171,12 +171,13 @@ def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[
     return {attribute: partial(target, context, options) for attribute, (target, options) in chosen.items()}
 
 
-def load_stat_loggers(resolved: Resolved, registry: Registry, client: EngineClient) -> StatLoggers | None:
-    """The chosen stat loggers; None: there are none."""
-    context = StatLoggerContext(resolved.served_name)
+def load_stat_loggers(resolved: Resolved, registry: Registry, services: Services) -> StatLoggers | None:
+    """The chosen stat loggers, which read the metrics of `services`; None: there are none."""
+    read = services.metrics.read if services.metrics is not None else tuple
+    context = StatLoggerContext(resolved.served_name, read, resolved.user.server.metrics_aliases)
     chosen = resolved.plugins.get("stat_logger", ())
     loggers = {f"{each.name!r} ({each.distribution} {each.version})": registry.create(each, context) for each in chosen}
-    return StatLoggers(resolved.served_name, loggers, lambda: client.load) if loggers else None
+    return StatLoggers(resolved.served_name, loggers, lambda: services.client.load) if loggers else None
 
 
 def check_grpc(server: ServerSection) -> None:
@@ -313,7 +314,7 @@ class Server:
             if time.monotonic() - folded > FOLD:
                 folded = time.monotonic()
                 if self._services.metrics is not None:
-                    self._services.metrics.fold()
+                    self._services.metrics.update_rate()
         alarm.close()
         report(f"stopping: {client.dead_reason}")
 

@@ -22,10 +22,16 @@ class LogOptions(BaseModel):
 
 @hookimpl
 def register_stat_loggers(registry: KindRegistry) -> None:
-    """Add the in-tree stat loggers."""
+    """Add the in-tree stat loggers. A rank below 0 keeps one out of `builtin`."""
+    registry.add(
+        "prometheus",
+        "frame.plugins.stat_loggers.prometheus:Prometheus",
+        summary="The metrics of GET /metrics, in Prometheus' format.",
+    )
     registry.add(
         "log",
         "frame.plugins.stat_loggers.log:LogLine",
         options=LogOptions,
+        rank=-1,
         summary="Logs throughput, requests and KV cache usage in one line every few seconds.",
     )

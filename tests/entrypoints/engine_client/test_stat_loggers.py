@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from frame.entrypoints.engine_client.stat_loggers import StatLoggers
 from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers import log as log_module
 from frame.testing.conformance import Setting, Subject
-from frame.testing.conformance_stats import suite
+from frame.testing.mutants import run_suite
 from tests.entrypoints.engine_client.test_client import make, submit
 
 CONTEXT = StatLoggerContext("tiny")
@@ -51,13 +52,19 @@ def test_a_logger_gets_every_step_and_request() -> None:
     assert request.num_unfinished == 0
     client.abandon_request(gone)
     first, second, ended, aborted = recorder.records
-    assert first == StepRecord(num_requests=2, prompt_tokens=4, generated_tokens=2, running=2, waiting=1, used_pages=3, total_pages=9)
+    times = {"first_token_latencies": (), "inter_token_latencies": (), "queue_times": (), "prefill_times": ()}
+    plain = StepRecord(num_requests=2, prompt_tokens=4, generated_tokens=2, running=2, waiting=1, used_pages=3, total_pages=9)
+    assert replace(first, **times) == plain
+    assert (len(first.first_token_latencies), first.inter_token_latencies, first.queue_times) == (2, [], [0.25])
+    assert first.prefill_times == [0.0]  # the step came sooner than the queue time says
+    assert (second.first_token_latencies, len(second.inter_token_latencies), second.queue_times) == ([], 1, [])
     assert (second.num_requests, second.prompt_tokens, second.generated_tokens) == (1, 0, 2)
     assert (ended.rid, ended.model, ended.key, ended.finish_reason) == ("one", "tiny", "", "stop")
     assert (ended.prompt_tokens, ended.cached_tokens, ended.output_tokens, ended.queue_time) == (3, 2, 3, 0.25)
     assert 0 < ended.time_to_first_token <= ended.end_to_end
     assert 0 <= ended.inter_token_latency < ended.end_to_end
-    assert (aborted.rid, aborted.finish_reason, aborted.inter_token_latency) == ("two", "abort", None)
+    assert (ended.inference_time, ended.max_tokens, ended.is_abandoned) == (0.0, None, False)
+    assert (aborted.rid, aborted.finish_reason, aborted.inter_token_latency, aborted.is_abandoned) == ("two", "abort", None, True)
 
 
 def test_a_logger_that_raises_is_named_once_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,5 +98,6 @@ def test_log_writes_a_line_an_interval(caplog: pytest.LogCaptureFixture, monkeyp
 def test_log_passes_its_suite() -> None:
     registry = load_registry(installed=False)
     record = registry.get("stat_logger", "log")
-    for check in suite(Subject(record, registry.load(record), None, Setting())):
-        check.run()
+    outcomes = run_suite(Subject(record, registry.load(record), None, Setting()))
+    assert {outcome.check for outcome in outcomes if outcome.result != "passed"} == {"renders_metrics", "renders_without_effect"}
+    assert {outcome.result for outcome in outcomes} == {"passed", "skipped"}

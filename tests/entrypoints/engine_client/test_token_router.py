@@ -28,7 +28,6 @@ def test_a_step_reaches_each_sequence() -> None:
     assert [sequence.take_output()[:2] for sequence in request.sequences] == [("xz", [1, 3, 4]), ("y", [2])]
     assert ended == [("a-0", "length")] and list(sequences) == ["a-1"]
     assert (request.sequences[0].cached, stats.cached_tokens, stats.generated_tokens) == (4, 4, 4)
-    assert (len(stats.first_token), len(stats.inter_token)) == (2, 1)
     more = StepText(rids=["a-1"], texts=[""], token_ids=[[]], prompt_logprobs={0: TokenLogprobs([6], [-1.0], [[]])})
     router.route_step(more, more.texts, touched)
     assert request.sequences[1].prompt_logprobs == TokenLogprobs([5, 6], [None, -1.0], [[], []])

@@ -1,4 +1,4 @@
-"""The shapes of answers: parsed messages, logprobs, chunks, histograms, request fields."""
+"""The shapes of answers: parsed messages, logprobs, chunks, request fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
-from frame.entrypoints.http.operations.metrics import Histogram
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
@@ -121,16 +120,6 @@ def test_hand_made_chunks_are_json(text: str) -> None:
     usage = json.loads(writer.usage(usage_of(3, 4, 2)).removeprefix(b"data: "))
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] == 7
-
-
-def test_histogram_counts_and_empties() -> None:
-    histogram = Histogram("x", "text", (0.1, 1.0))
-    values = [0.05, 0.1, 0.5, 7.0]
-    histogram.take(values)
-    histogram.take([])
-    assert values == []
-    samples = {s.labels.get("le", s.name): s.value for s in histogram.metric(["m"]).samples}
-    assert samples == {"0.1": 2, "1.0": 3, "+Inf": 4, "x_count": 4, "x_sum": pytest.approx(7.65)}
 
 
 def test_errors_have_their_status() -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, ClassVar
 
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
+from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from frame.testing.mutants import MutantList
 
 
@@ -183,3 +183,61 @@ class KeepsTheProcessAlive(PlainLogger):
     def __init__(self, context: StatLoggerContext, options: Any = None) -> None:
         super().__init__(context, options)
         threading.Thread(target=time.sleep, args=(1.0,)).start()
+
+
+class PlainRenderer(PlainLogger):
+    """Counts, and renders the counts."""
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        return RenderedMetrics("text/plain", f"tokens {self.tokens}\nrequests {self.requests}\n".encode())
+
+
+@mutant
+class RendersOnce(PlainRenderer):
+    """Starts to count again when its metrics are read, so that a second reader gets too little."""
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        found = super().render_metrics()
+        self.tokens = self.requests = 0
+        return found
+
+
+@mutant
+class RendersSlowly(PlainRenderer):
+    """Waits for another service when its metrics are read."""
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        time.sleep(0.06)
+        return super().render_metrics()
+
+
+@mutant
+class RendersText(PlainRenderer):
+    """Renders text in place of bytes."""
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        return RenderedMetrics("text/plain", f"tokens {self.tokens}\n")  # type: ignore[arg-type]
+
+
+@mutant
+class RendersNothingAtTheEnd(PlainRenderer):
+    """Has no metrics while the server drains."""
+
+    is_open = True
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        return super().render_metrics() if self.is_open else None
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+@mutant
+class RendersTheStart(PlainRenderer):
+    """Renders its metrics once and keeps the response."""
+
+    rendered: RenderedMetrics | None = None
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        self.rendered = self.rendered or super().render_metrics()
+        return self.rendered

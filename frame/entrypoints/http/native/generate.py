@@ -22,7 +22,6 @@ from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.operations.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
 from frame.entrypoints.http.protocol.response_docs import responds_with
@@ -376,5 +375,8 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
 
 @metrics_router.get("/metrics", responses=responds_with(str, media_type="text/plain"))
 async def metrics(context: ContextDep, services: ServicesDep) -> Any:
-    """Metrics in Prometheus' text format."""
-    await context.respond(exposition(services.metrics or ServerMetrics(services)), headers=((b"content-type", CONTENT_TYPE),))
+    """The metrics of the first stat logger that has any: Prometheus' text format."""
+    loggers = services.client.stats.loggers
+    if (found := loggers.render_metrics() if loggers is not None else None) is None:
+        raise ApiError(404, "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers")
+    await context.respond(found.body, headers=((b"content-type", found.content_type.encode()),))

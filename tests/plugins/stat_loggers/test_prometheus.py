@@ -1,10 +1,11 @@
-"""Metrics as dashboards read them: all that the Grafana dashboard draws is exported; other servers'
-names hold the same numbers."""
+"""The stat logger `prometheus`: all that the Grafana dashboard draws is exported; other servers'
+names hold the same numbers; /metrics is 404 without it."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,22 +15,26 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from frame.core.config.schema import FrameConfig
-from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Finish, Heartbeat
+from frame.core.interfaces.stats import RequestRecord, StatLoggerContext, StepRecord
+from frame.core.messages import Heartbeat
 from frame.entrypoints.engine_client.stats import ClientStats
-from frame.entrypoints.http.operations.metric_aliases import FAMILIES, aliases_of
-from frame.entrypoints.http.operations.metrics import ServerMetrics, exposition
+from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
+from frame.plugins.loader import load_registry
+from frame.plugins.stat_loggers.prometheus import MAX_KEPT, Histogram, Prometheus
+from frame.plugins.stat_loggers.prometheus_aliases import FAMILIES, aliases_of
+from frame.testing.conformance import Setting, Subject
+from frame.testing.conformance_stats import suite
+from tests.entrypoints.inprocess import serving
+
+FIRST = StepRecord(2, 40, 2, first_token_latencies=[0.02, 0.3], queue_times=[0.25], prefill_times=[0.05])
+ENDED = RequestRecord("r", "m", "", "stop", 20, 0, 5, 4.0, 0.5, 2.0, 0.1, inference_time=3.0, max_tokens=7)
 
 
-def services(aliases: tuple[str, ...] = ()) -> Any:
-    stats = ClientStats(finished={"stop": 3, "abort": 1}, prompt_tokens=40, generated_tokens=12, cached_tokens=10, first_token=[0.02, 0.3])
+def services() -> Any:
+    stats = ClientStats(finished={"stop": 3, "abort": 1}, prompt_tokens=40, generated_tokens=12, cached_tokens=10)
     load = Heartbeat(process="engine", step=7, running=2, waiting=1, used_pages=5, total_pages=10, cached_tokens=10, prompt_tokens=40)
-    server = SimpleNamespace(metrics_aliases=aliases)
-    resolved = SimpleNamespace(
-        served_name="m", user=SimpleNamespace(server=server), model=SimpleNamespace(architecture="A"), device="cpu", dtype="float32",
-        page_size=16,
-    )
+    resolved = SimpleNamespace(model=SimpleNamespace(architecture="A"), device="cpu", dtype="float32", page_size=16)
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
     watch = ResourceMonitor(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
     watch.check_process("engine", 1, device_memory=10**9)
@@ -47,11 +52,17 @@ def test_what_processes_hold() -> None:
     assert "frame_process_device_memory_bytes{process=main}" not in found
 
 
-def scraped(aliases: tuple[str, ...] = ()) -> dict[str, float]:
-    metrics = ServerMetrics(services(aliases))
+def make_logger(aliases: tuple[str, ...] = ()) -> Prometheus:
+    metrics = ServerMetrics(services())
     metrics.count_response("/generate", 200)
+    logger = Prometheus(StatLoggerContext("m", metrics.read, aliases))
+    logger.record_step(FIRST)
+    return logger
+
+
+def scraped(aliases: tuple[str, ...] = (), logger: Prometheus | None = None) -> dict[str, float]:
     found = {}
-    for family in text_string_to_metric_families(exposition(metrics).decode()):
+    for family in text_string_to_metric_families((logger or make_logger(aliases)).render_metrics().body.decode()):
         for sample in family.samples:
             labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
             found[f"{sample.name}{{{labels}}}"] = sample.value
@@ -81,7 +92,7 @@ def test_a_start_is_counted_by_phase_and_kernel_source() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_alias_is_of_a_metric_that_exists(family: str) -> None:
-    collected = list(ServerMetrics(services()).collect())
+    collected = list(make_logger().collect())
     served = {alias.name for metric in collected for alias in aliases_of(metric, (family,))}
     assert served == {f"{family}:{name}" for names in FAMILIES[family].values() for name in names}
 
@@ -136,9 +147,62 @@ def test_the_names_that_others_ask_for_are_there_by_default() -> None:
 
 
 def test_times_of_a_request_that_ended() -> None:
-    stats = ClientStats()
-    request = SimpleNamespace(created=1.0, submitted=1.5)
-    times = SimpleNamespace(first=3.0, waited=0.5)
-    sequence: Any = SimpleNamespace(request=request, times=times, prompt=[1, 2], num_tokens=5, params=SamplingParams(max_tokens=7))
-    stats.record_finish(sequence, Finish("stop"), 5.0)
-    assert (stats.inference, stats.per_output_token, stats.output_limits) == ([3.0], [0.5], [7])
+    logger = make_logger()
+    logger.record_request(ENDED)
+    logger.record_request(replace(ENDED, finish_reason="abort", is_abandoned=True, end_to_end=900.0))  # in no histogram
+    found = scraped(logger=logger)
+    sums = {name: found[f"frame_{name}_sum{{}}"] for name in ("request_inference_time_seconds", "request_decode_time_seconds")}
+    assert sums == {"request_inference_time_seconds": 3.0, "request_decode_time_seconds": 2.0}
+    assert found["frame_request_time_per_output_token_seconds_sum{}"] == 0.5
+    assert (found["frame_request_max_tokens_sum{}"], found["frame_request_prompt_tokens_sum{}"]) == (7, 20)
+    assert (found["frame_e2e_request_latency_seconds_count{}"], found["frame_e2e_request_latency_seconds_sum{}"]) == (1, 4.0)
+    assert found["frame_request_queue_time_seconds_sum{}"] == 0.25
+    assert found["frame_request_prefill_time_seconds_sum{}"] == 0.05
+
+
+def test_histogram_counts_and_empties() -> None:
+    histogram = Histogram("x", "text", (0.1, 1.0))
+    values = [0.05, 0.1, 0.5, 7.0]
+    histogram.take(values)
+    histogram.take([])
+    assert values == []
+    samples = {s.labels.get("le", s.name): s.value for s in histogram.metric(["m"]).samples}
+    assert samples == {"0.1": 2, "1.0": 3, "+Inf": 4, "x_count": 4, "x_sum": pytest.approx(7.65)}
+
+
+def test_values_are_counted_once_and_before_a_list_grows_long() -> None:
+    logger, step = make_logger(), StepRecord(3, 0, 3, inter_token_latencies=[0.01, 0.02, 3.0])
+    for _ in range(MAX_KEPT):
+        logger.record_step(step)
+        logger.record_request(ENDED)
+        assert all(len(values) < MAX_KEPT for values in logger._values.values())
+    for _ in range(2):  # reading changes nothing
+        found = scraped(logger=logger)
+        assert found["frame_inter_token_latency_seconds_bucket{le=0.01}"] == MAX_KEPT
+        assert found["frame_inter_token_latency_seconds_bucket{le=2.5}"] == 2 * MAX_KEPT
+        assert found["frame_inter_token_latency_seconds_count{}"] == 3 * MAX_KEPT
+        assert found["frame_e2e_request_latency_seconds_count{}"] == MAX_KEPT
+
+
+def test_it_passes_its_suite() -> None:
+    registry = load_registry(installed=False)
+    record = registry.get("stat_logger", "prometheus")
+    for check in suite(Subject(record, registry.load(record), None, Setting())):
+        check.run()  # one that is skipped skips this test
+
+
+async def test_metrics_are_served_unless_no_logger_has_any() -> None:
+    async with serving() as server:
+        assert (await server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True})).status == 200
+        answer = await server.request("GET", "/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert b'frame_generation_tokens_total{model_name="frame-tiny"} 3.0' in answer.body
+        assert b'frame_time_to_first_token_seconds_count{model_name="frame-tiny"} 1.0' in answer.body
+        assert b'frame_inter_token_latency_seconds_count{model_name="frame-tiny"} 2.0' in answer.body
+    for sections in ({"log": {"stat_loggers": ["log"]}}, {"plugins": {"deny": ["stat_logger/prometheus"]}}):
+        async with serving(sections) as server:
+            answer = await server.request("GET", "/metrics")
+            assert answer.status == 404
+            assert answer.json()["error"]["message"] == (
+                "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers"
+            )

@@ -1,6 +1,5 @@
-"""The metrics under the names that dashboards made for vLLM and SGLang look for
-(`server.metrics_aliases`). A table, and how a metric is renamed; knows nothing of how it came
-about.
+"""The names that dashboards made for vLLM and SGLang look for (`server.metrics_aliases`), by the
+metric of this server. Used by `prometheus`.
 """
 
 from __future__ import annotations
