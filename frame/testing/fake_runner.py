@@ -64,6 +64,15 @@ class _Slot:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A sampling row: its slot, its draft, and the hash of the prefix of each sample."""
+
+    slot: int
+    draft: list[int]
+    prefixes: list[int]
+
+
 class FakeRunner(ModelRunner):
     """Keeps "K and V" (token, position, running hash) for every cached position and checks all that
     a row reads.
@@ -100,19 +109,24 @@ class FakeRunner(ModelRunner):
         self._enter_and_leave(batch)
         self._written[batch.step] = self._check_writes(batch)
         offset = 0
-        prefixes: list[tuple[int, int]] = []
+        sampled: list[_Sampled] = []
         for row, slot in enumerate(batch.slots.tolist()):
-            count = int(batch.num_scheduled[row])
+            count, drafted = int(batch.num_scheduled[row]), 0 if batch.num_drafts is None else int(batch.num_drafts[row])
+            draft: list[int] = []
             if row >= batch.num_decodes:
-                self._check_chunk(batch, row, batch.token_ids[offset : offset + count])
+                draft = batch.token_ids[offset + count - drafted : offset + count].tolist()
+                self._check_chunk(batch, row, batch.token_ids[offset : offset + count - drafted])
                 offset += count
-            prefix = self._compute(slot, int(batch.num_computed[row]), count, stores=not _is_cached(batch, row))
+            prefixes = self._compute(slot, int(batch.num_computed[row]), count, draft, stores=not _is_cached(batch, row))
             if batch.samples[row]:
-                prefixes.append((slot, prefix))
+                sampled.append(_Sampled(slot, draft, prefixes))
 
         def finish(mask: np.ndarray | None) -> DoneStep:
-            drawn = [self._draw(slot, prefix, None if mask is None else mask[i]) for i, (slot, prefix) in enumerate(prefixes)]
-            return DoneStep(self._result(batch, drawn), self._end)
+            drawn: list[list[tuple[int, bool]]] = []
+            for each in sampled:
+                first = sum(map(len, drawn))
+                drawn.append(self._draw_row(each, None if mask is None else mask[first : first + len(each.prefixes)]))
+            return DoneStep(self._result(batch, sampled, drawn), self._end)
 
         return LaterStep(finish) if batch.has_deferred_grammar_mask else finish(batch.grammar_mask)
 
@@ -145,7 +159,7 @@ class FakeRunner(ModelRunner):
 
     def _check_chunk(self, batch: ScheduledBatch, row: int, given: np.ndarray) -> None:
         slot = int(batch.slots[row])
-        start, count = int(batch.num_computed[row]), int(batch.num_scheduled[row])
+        start, count = int(batch.num_computed[row]), len(given)
         expected = self._slots[slot].tokens[start : start + count]
         if given.tolist() != expected:
             raise FakeRunnerError(f"slot {slot}: the chunk at {start} holds other tokens than its setup")
@@ -173,16 +187,17 @@ class FakeRunner(ModelRunner):
             raise FakeRunnerError(f"pages {disputed} are written by a row while another row of the step has them")
         return written
 
-    def _compute(self, slot: int, start: int, count: int, *, stores: bool) -> int:
-        """Read positions [0, start), write [start, start + count), unless they are there already;
-        returns the hash of them all, as read back."""
+    def _compute(self, slot: int, start: int, count: int, draft: list[int], *, stores: bool) -> list[int]:
+        """Read positions [0, start), write [start, start + count), unless they are there already,
+        the last ones with the draft; returns the hashes of the prefixes that end before and at each
+        token of the draft, as read back."""
         state = self._slots[slot]
-        end = start + count
-        if end > len(state.tokens):
-            raise FakeRunnerError(f"slot {slot} computes position {end - 1} but has {len(state.tokens)} tokens")
+        end, known = start + count, state.tokens + draft
+        if end > len(known) or (draft and end != len(known)):
+            raise FakeRunnerError(f"slot {slot} computes position {end - 1} but has {len(known)} tokens")
         positions = np.arange(end)
         pages, offsets = self._table[slot, positions // self.page_size], positions % self.page_size
-        tokens = np.array(state.tokens[:end], np.int64)
+        tokens = np.array(known[:end], np.int64)
         before = self._hash[pages[start - 1], offsets[start - 1]] if start else np.uint64(0)
         if stores:
             self._token[pages[start:], offsets[start:]] = tokens[start:]
@@ -191,7 +206,19 @@ class FakeRunner(ModelRunner):
         if wrong.size:
             raise FakeRunnerError(f"slot {slot} reads a wrong token at position {wrong[0]} (page {pages[wrong[0]]})")
         self.num_tokens += count
-        return int(self._hash[pages[-1], offsets[-1]])
+        sampled = range(end - len(draft) - 1, end)
+        return [int(self._hash[pages[i], offsets[i]]) for i in sampled]
+
+    def _draw_row(self, row: _Sampled, masks: np.ndarray | None) -> list[tuple[int, bool]]:
+        """Draw the token of every sample of a row, as a sampler does that does not look at the
+        draft. Tokens after the first that differs from the draft do not belong to the slot."""
+        state, drawn = self._slots[row.slot], []
+        given = len(state.tokens)
+        for i, prefix in enumerate(row.prefixes):
+            drawn.append(self._draw(row.slot, prefix, None if masks is None else masks[i]))
+            state.tokens[given + i :] = row.draft[i : i + 1]
+        state.tokens[given:] = [token for token, _ in drawn[: _count_output(row, drawn)]]
+        return drawn
 
     def _draw(self, slot: int, prefix: int, mask: np.ndarray | None) -> tuple[int, bool]:
         state = self._slots[slot]
@@ -201,9 +228,11 @@ class FakeRunner(ModelRunner):
         state.tokens.append(token)
         return token, invalid
 
-    def _result(self, batch: ScheduledBatch, drawn: list[tuple[int, bool]]) -> StepResult:
+    def _result(self, batch: ScheduledBatch, sampled: list[_Sampled], rows: list[list[tuple[int, bool]]]) -> StepResult:
+        drawn = [each for row in rows for each in row]
         tokens = np.array([token for token, _ in drawn], np.int32)
         invalid = np.array([bad for _, bad in drawn], np.bool_)
+        counts = [_count_output(*each) for each in zip(sampled, rows, strict=True)]
         slots = batch.slots[batch.samples].tolist()
         asked = [self._slots[slot].setup.params.logprobs for slot in slots]
         wanted = [k for k in asked if k is not None]
@@ -212,6 +241,7 @@ class FakeRunner(ModelRunner):
         return StepResult(
             step=batch.step,
             token_ids=tokens,
+            counts=None if batch.num_drafts is None else np.array(counts, np.int32),
             logprobs=_logprob(tokens) if wanted else None,
             top_ids=top.astype(np.int32) if width else None,
             top_logprobs=_logprob(top) if width else None,
@@ -251,6 +281,12 @@ def continuation(
         if grammar is not None and grammar.is_finished():
             break
     return known[len(tokens) :]
+
+
+def _count_output(row: _Sampled, drawn: list[tuple[int, bool]]) -> int:
+    """How many samples of a row are output."""
+    agrees = [token == draft for (token, _), draft in zip(drawn, row.draft, strict=False)]
+    return next((i for i, same in enumerate(agrees) if not same), len(agrees)) + 1
 
 
 def _is_cached(batch: ScheduledBatch, row: int) -> bool:

@@ -32,6 +32,7 @@ from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION
+from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.fake_runner import FakeRunner, continuation
 
 if TYPE_CHECKING:
@@ -123,6 +124,12 @@ class SchedulerRig:
         self.requests[rid] = Expected(message, self._whole(tokens, params, grammar() if grammar is not None else None))
         return rid
 
+    def enable_drafts(self, script: Script, num_steps: int) -> ScriptedDrafter:
+        """Draft with `script` from now on. Call it before the first request."""
+        drafter = ScriptedDrafter(script)
+        self.scheduler.enable_speculation(drafter, num_steps)
+        return drafter
+
     def abort(self, rid: str) -> None:
         self.scheduler.abort([rid])
         self._receive(self.scheduler.drain_outputs())
@@ -132,7 +139,8 @@ class SchedulerRig:
         end."""
         preempted = self.scheduler.get_load()["preempted"]
         batch = self.scheduler.schedule_batch(self.now)
-        self._check_admission(batch, self.scheduler.get_load()["preempted"] > preempted)
+        if batch is not None or not self._in_flight or not self.scheduler._speculation.is_active:  # else drafts wait for a commit
+            self._check_admission(batch, self.scheduler.get_load()["preempted"] > preempted)
         if batch is not None:
             self.max_rows = max(self.max_rows, len(batch.slots))
             self._check_budget(batch)
@@ -210,7 +218,7 @@ class SchedulerRig:
         return whole[: ends[0]] if ends else whole
 
     def _check_budget(self, batch: ScheduledBatch) -> None:
-        prompt_tokens = int(batch.num_scheduled[batch.num_decodes :].sum())
+        prompt_tokens = _count_prompt_tokens(batch)
         if prompt_tokens > self.config.token_budget or len(batch.slots) > self.config.max_running:
             raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
 
@@ -218,7 +226,7 @@ class SchedulerRig:
         """The scheduler is work-conserving: with budget, slots and pages left, it admits a waiting
         request within a few steps."""
         scheduler, kept = self.scheduler, {}
-        prompt_tokens = 0 if batch is None else int(batch.num_scheduled[batch.num_decodes :].sum())
+        prompt_tokens = 0 if batch is None else _count_prompt_tokens(batch)
         waiting = scheduler._queue.head(POLICY_MATCH_WINDOW)
         if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_preempted:
             planner = scheduler._planner
@@ -246,3 +254,9 @@ class SchedulerRig:
             if i in tokens.logprobs:
                 request.logprobs.append(tokens.logprobs[i])
             request.prompt_logprobs = tokens.prompt_logprobs.get(i, request.prompt_logprobs)
+
+
+def _count_prompt_tokens(batch: ScheduledBatch) -> int:
+    """Tokens of the extend rows without a draft."""
+    counts = batch.num_scheduled[batch.num_decodes :]
+    return int(counts.sum() if batch.num_drafts is None else counts[batch.num_drafts[batch.num_decodes :] == 0].sum())

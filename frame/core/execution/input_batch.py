@@ -23,6 +23,7 @@ from frame.core.kv_cache.kv_pool import DeviceTable
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
+from frame.core.sampling.verification import plan_rounds, plan_verification
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.prompt_logprobs import PromptPlan
     from frame.core.sampling.sampling_metadata import SamplingPlan
+    from frame.core.sampling.verification import SampleRound, VerificationPlan
 
 TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
 
@@ -155,15 +157,21 @@ class StepPlans:
     sampling: SamplingPlan
     processing: ProcessorPlan | None  # None: no row uses a logits processor
     prompts: PromptPlan | None  # None: no row needs prompt log-probabilities
+    verification: VerificationPlan | None = None  # None: no row has a draft
+    rounds: tuple[SampleRound, ...] = ()  # of a step with drafts and logits processors, whose `processing` is None
 
     def extra_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the sampler, the logits processors and the prompt log-probabilities read
-        on the device, by name."""
+        """The arrays that the sampler, the logits processors, the prompt log-probabilities and the
+        verification read on the device, by name."""
         arrays = self.sampling.arrays
         if self.processing is not None:
             arrays = {**arrays, **self.processing.arrays}
         if self.prompts is not None:
             arrays = {**arrays, "prompt_targets": self.prompts.targets}
+        if self.verification is not None:
+            arrays = {**arrays, **self.verification.arrays}
+        for each in self.rounds:
+            arrays = {**arrays, **each.arrays}
         return arrays
 
 
@@ -171,7 +179,7 @@ class StepPlans:
 class ForwardInputs:
     """A step that runs the model's forward pass.
 
-    tensors: the extra inputs by name, and "sampling_slots", int64 [sampling rows]. logits_indices:
+    tensors: the extra inputs by name, and "sampling_slots", int64 [samples]. logits_indices:
     int64 [n], the tokens whose hidden states are used; None: all that the forward returns, in
     order. is_placed: whether the token arrays are at the addresses of the `TokenPlacement`, so that
     its graphs run the step.
@@ -188,9 +196,9 @@ class ForwardInputs:
 class ReplayInputs:
     """A step that a decode graph replays.
 
-    tensors: as in `ForwardInputs`; empty where the graph draws the tokens. draws: parameters of the
-    draw inside of the graph, one entry a sampling row; empty: the sampler draws from the graph's
-    logits.
+    tensors: as in `ForwardInputs`; where the graph draws the tokens, those of the verification
+    alone. draws: parameters of the draw inside of the graph, one entry a sample; empty: the sampler
+    draws from the graph's logits.
     """
 
     plans: StepPlans
@@ -236,6 +244,11 @@ class InputBatch:
         layout = compute_layout(batch)
         sampling = self.sampling.plan(batch, layout)
         plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
+        if layout.drafts is not None:
+            plans.verification = plan_verification(layout.drafts, batch.slots.astype(np.int64))
+            if plans.processing is not None:
+                rounds = plan_rounds(layout, layout.drafts, self.sampling, self._processors, sampling.slots, batch.grammar_mask)
+                plans.processing, plans.rounds = None, rounds
         if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
             return self._prepare_replay(batch, layout, plans)
         return self._prepare_forward(batch, layout, plans)
@@ -302,8 +315,9 @@ class InputBatch:
 
     def _prepare_replay(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ReplayInputs:
         sampling = plans.sampling
-        if sampling.is_plain and plans.processing is None and not batch.has_deferred_grammar_mask:
-            tensors, draws = self._stage(batch, {}), self.sampling.draws(sampling)
+        if sampling.is_plain and plans.processing is None and not plans.rounds and not batch.has_deferred_grammar_mask:
+            compared = {} if plans.verification is None else plans.verification.arrays
+            tensors, draws = self._stage(batch, compared), self.sampling.draws(sampling)
         else:  # the sampler replaces the tokens that the graph draws
             tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
         return ReplayInputs(plans, tensors, self._token_rows(batch, layout), draws)
@@ -315,7 +329,7 @@ class InputBatch:
         is_selected = placement is None and self._selects_tokens and 2 * used <= tokens
         forward, tensors = self.build_forward_batch(batch, layout, plans.extra_inputs(), placement, selects_tokens=is_selected)
         tensors.setdefault("sampling_slots", forward.request_slots)
-        all_sample = len(layout.sampling_rows) == used == tokens  # every token is a decode that samples, in order
+        all_sample = len(layout.sample_rows) == used == tokens  # every token samples, in order
         indices = None if is_selected or all_sample else forward.logits_indices
         return ForwardInputs(plans, tensors, forward, indices, placement is not None)
 
@@ -336,7 +350,7 @@ class InputBatch:
 
     def _token_rows(self, batch: ScheduledBatch, layout: BatchLayout) -> TokenRows:
         """The step's tokens one by one. The ids of prompt tokens are where `_stage` writes them."""
-        slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, layout.sampling_rows
+        slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, layout.sample_rows
         table, total = self.table, layout.num_tokens
         every, positions = self._token_slots(batch, layout, slots)
         sources = every
@@ -346,7 +360,7 @@ class InputBatch:
         kv_slots = self._kv_slots(batch, every, positions)
         if total == len(sampling):
             return TokenRows(every, positions, sources, every, kv_slots, total)
-        last = layout.query_starts[1:][sampling] - 1
+        last = layout.logits_indices
         is_inner = np.ones(total, bool)
         is_inner[last] = False
         order = np.concatenate((last, np.flatnonzero(is_inner)))

@@ -29,6 +29,7 @@ from frame.core.execution.warmup import idle_decodes, idle_extends, idle_prompts
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.sampling.prompt_logprobs import PromptScores
 from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
+from frame.core.sampling.verification import RoundSampler, verify_drafts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,9 +186,7 @@ class TorchModelRunner(ModelRunner):
         if isinstance(inputs, ReplayInputs):
             outputs = self._replay(inputs)
             if inputs.draws:  # the graph drew the tokens
-                drawn, sampling = Sampled(outputs.token_ids, outputs.best), inputs.plans.sampling
-                output = StepOutput(batch.step, drawn, sampling, None, self.processors.find_faults(sampling.slots))
-                return fetch(output, self.context.platform)
+                return self._fetch(batch.step, inputs, Sampled(outputs.token_ids, outputs.best), None)
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
         else:
             logits, prompts = self._forward_logits(inputs)
@@ -244,8 +243,16 @@ class TorchModelRunner(ModelRunner):
             return self._fetch_sampled(step, inputs, logits, prompts)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:
-        sampled, sampling = self._sample(logits, inputs.plans, inputs.tensors), inputs.plans.sampling
-        output = StepOutput(step, sampled, sampling, prompts, self.processors.find_faults(sampling.slots))
+        return self._fetch(step, inputs, self._sample(logits, inputs.plans, inputs.tensors), prompts)
+
+    def _fetch(self, step: int, inputs: StepInputs, sampled: Sampled, prompts: PromptScores | None) -> PendingStep:
+        """Verify the drafts, if there are any, and start the copy of the results to the host."""
+        plans, counts = inputs.plans, None
+        if plans.verification is not None:
+            verified = verify_drafts(sampled.token_ids, plans.verification, inputs.tensors)
+            self.inputs.table.last_token.index_copy_(0, inputs.tensors["verify.slots"], verified.last)
+            counts = verified.counts
+        output = StepOutput(step, sampled, plans.sampling, prompts, self.processors.find_faults(plans.sampling.slots), counts)
         return fetch(output, self.context.platform)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
@@ -255,10 +262,17 @@ class TorchModelRunner(ModelRunner):
         if logits is None:
             nothing = slots.new_empty(0)
             return Sampled(nothing, nothing.float())
+        if plans.rounds:
+            sampled = RoundSampler(self.sampler, self.processors, self._agree).sample(logits, plans.rounds, tensors)
+            return self.sampler.add_logprobs(sampled, logits, plans.sampling, tensors)
         sampled = self.sampler.sample(logits, plans.sampling, plans.processing, tensors)
-        if self._tp.size > 1:  # logits of ranks may differ in the last bit, tokens must not
-            sampled = replace(sampled, token_ids=self._tp.broadcast(sampled.token_ids.contiguous()))
+        if self._tp.size > 1:
+            sampled = replace(sampled, token_ids=self._agree(sampled.token_ids))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:
             self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled
+
+    def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tokens: logits of ranks may differ in the last bit, tokens must not."""
+        return self._tp.broadcast(token_ids.contiguous()) if self._tp.size > 1 else token_ids

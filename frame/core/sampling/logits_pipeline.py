@@ -125,12 +125,19 @@ class Processors:
             except Exception as error:  # noqa: BLE001 - as in `update`
                 self._end_requests(index, plan, error)
 
-    def observe_tokens(self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Pass the sampled tokens, int64 [rows], to the processors of the step."""
+    def observe_tokens(
+        self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], is_output: torch.Tensor | None = None
+    ) -> None:
+        """Pass the sampled tokens, int64 [rows], to the processors of the step. is_output: bool
+        [rows], False for tokens after a rejected draft, which are left out; None: all are
+        output."""
         for index in plan.indices:
-            chosen = token_ids.index_select(0, tensors[f"processor.{index}.rows"])
+            rows, slots = tensors[f"processor.{index}.rows"], tensors[f"processor.{index}.slots"]
+            if is_output is not None:
+                kept = is_output.index_select(0, rows)
+                rows, slots = rows[kept], slots[kept]
             try:
-                self._processors[index].observe_tokens(tensors[f"processor.{index}.slots"], chosen)
+                self._processors[index].observe_tokens(slots, token_ids.index_select(0, rows))
             except Exception as error:  # noqa: BLE001 - as in `update`
                 self._end_requests(index, plan, error)
 

@@ -76,6 +76,15 @@ class Sampler:
         chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
         return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
 
+    def add_logprobs(self, sampled: Sampled, logits: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> Sampled:
+        """`sampled` with the log-probabilities that the plan asks for, under logits [rows, vocab]
+        that nothing has changed."""
+        if plan.logprob_rows is None:
+            return sampled
+        rows = tensors["logprob_rows"]
+        scores = logprobs(logits.index_select(0, rows), sampled.token_ids.index_select(0, rows), plan.num_top_logprobs)
+        return Sampled(sampled.token_ids, sampled.best, *scores)
+
     def warm_up(self, logits: torch.Tensor) -> None:
         """Compile the Triton kernels for every kind of row, except those of logits processors,
         which warm-up steps compile. logits: [rows, vocab] of the model's dtype, with any values."""

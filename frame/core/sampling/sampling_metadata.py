@@ -40,9 +40,9 @@ class SamplingPlan:
     """The sampler's work in one step. `arrays` are copied to the device under the names that
     `Sampler` reads.
 
-    Rows are sampling rows, in order. A row is drawn (temperature above 0) or greedy; some drawn
-    rows are filtered by top-k or top-p. Each parameter in `arrays` covers the rows that use it, or
-    every row if `by_row`.
+    Rows are the step's samples, in order. A row is drawn (temperature above 0) or greedy; some
+    drawn rows are filtered by top-k or top-p. Each parameter in `arrays` covers the rows that use
+    it, or every row if `by_row`.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -109,12 +109,17 @@ class SamplingTable:
 
     def plan(self, batch: ScheduledBatch, layout: BatchLayout) -> SamplingPlan:
         """Build the plan of one step."""
-        slots = batch.slots[layout.sampling_rows].astype(np.int64)
+        slots = batch.slots[layout.sample_rows].astype(np.int64)
+        plan = self.plan_samples(slots, layout.sample_positions, batch.grammar_mask)
+        if len(slots) != len(batch.slots) or layout.drafts is not None:
+            plan.arrays["sampling_slots"] = slots
+        return plan
+
+    def plan_samples(self, slots: np.ndarray, positions: np.ndarray, mask: np.ndarray | None) -> SamplingPlan:
+        """Build the plan of samples in these slots at these positions, both int64 [n]. mask: int32
+        [n, words], or None."""
         rows = self._rows.take(slots)  # for structured arrays, many times as fast as indexing
-        positions = layout.seq_lens[layout.sampling_rows]
         arrays: dict[str, np.ndarray] = {}
-        if len(slots) != len(batch.slots):
-            arrays["sampling_slots"] = slots
         drawn = np.flatnonzero(rows["temperature"])
         wanted = np.flatnonzero(rows["logprobs"] >= 0)
         if len(wanted):
@@ -137,8 +142,8 @@ class SamplingTable:
             arrays["top_p"] = top_p.astype(np.float64)
             if len(filtered) != len(drawn):
                 arrays["filtered_rows"] = filtered
-        if batch.grammar_mask is not None:
-            arrays |= grammar_arrays(batch.grammar_mask)
+        if mask is not None:
+            arrays |= grammar_arrays(mask)
         return SamplingPlan(
             slots=slots,
             positions=positions,

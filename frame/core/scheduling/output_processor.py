@@ -19,6 +19,7 @@ from frame.core.messages import Finish, StepTokens, TokenLogprobs
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.scheduling.running import RunningSet, StepRecord
+from frame.core.scheduling.speculation import Speculation
 
 NON_FINITE = Finish(
     "error", error="the model's logits were not finite; the request was ended, others are not affected", code="non_finite_logits"
@@ -26,27 +27,44 @@ NON_FINITE = Finish(
 
 
 @dataclass(slots=True)
+class Runs:
+    """The output of rows with drafts; i as in `SampledRows`."""
+
+    tokens: np.ndarray  # int32 [n, width]; of row i the first `counts[i]` are output
+    counts: np.ndarray  # int32 [n]; at least 1
+    num_drafts: np.ndarray  # int32 [n]; drafted tokens of the row
+    firsts: np.ndarray  # intp [n]; the row's first sample
+
+
+@dataclass(slots=True)
 class SampledRows:
     """The sampling rows of a step whose requests still run; i is an index into these arrays."""
 
     slots: np.ndarray  # intp [n]
-    tokens: np.ndarray  # int32 [n]
-    entries: np.ndarray  # intp [n]; indices into the `StepResult`
+    tokens: np.ndarray  # int32 [n]; the last token of each row that is output
+    entries: np.ndarray  # intp [n]; the sample of this token: an index into the `StepResult`
     rows: np.ndarray  # intp [n]; indices into the batch
     is_new: np.ndarray  # bool [n]; False: the token was committed before, as the first of a run that a grammar forced
+    runs: Runs | None = None  # None: each row has one token
     finishes: dict[int, Finish] = field(default_factory=dict)  # by i
-    discarded: set[int] = field(default_factory=set)  # each i whose token is not sent and whose pages are not cached
+    discarded: set[int] = field(default_factory=set)  # each i whose last token is not sent and whose pages are not cached
 
 
 class OutputProcessor:
     """Commits steps in order.
 
     `end(request, finish, keep)` takes a finished request off the device and keeps its computed
-    tokens in the prefix cache if `keep`. `clock` and `grammars` are those of the scheduler.
+    tokens in the prefix cache if `keep`. `clock`, `grammars` and `speculation` are those of the
+    scheduler.
     """
 
     def __init__(
-        self, running: RunningSet, end: Callable[[Request, Finish, bool], None], clock: Callable[[], float], grammars: GrammarCalls
+        self,
+        running: RunningSet,
+        end: Callable[[Request, Finish, bool], None],
+        clock: Callable[[], float],
+        grammars: GrammarCalls,
+        speculation: Speculation,
     ) -> None:
         self.num_generated = 0
         self._running = running
@@ -54,6 +72,7 @@ class OutputProcessor:
         self._end = end
         self._clock = clock
         self._grammars = grammars
+        self._speculation = speculation
 
     def process_step(self, record: StepRecord, result: StepResult) -> StepTokens:
         """Commit the step's tokens or vectors and end what is finished. `record` must have been
@@ -63,16 +82,18 @@ class OutputProcessor:
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(record, result.prompt_logprobs)
         sampled = self._select_live_rows(record, result)
-        self.num_generated += int(np.count_nonzero(sampled.is_new))
-        self._find_finished(sampled, self._commit_tokens(sampled), result)
+        num_committed = self._commit_tokens(sampled) if sampled.runs is None else self._commit_runs(sampled, sampled.runs, record)
+        if self._speculation.is_active:
+            self._observe_tokens(sampled)
+        self._find_finished(sampled, num_committed, result)
         slots = sampled.slots.tolist()
         rids = [self._table.rids[slot] for slot in slots]
-        message = StepTokens(rids=rids, token_ids=sampled.tokens[:, None].tolist(), finishes=sampled.finishes)
+        message = StepTokens(rids=rids, token_ids=_list_tokens(sampled), finishes=sampled.finishes)
+        for i in sampled.discarded:
+            message.token_ids[i].pop()
         self._add_details(sampled, result, message)
         self._cache_prefills(sampled, record)
         for i, finish in sampled.finishes.items():
-            if i in sampled.discarded:
-                message.token_ids[i].clear()  # the token was sampled from invalid logits, or breaks the grammar
             self._end(self._table.get_request(slots[i]), finish, i not in sampled.discarded)
         return message
 
@@ -81,8 +102,11 @@ class OutputProcessor:
         Raises RuntimeError where the result's size is not that of the step."""
         rows = np.flatnonzero(record.samples)
         slots, tokens = record.slots[rows], result.token_ids
-        if len(tokens) != len(rows):
-            raise RuntimeError(f"step {record.step} yields {len(tokens)} tokens for {len(rows)} sampling rows")
+        num_samples = len(rows) + (0 if record.num_drafts is None else int(record.num_drafts.sum()))
+        if len(tokens) != num_samples:
+            raise RuntimeError(f"step {record.step} yields {len(tokens)} tokens for {num_samples} samples")
+        if record.num_drafts is not None:
+            return self._select_live_runs(record, result, rows, record.num_drafts)
         entries = np.arange(len(rows))
         live = self._table.arrays.epoch[slots] == record.epochs[rows]
         if not live.all():
@@ -90,9 +114,53 @@ class OutputProcessor:
         is_new = self._table.arrays.num_committed_tokens[slots] == record.num_computed[rows] + record.num_scheduled[rows]
         return SampledRows(slots, tokens, entries, rows, is_new)
 
+    def _select_live_runs(self, record: StepRecord, result: StepResult, rows: np.ndarray, num_drafts: np.ndarray) -> SampledRows:
+        """The same of a step with drafts. A run ends at the first token that ends its request."""
+        a, drafted = self._table.arrays, num_drafts[rows]
+        firsts, counts = np.cumsum(drafted + 1) - drafted - 1, result.counts
+        if counts is None:
+            raise RuntimeError(f"step {record.step} has drafts, but its result does not say how many samples are output")
+        live = a.epoch[record.slots[rows]] == record.epochs[rows]
+        rows, drafted, firsts, counts = rows[live], drafted[live], firsts[live], counts[live]
+        slots, offsets = record.slots[rows], np.arange(int(counts.max(initial=1)))
+        cells = np.minimum(firsts[:, None] + offsets, len(result.token_ids) - 1)
+        tokens, before = result.token_ids[cells], record.num_computed[rows] + record.num_scheduled[rows] - drafted
+        ends = (a.stop_ids[slots][:, None, :] == tokens[:, :, None]).any(axis=2)
+        ends &= before[:, None] + 1 + offsets >= a.min_num_tokens[slots][:, None]
+        if result.invalid is not None:
+            ends |= result.invalid[cells]
+        counts = np.where(ends.any(axis=1), np.minimum(ends.argmax(axis=1) + 1, counts), counts).astype(np.int32)
+        entries, is_new = firsts + counts - 1, a.num_committed_tokens[slots] == before
+        return SampledRows(slots, result.token_ids[entries], entries, rows, is_new, Runs(tokens, counts, drafted, firsts))
+
+    def _commit_runs(self, sampled: SampledRows, runs: Runs, record: StepRecord) -> np.ndarray:
+        """Commit the new tokens of a step with drafts, and set the counters of its rows back to
+        what was accepted. -> committed tokens of each request, int32 [n]."""
+        a, is_new = self._table.arrays, sampled.is_new
+        for offset in range(runs.tokens.shape[1]):
+            chosen = is_new & (runs.counts > offset)
+            self._table.append_tokens(sampled.slots[chosen], runs.tokens[chosen, offset])
+        self.num_generated += int(runs.counts[is_new].sum())
+        has_draft = runs.num_drafts > 0
+        slots, rows = sampled.slots[has_draft], sampled.rows[has_draft]
+        num_committed = a.num_committed_tokens[sampled.slots]
+        a.num_computed_tokens[slots] = record.num_computed[rows] + runs.counts[has_draft]
+        a.num_tokens[slots] = num_committed[has_draft]
+        a.can_decode[slots] = num_committed[has_draft] < a.max_num_tokens[slots]
+        self._speculation.count(runs.num_drafts, runs.counts - 1)
+        return num_committed
+
+    def _observe_tokens(self, sampled: SampledRows) -> None:
+        """Pass the new tokens to the drafter."""
+        runs, chosen = sampled.runs, sampled.is_new
+        tokens = sampled.tokens[:, None] if runs is None else runs.tokens
+        counts = np.ones(len(tokens), np.int32) if runs is None else runs.counts
+        self._speculation.observe(sampled.slots[chosen], tokens[chosen], counts[chosen])
+
     def _commit_tokens(self, sampled: SampledRows) -> np.ndarray:
         """Commit the new tokens. -> committed tokens of each request, int32 [n]."""
         is_new = sampled.is_new
+        self.num_generated += int(np.count_nonzero(is_new))
         if is_new.all():
             return self._table.append_tokens(sampled.slots, sampled.tokens)
         self._table.append_tokens(sampled.slots[is_new], sampled.tokens[is_new])
@@ -149,13 +217,14 @@ class OutputProcessor:
             request = self._table.get_request(slot)
             if flags & (FIRST_TOKEN | PROMPT_LOGPROBS):
                 self._add_first(request, flags, i, message)
-            if i in sampled.discarded:
+            is_discarded, ids = i in sampled.discarded, message.token_ids[i]
+            if flags & LOGPROBS and result.logprobs is not None and ids:
+                end = int(sampled.entries[i]) + (not is_discarded)
+                message.logprobs[i] = _token_logprobs(request, slice(end - len(ids), end), result)
+            if is_discarded:
                 continue
-            if flags & LOGPROBS and result.logprobs is not None:
-                entry = int(sampled.entries[i])
-                message.logprobs[i] = _token_logprobs(request, token, float(result.logprobs[entry]), entry, result)
             if request.unreported:
-                message.token_ids[i] = request.unreported + [token] * is_token_new
+                message.token_ids[i] = request.unreported + ids * is_token_new
                 self.num_generated += len(request.unreported)
                 request.unreported = []
             if request.grammar is not None and i not in sampled.finishes and is_token_new:
@@ -163,8 +232,9 @@ class OutputProcessor:
         for (i, _, _), finish in zip(drawn, self._grammars.accept_tokens([each[1:] for each in drawn]), strict=True):
             if finish is not None:
                 sampled.finishes[i] = finish
-                if finish.reason == "error":
+                if finish.reason == "error":  # the token breaks the grammar
                     sampled.discarded.add(i)
+                    message.token_ids[i].clear()
 
     def _add_first(self, request: Request, flags: int, i: int, message: StepTokens) -> None:
         """Add what is sent once, with a request's first token."""
@@ -184,7 +254,7 @@ class OutputProcessor:
         The prefill of a preempted or recovered request covers its output too. A run of forced
         tokens is not inserted here but when its request leaves.
         """
-        for i in np.flatnonzero(sampled.rows >= record.num_decodes).tolist():
+        for i in np.flatnonzero(sampled.rows >= record.num_decodes).tolist() if self._running.prefilling else ():
             slot, row = int(sampled.slots[i]), int(sampled.rows[i])
             if i in sampled.finishes or slot not in self._running.prefilling:
                 continue
@@ -208,13 +278,24 @@ def _report_start(request: Request, i: int, message: StepTokens) -> None:
     message.queue_times[i] = round(request.admitted_at - request.arrival, 6)
 
 
-def _token_logprobs(request: Request, token: int, logprob: float, entry: int, result: StepResult) -> TokenLogprobs:
-    """The log-probabilities of one sampled token and of the `params.logprobs` likeliest ones."""
-    top: list[tuple[int, float]] = []
-    count = request.params.logprobs or 0
+def _list_tokens(sampled: SampledRows) -> list[list[int]]:
+    """The tokens of each row that are output."""
+    if sampled.runs is None:
+        tokens: list[list[int]] = sampled.tokens[:, None].tolist()
+        return tokens
+    return [run[:count] for run, count in zip(sampled.runs.tokens.tolist(), sampled.runs.counts.tolist(), strict=True)]
+
+
+def _token_logprobs(request: Request, samples: slice, result: StepResult) -> TokenLogprobs:
+    """The log-probabilities of a row's samples and of the `params.logprobs` likeliest tokens
+    each."""
+    count, chosen = request.params.logprobs or 0, result.logprobs
+    assert chosen is not None
+    top: list[list[tuple[int, float]]] = [[] for _ in range(samples.stop - samples.start)]
     if count and result.top_ids is not None and result.top_logprobs is not None:
-        top = list(zip(result.top_ids[entry, :count].tolist(), result.top_logprobs[entry, :count].tolist(), strict=True))
-    return TokenLogprobs([token], [logprob], [top])
+        columns = zip(result.top_ids[samples, :count].tolist(), result.top_logprobs[samples, :count].tolist(), strict=True)
+        top = [list(zip(ids, values, strict=True)) for ids, values in columns]
+    return TokenLogprobs(result.token_ids[samples].tolist(), chosen[samples].tolist(), top)
 
 
 def _prompt_logprobs(request: Request) -> TokenLogprobs:

@@ -1,7 +1,8 @@
 """`StepPlanner`: chooses the rows of the next step, admits waiting requests and preempts running
 ones (vLLM: the body of `Scheduler.schedule`).
 
-A step has all decodes, then chunks of running prompts within the token budget, then new prompts.
+A step has all decodes, some with drafted tokens, then chunks of running prompts within the token
+budget, then new prompts.
 Works on arrays by slot. It must not know token values, grammars or messages.
 """
 
@@ -13,12 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from frame.core.interfaces.drafter import Drafts
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.admission import SchedulerConfig
 from frame.core.scheduling.policy_guard import GuardedPolicy
 from frame.core.scheduling.prefix_dedup import InBatchPrefixSharing
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.running import RunningSet
+from frame.core.scheduling.speculation import Speculation
 from frame.core.scheduling.waiting_queue import WaitingQueue
 
 POLICY_WINDOW = 128  # waiting requests that a policy sees
@@ -33,12 +36,14 @@ class StepPlan:
     """The rows of a step. It is false when the step has none."""
 
     decode_slots: np.ndarray  # intp [n]; one token each
+    draft_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.intp))  # intp [m]; decodes with drafted tokens
+    drafts: Drafts | None = None  # of `draft_slots`; None: there are none
     chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
     budget: int = 0  # prompt tokens that may still be added
     is_retry: bool = False  # one request runs alone because a step with it failed
 
     def __bool__(self) -> bool:
-        return bool(self.chunks) or self.decode_slots.size > 0
+        return bool(self.chunks) or self.decode_slots.size > 0 or self.drafts is not None
 
 
 class StepPlanner:
@@ -48,13 +53,16 @@ class StepPlanner:
     scheduled or a step is in flight.
     """
 
-    def __init__(self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy) -> None:
+    def __init__(
+        self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy, speculation: Speculation
+    ) -> None:
         self.num_preempted = 0
         self.num_cached_tokens = 0
         self._config = config
         self._running = running
         self._kv_manager = running.kv_manager
         self._queue = queue
+        self._speculation = speculation
         self._policy = GuardedPolicy(policy)
         self._usage = queue.usage
         self._growth_reserve = config.growth_reserve
@@ -72,6 +80,8 @@ class StepPlanner:
             self._preempt_for_waiting(now)
         before = -1 if self._suspects else self.num_preempted  # no request is admitted before a suspect
         plan = StepPlan(self._schedule_decodes(now), budget=self._config.token_budget)
+        if self._speculation.is_active:
+            self._schedule_drafts(plan)
         if self._exceeds_long_prompt_budget():
             self._schedule_short_prompts(plan, now, may_admit=self.num_preempted == before)
         if self._usage.is_shared and self._running.extending and self.num_preempted == before:
@@ -150,6 +160,31 @@ class StepPlanner:
         a.can_decode[slots] = total < a.max_num_tokens[slots]
         a.last_step[slots] = self._step
         return slots
+
+    def _schedule_drafts(self, plan: StepPlan) -> None:
+        """Add drafted tokens to the scheduled decodes, as far as pages are available without a
+        preemption. The counters of these slots advance as if every draft were accepted; the commit
+        sets them back."""
+        slots = plan.decode_slots
+        drafts = self._speculation.propose(slots)
+        if drafts is None:
+            return
+        a, page_size = self._running.table.arrays, self._config.page_size
+        wanted = a.num_computed_tokens[slots] + drafts.counts
+        while (short := slots[a.num_pages[slots] * page_size < wanted]).size:
+            if not self._kv_manager.grow_rows(short):
+                break
+        room = a.num_pages[slots] * page_size - a.num_computed_tokens[slots]
+        drafts = _shorten(drafts, np.minimum(drafts.counts, room))
+        has_draft = drafts.counts > 0
+        if not has_draft.any():
+            return
+        chosen, counts = slots[has_draft], drafts.counts[has_draft]
+        a.num_computed_tokens[chosen] += counts
+        a.num_tokens[chosen] += counts
+        a.can_decode[chosen] = False
+        plan.decode_slots, plan.draft_slots = slots[~has_draft], chosen
+        plan.drafts = Drafts(drafts.token_ids, counts)
 
     # prompts --------------------------------------------------------------------------------------
 
@@ -429,3 +464,11 @@ class StepPlanner:
             evictable_pages=self._kv_manager.cache.num_evictable,
             page_size=self._config.page_size,
         )
+
+
+def _shorten(drafts: Drafts, counts: np.ndarray) -> Drafts:
+    """The first `counts` tokens of each draft, int32 [n]."""
+    if (counts == drafts.counts).all():
+        return drafts
+    offsets = np.arange(len(drafts.token_ids)) - np.repeat(np.cumsum(drafts.counts) - drafts.counts, drafts.counts)
+    return Drafts(drafts.token_ids[offsets < np.repeat(counts, drafts.counts)], counts)

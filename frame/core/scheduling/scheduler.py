@@ -21,6 +21,7 @@ from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.grammars.jump_forward import JumpForward
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
+from frame.core.interfaces.drafter import Drafter
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
@@ -33,6 +34,7 @@ from frame.core.scheduling.planner import StepPlan, StepPlanner
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
 from frame.core.scheduling.running import RunningSet, StepRecord
+from frame.core.scheduling.speculation import Speculation
 from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
 
@@ -79,9 +81,10 @@ class Scheduler:
         self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
-        self._planner = StepPlanner(config, self._running, self._queue, policy)
+        self._speculation = Speculation(table, config.vocab_size)
+        self._planner = StepPlanner(config, self._running, self._queue, policy, self._speculation)
         self._grammars = GrammarCalls(config.vocab_size)
-        self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars)
+        self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars, self._speculation)
         self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
@@ -143,10 +146,13 @@ class Scheduler:
 
     def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None:
         """Schedule the next step; None when nothing can run before a step is committed or a request
-        is added. `now`: seconds of the clock."""
+        is added, or when drafts need the tokens of the step in flight. `now`: seconds of the
+        clock."""
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
+        if self._running.in_flight and self._speculation.may_draft(self._running.in_flight[-1].slots):
+            return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
         self._resume_held_requests()
@@ -204,6 +210,11 @@ class Scheduler:
         """Whether no request waits or runs, no step is in flight, and no end is left to report."""
         return not (self._requests or self._running.in_flight or self._ended)
 
+    def enable_speculation(self, drafter: Drafter, num_steps: int) -> None:
+        """Verify up to `num_steps` drafted tokens in a row from now on. Called before the first
+        request."""
+        self._speculation.enable(drafter, num_steps)
+
     def publish_inflight(self, path: Path) -> None:
         """Record the running requests in an in-flight file from now on, or log that there is no
         room for one."""
@@ -241,6 +252,9 @@ class Scheduler:
             "prompt_tokens": self._num_prompt_tokens,
             "generated_tokens": self._output.num_generated,
             "jumped_tokens": self._jumps.num_tokens,
+            "num_drafts": self._speculation.stats.num_drafts,
+            "drafted_tokens": self._speculation.stats.num_drafted,
+            "accepted_tokens": self._speculation.stats.num_accepted,
         }
 
     def check_integrity(self) -> None:
@@ -260,26 +274,36 @@ class Scheduler:
 
     def _assemble(self, plan: StepPlan) -> tuple[ScheduledBatch, StepRecord]:
         """Build the step's batch, and the record of it that is kept until its commit."""
-        running, a = self._running, self._running.table.arrays
+        running, a, drafts = self._running, self._running.table.arrays, plan.drafts
         slots, num_decodes = plan.decode_slots, len(plan.decode_slots)
         num_computed = a.num_computed_tokens[slots] - 1
         num_scheduled = np.ones(num_decodes, np.int32)
         samples = np.ones(num_decodes, np.bool_)
-        token_ids, prompt_logprobs, skip_kv_store = _NO_TOKENS, None, None
+        token_ids, prompt_logprobs, skip_kv_store, num_drafts = _NO_TOKENS, None, None, None
+        if drafts is not None:
+            counts, slots = drafts.counts, np.concatenate((slots, plan.draft_slots))
+            num_computed = np.concatenate((num_computed, a.num_computed_tokens[plan.draft_slots] - 1 - counts))
+            num_drafts = np.concatenate((np.zeros(num_decodes, np.int32), counts, np.zeros(len(plan.chunks), np.int32)))
+            num_scheduled = num_drafts[: len(slots)] + 1
+            samples = np.ones(len(slots), np.bool_)
+            token_ids = self._speculation.fill_rows(plan.draft_slots, drafts)
         if plan.chunks:
             slots = np.concatenate((slots, [request.slot for request, _, _ in plan.chunks]))
             num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in plan.chunks], np.int32)))
             num_scheduled = np.concatenate((num_scheduled, np.array([count for _, _, count in plan.chunks], np.int32)))
             ends = [start + count == len(request.tokens) for request, start, count in plan.chunks]
             samples = np.concatenate((samples, np.array(ends, np.bool_)))
-            token_ids = np.concatenate([request.tokens[start : start + count] for request, start, count in plan.chunks])
+            token_ids = np.concatenate([token_ids, *(request.tokens[start : start + count] for request, start, count in plan.chunks)])
             asks = (a.special[slots] & PROMPT_LOGPROBS) != 0
             prompt_logprobs = asks if asks.any() else None
             rereads = a.num_shared[slots] * self.config.page_size > num_computed
             skip_kv_store = rereads if rereads.any() else None
+        setups, released = running.take_setups(), running.take_released()
+        self._speculation.update(setups, released)
+        sampling_slots = slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
-        waits = bool(running.in_flight) and bool((a.special[slots[samples]] & GRAMMAR).any())
+        waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
         batch = ScheduledBatch(
             step=self._step,
             num_decodes=num_decodes,
@@ -289,14 +313,16 @@ class Scheduler:
             token_ids=token_ids,
             samples=samples,
             new_pages=running.kv_manager.take_table_writes(),
-            setups=running.take_setups(),
-            released=running.take_released(),
+            setups=setups,
+            released=released,
             prompt_logprobs=prompt_logprobs,
             skip_kv_store=skip_kv_store,
-            grammar_mask=None if waits else self._fill_masks(slots[samples]),
+            num_drafts=num_drafts,
+            grammar_mask=None if waits else self._fill_masks(sampling_slots),
             has_deferred_grammar_mask=waits,
         )
-        return batch, StepRecord(self._step, slots, a.epoch[slots], num_computed, num_scheduled, samples, num_decodes, plan.is_retry)
+        rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
+        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts)
 
     def _fill_masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table

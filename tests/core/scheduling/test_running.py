@@ -16,6 +16,7 @@ from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, MIN_STOP_WIDTH, TOKEN_BUFFER, RequestTable
 from frame.core.scheduling.running import RunningSet, StepRecord
+from frame.core.scheduling.speculation import Speculation
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import OldestFirst
@@ -143,6 +144,6 @@ def test_a_result_of_the_wrong_size_is_refused() -> None:
     on = running()
     made = added(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
-    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8))
-    with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 sampling rows"):
+    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8), Speculation(on.table, 8))
+    with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 samples"):
         processor.process_step(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

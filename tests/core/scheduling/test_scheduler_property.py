@@ -9,16 +9,19 @@ slot, a cached prefix or a preempted request shows as a wrong token or a refused
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
+from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script
 
@@ -32,6 +35,24 @@ EOS = 5
 def is_invalid(tokens: list[int]) -> bool:
     """A rare prefix whose logits are not finite."""
     return len(tokens) > 8 and tokens[-1] == 7 and tokens[-2] % 4 == 0
+
+
+def right_draft(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    """What the fake runner will draw."""
+    return continuation(tokens, setup.params, setup.seed, VOCAB, most)
+
+
+def wrong_draft(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in right_draft(setup, tokens, most)]
+
+
+def mixed_draft(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    """Of varying length, right up to a varying place."""
+    draft = right_draft(setup, tokens, most)[: len(tokens) % (most + 1)]
+    return [token if i < tokens[-1] % 4 else (token + 1) % VOCAB for i, token in enumerate(draft)]
+
+
+SCRIPTS = {"right": right_draft, "wrong": wrong_draft, "mixed": mixed_draft}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -50,6 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption=st.booleans(),
         jump_forward=st.sampled_from([0, 2, 2, 4]),
         min_shared_tokens=st.sampled_from([2, 4, 256]),
+        drafts=st.sampled_from(["none", "right", "wrong", "mixed"]),
+        num_steps=st.integers(1, 5),
     )
     def start(
         self,
@@ -67,6 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption: bool,
         jump_forward: int,
         min_shared_tokens: int,
+        drafts: str,
+        num_steps: int,
     ) -> None:
         config = SchedulerConfig(
             page_size=page_size,
@@ -90,6 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             is_invalid=is_invalid if invalid else None,
         )
+        if drafts != "none":
+            self.rig.enable_drafts(SCRIPTS[drafts], num_steps)
 
     @rule(
         stem=st.integers(0, 2),

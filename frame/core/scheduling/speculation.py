@@ -1,0 +1,152 @@
+"""`Speculation`: drafts of running requests, from the drafter to their verification.
+
+Used by the scheduler's parts (vLLM: `propose_draft_token_ids`; SGLang: the EAGLE worker). Works on
+arrays by slot. An error of the drafter ends its use, not a request. Must not know a drafter by
+name, pages or the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from frame.core.blame import describe, remedy
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.drafter import Drafter, Drafts
+from frame.core.scheduling.request_slots import GRAMMAR, RequestTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters since the start."""
+
+    num_drafts: int = 0  # rows with a draft
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0  # tokens
+    seconds: float = 0.0  # in the drafter
+    accepted_at: list[int] = field(default_factory=list)  # drafts whose token number i (from 0) was accepted
+
+
+class Speculation:
+    """The drafter and the slots that it drafts for. Without a drafter `is_active` is false, and no
+    method is called."""
+
+    def __init__(self, table: RequestTable, vocab_size: int) -> None:
+        self.stats = SpeculationStats()
+        self.num_steps = 0  # most tokens of a draft
+        self._table = table
+        self._vocab_size = vocab_size
+        self._drafter: Drafter | None = None
+        self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
+
+    @property
+    def is_active(self) -> bool:
+        return self._drafter is not None
+
+    def enable(self, drafter: Drafter, num_steps: int) -> None:
+        """Draft up to `num_steps` tokens a row from now on. Called before the first request."""
+        self._drafter = drafter
+        self.num_steps = num_steps
+        self.stats.accepted_at = [0] * num_steps
+
+    def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
+        """Release slots, then set slots up."""
+        drafter = self._drafter
+        if drafter is None:
+            return
+        began = time.perf_counter()
+        try:
+            for slot in released:
+                drafter.remove_slot(slot)
+            for setup in setups:
+                drafter.add_slot(setup)
+        except Exception as error:  # noqa: BLE001 - the output does not depend on drafts
+            self._disable(drafter, error)
+        self.stats.seconds += time.perf_counter() - began
+
+    def may_draft(self, slots: np.ndarray) -> bool:
+        """Whether a drafter is used and one of these slots may get drafts."""
+        return self._drafter is not None and bool(((self._table.arrays.special[slots] & GRAMMAR) == 0).any())
+
+    def propose(self, slots: np.ndarray) -> Drafts | None:
+        """The drafts of slots whose next decode has been scheduled; None: there is none. A row has
+        a draft if its tokens are committed, its tokens are not bound to a grammar, and the request
+        may get more than one token. slots: intp [n]."""
+        drafter, a = self._drafter, self._table.arrays
+        if drafter is None or not slots.size:
+            return None
+        room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], self.num_steps)
+        can_draft = (room > 0) & (a.num_committed_tokens[slots] + 1 == a.num_tokens[slots]) & ((a.special[slots] & GRAMMAR) == 0)
+        chosen = np.flatnonzero(can_draft)
+        if not chosen.size:
+            return None
+        began = time.perf_counter()
+        try:
+            drafts = drafter.propose_tokens(slots[chosen], room[chosen])
+            self._check(drafts, room[chosen])
+        except Exception as error:  # noqa: BLE001 - as above
+            self._disable(drafter, error)
+            return None
+        finally:
+            self.stats.seconds += time.perf_counter() - began
+        if not drafts.counts.any():
+            return None
+        counts = np.zeros(len(slots), np.int32)
+        counts[chosen] = drafts.counts
+        return Drafts(drafts.token_ids, counts)
+
+    def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
+        """The token ids of rows with drafts, int32: of each its last committed token, then its
+        draft."""
+        ends = np.cumsum(drafts.counts + 1)
+        firsts = ends - drafts.counts - 1
+        token_ids = np.empty(int(ends[-1]), np.int32)
+        is_drafted = np.ones(len(token_ids), np.bool_)
+        is_drafted[firsts] = False
+        token_ids[firsts] = self._last_token[slots]
+        token_ids[is_drafted] = drafts.token_ids
+        return token_ids
+
+    def observe(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """New output tokens of slots: int32 [n, width], of which `counts` [n] are valid."""
+        drafter = self._drafter
+        if drafter is None or not slots.size:
+            return
+        self._last_token[slots] = token_ids[np.arange(len(slots)), counts - 1]
+        began = time.perf_counter()
+        try:
+            drafter.observe_tokens(slots, token_ids, counts)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._disable(drafter, error)
+        self.stats.seconds += time.perf_counter() - began
+
+    def count(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Add the verified drafts of a step to the counters: tokens by row."""
+        has_draft = drafted > 0
+        stats, accepted = self.stats, accepted[has_draft]
+        stats.num_drafts += len(accepted)
+        stats.num_drafted += int(drafted.sum())
+        stats.num_accepted += int(accepted.sum())
+        for place in range(int(accepted.max(initial=0))):
+            stats.accepted_at[place] += int(np.count_nonzero(accepted > place))
+
+    def _check(self, drafts: Drafts, room: np.ndarray) -> None:
+        """Raise ValueError for drafts that cannot be verified."""
+        counts, token_ids = drafts.counts, drafts.token_ids
+        if len(counts) != len(room) or (counts < 0).any() or (counts > room).any():
+            raise ValueError(f"it drafted {counts.tolist()} tokens for {len(room)} slots, which may have {room.tolist()}")
+        if len(token_ids) != int(counts.sum()):
+            raise ValueError(f"it returned {len(token_ids)} tokens for drafts of {int(counts.sum())}")
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
+            raise ValueError(f"it drafted a token outside of the vocabulary of {self._vocab_size} tokens")
+
+    def _disable(self, drafter: Drafter, error: Exception) -> None:
+        problem = f"{type(error).__name__}: {error}"
+        log.error("%s failed and is not used any more: %s; %s", describe(drafter), problem, remedy(drafter), exc_info=error)
+        self._drafter = None

@@ -1,0 +1,145 @@
+"""Drafts in the scheduler: equal output, the number of steps, pages, and drafters at fault."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from frame.core.interfaces.batch import SlotSetup
+from frame.testing.drafters import Script
+from frame.testing.fake_runner import continuation
+from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.small_rig import VOCAB, config, params, policy, prompt, rig
+
+
+def oracle(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    return continuation(tokens, setup.params, setup.seed, VOCAB, most)
+
+
+def adversary(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in oracle(setup, tokens, most)]
+
+
+def count_steps(used: SchedulerRig) -> int:
+    steps = 0
+    while not used.scheduler.is_idle:
+        used.step()
+        steps += 1
+    used.check()
+    return steps
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+def test_oracle_needs_one_step_for_each_k_plus_1_tokens(page_size: int, num_steps: int) -> None:
+    used = rig(page_size=page_size, num_pages=1 + 256 // page_size)
+    used.enable_drafts(oracle, num_steps)
+    used.add(prompt(9), params(max_tokens=41))
+    assert count_steps(used) == 1 + -(-40 // (num_steps + 1))  # the prompt's step yields one token
+    load = used.scheduler.get_load()
+    assert load["accepted_tokens"] == load["drafted_tokens"] == 41 - count_drawn(num_steps)
+    assert load["generated_tokens"] == 41
+
+
+def count_drawn(num_steps: int) -> int:
+    """Steps of 41 tokens."""
+    return 1 + -(-40 // (num_steps + 1))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("script", [oracle, adversary])
+def test_several_requests_in_a_small_pool(script: Script, overlap: bool) -> None:
+    used = rig(num_pages=15, overlap=overlap)
+    used.enable_drafts(script, 4)
+    for start in range(6):
+        temperature = float(start % 2)
+        used.add(prompt(5 + start, start), params(max_tokens=12, temperature=temperature, seed=start, logprobs=2 if start == 3 else None))
+    used.run()  # compares the tokens and counts the pages
+    load = used.scheduler.get_load()
+    assert load["drafted_tokens"] > 30
+    assert (load["accepted_tokens"] > 0) == (script is oracle)
+
+
+def test_stop_token_inside_a_draft_ends_the_run() -> None:
+    whole = continuation(prompt(9), params(), 0, VOCAB, 20)
+    used = rig()
+    used.enable_drafts(oracle, 15)
+    stop = next(token for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
+    rid = used.add(prompt(9), params(max_tokens=20, stop_token_ids=(stop,)))
+    assert count_steps(used) == 2
+    assert used.requests[rid].got == whole[: whole.index(stop) + 1]
+    finish = used.requests[rid].finish
+    assert finish is not None and finish.matched == stop
+
+
+def test_non_finite_logits_inside_a_draft_end_the_run() -> None:
+    whole = continuation(prompt(9), params(), 0, VOCAB, 8)
+    used = SchedulerRig(config(), policy(), is_invalid=lambda tokens: list(tokens) == prompt(9) + whole[:4])
+    used.enable_drafts(oracle, 7)
+    rid = used.add(prompt(9), params(logprobs=1))
+    used.run()
+    finish = used.requests[rid].finish
+    assert finish is not None and finish.code == "non_finite_logits"
+    assert used.requests[rid].got == whole[:4]
+
+
+def test_request_with_a_constrained_draft_length() -> None:
+    used = rig()
+    drafter = used.enable_drafts(oracle, 5)
+    used.add(prompt(5), params(max_tokens=1))
+    used.add(prompt(6), params(max_tokens=2))
+    used.run()
+    assert drafter.num_proposals == 0  # one more token is drawn in any case
+    assert not drafter.slots - {0, 1}
+
+
+def test_slots_of_ended_requests_are_released() -> None:
+    used = rig()
+    drafter = used.enable_drafts(adversary, 2)
+    for start in range(6):
+        used.add(prompt(5, start), params())
+    used.run()
+    used.add(prompt(4), params())
+    used.step()
+    assert len(drafter.slots) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (lambda setup, tokens, most: [VOCAB], "outside of the vocabulary"),
+        (lambda setup, tokens, most: [-1], "outside of the vocabulary"),
+        (lambda setup, tokens, most: [1 // 0], "division by zero"),
+    ],
+)
+def test_drafter_at_fault_is_not_used_any_more(script: Script, problem: str, caplog: pytest.LogCaptureFixture) -> None:
+    used = rig()
+    drafter = used.enable_drafts(script, 2)
+    with caplog.at_level(logging.ERROR):
+        used.add(prompt(5), params())
+        used.run()
+    assert drafter.num_proposals == 1
+    assert problem in caplog.text and "ScriptedDrafter" in caplog.text
+
+
+def test_too_long_a_draft_is_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+    used = rig()
+    drafter = used.enable_drafts(oracle, 2)
+    proposals = drafter.propose_tokens
+    drafter.propose_tokens = lambda slots, most: proposals(slots, np.full_like(most, 9))  # type: ignore[method-assign]
+    used.add(prompt(5), params())
+    used.run()
+    assert "which may have" in caplog.text
+
+
+def test_counters_by_place() -> None:
+    used = rig()
+    used.enable_drafts(lambda *given: [*oracle(*given)[:1], *adversary(*given)[1:]], 3)
+    used.add(prompt(5), params(max_tokens=9))
+    used.run()
+    stats = used.scheduler._speculation.stats
+    assert stats.accepted_at == [stats.num_drafts, 0, 0]
+    assert stats.num_accepted == stats.num_drafts == 4
