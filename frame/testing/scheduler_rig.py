@@ -139,7 +139,7 @@ class SchedulerRig:
         end."""
         preempted = self.scheduler.get_load()["preempted"]
         batch = self.scheduler.schedule_batch(self.now)
-        if batch is not None or not self._in_flight or not self.scheduler._speculation.is_active:  # else drafts wait for a commit
+        if batch is not None or not self._in_flight or not self.scheduler._planner.speculation.is_active:  # else drafts wait for a commit
             self._check_admission(batch, self.scheduler.get_load()["preempted"] > preempted)
         if batch is not None:
             self.max_rows = max(self.max_rows, len(batch.slots))

@@ -62,7 +62,7 @@ class StepPlanner:
         self._running = running
         self._kv_manager = running.kv_manager
         self._queue = queue
-        self._speculation = speculation
+        self.speculation = speculation
         self._policy = GuardedPolicy(policy)
         self._usage = queue.usage
         self._growth_reserve = config.growth_reserve
@@ -80,7 +80,7 @@ class StepPlanner:
             self._preempt_for_waiting(now)
         before = -1 if self._suspects else self.num_preempted  # no request is admitted before a suspect
         plan = StepPlan(self._schedule_decodes(now), budget=self._config.token_budget)
-        if self._speculation.is_active:
+        if self.speculation.is_active:
             self._schedule_drafts(plan)
         if self._exceeds_long_prompt_budget():
             self._schedule_short_prompts(plan, now, may_admit=self.num_preempted == before)
@@ -166,7 +166,7 @@ class StepPlanner:
         preemption. The counters of these slots advance as if every draft were accepted; the commit
         sets them back."""
         slots = plan.decode_slots
-        drafts = self._speculation.propose(slots)
+        drafts = self.speculation.propose(slots)
         if drafts is None:
             return
         a, page_size = self._running.table.arrays, self._config.page_size

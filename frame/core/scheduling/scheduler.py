@@ -81,10 +81,10 @@ class Scheduler:
         self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
-        self._speculation = Speculation(table, config.vocab_size)
-        self._planner = StepPlanner(config, self._running, self._queue, policy, self._speculation)
+        speculation = Speculation(table, config.vocab_size)
+        self._planner = StepPlanner(config, self._running, self._queue, policy, speculation)
         self._grammars = GrammarCalls(config.vocab_size)
-        self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars, self._speculation)
+        self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars, speculation)
         self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
@@ -151,7 +151,7 @@ class Scheduler:
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
-        if self._running.in_flight and self._speculation.may_draft(self._running.in_flight[-1].slots):
+        if self._running.in_flight and self._planner.speculation.may_draft(self._running.in_flight[-1].slots):
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
@@ -213,7 +213,7 @@ class Scheduler:
     def enable_speculation(self, drafter: Drafter, num_steps: int) -> None:
         """Verify up to `num_steps` drafted tokens in a row from now on. Called before the first
         request."""
-        self._speculation.enable(drafter, num_steps)
+        self._planner.speculation.enable(drafter, num_steps)
 
     def publish_inflight(self, path: Path) -> None:
         """Record the running requests in an in-flight file from now on, or log that there is no
@@ -252,9 +252,9 @@ class Scheduler:
             "prompt_tokens": self._num_prompt_tokens,
             "generated_tokens": self._output.num_generated,
             "jumped_tokens": self._jumps.num_tokens,
-            "num_drafts": self._speculation.stats.num_drafts,
-            "drafted_tokens": self._speculation.stats.num_drafted,
-            "accepted_tokens": self._speculation.stats.num_accepted,
+            "num_drafts": self._planner.speculation.stats.num_drafts,
+            "drafted_tokens": self._planner.speculation.stats.num_drafted,
+            "accepted_tokens": self._planner.speculation.stats.num_accepted,
         }
 
     def check_integrity(self) -> None:
@@ -286,7 +286,7 @@ class Scheduler:
             num_drafts = np.concatenate((np.zeros(num_decodes, np.int32), counts, np.zeros(len(plan.chunks), np.int32)))
             num_scheduled = num_drafts[: len(slots)] + 1
             samples = np.ones(len(slots), np.bool_)
-            token_ids = self._speculation.fill_rows(plan.draft_slots, drafts)
+            token_ids = self._planner.speculation.fill_rows(plan.draft_slots, drafts)
         if plan.chunks:
             slots = np.concatenate((slots, [request.slot for request, _, _ in plan.chunks]))
             num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in plan.chunks], np.int32)))
@@ -299,7 +299,7 @@ class Scheduler:
             rereads = a.num_shared[slots] * self.config.page_size > num_computed
             skip_kv_store = rereads if rereads.any() else None
         setups, released = running.take_setups(), running.take_released()
-        self._speculation.update(setups, released)
+        self._planner.speculation.update(setups, released)
         sampling_slots = slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.

@@ -140,6 +140,6 @@ def test_counters_by_place() -> None:
     used.enable_drafts(lambda *given: [*oracle(*given)[:1], *adversary(*given)[1:]], 3)
     used.add(prompt(5), params(max_tokens=9))
     used.run()
-    stats = used.scheduler._speculation.stats
+    stats = used.scheduler._planner.speculation.stats
     assert stats.accepted_at == [stats.num_drafts, 0, 0]
     assert stats.num_accepted == stats.num_drafts == 4
