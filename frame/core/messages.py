@@ -144,6 +144,11 @@ class Heartbeat(Message, frozen=True):
     generated_tokens: int = 0  # counter
     device_memory: int = 0  # bytes that the engine's process holds
     jumped_tokens: int = 0  # counter: tokens forced by a grammar that no step sampled
+    num_drafts: int = 0  # counter: rows with drafted tokens
+    drafted_tokens: int = 0  # counter
+    accepted_tokens: int = 0  # counter: drafted tokens that are output
+    accepted_at: list[int] = []  # counters: drafts whose token number i, from 0, is output
+    drafter_seconds: float = 0.0  # counter: time in the drafter
 
 
 class Fatal(Message, frozen=True):

@@ -237,7 +237,7 @@ class Scheduler:
         """The prefix cache's most recently used runs, for display: `CachedRun` as plain data."""
         return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.kv_manager.cache.outline(limit)]}
 
-    def get_load(self) -> dict[str, int]:
+    def get_load(self) -> dict[str, Any]:
         """Gauges, and counters since the start, named as in `Heartbeat`."""
         kv_manager = self._running.kv_manager
         total, evictable = self.config.num_pages - 1, kv_manager.cache.num_evictable
@@ -252,9 +252,7 @@ class Scheduler:
             "prompt_tokens": self._num_prompt_tokens,
             "generated_tokens": self._output.num_generated,
             "jumped_tokens": self._jumps.num_tokens,
-            "num_drafts": self._planner.speculation.stats.num_drafts,
-            "drafted_tokens": self._planner.speculation.stats.num_drafted,
-            "accepted_tokens": self._planner.speculation.stats.num_accepted,
+            **self._planner.speculation.stats.as_load(),
         }
 
     def check_integrity(self) -> None:

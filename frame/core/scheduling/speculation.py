@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,16 @@ class SpeculationStats:
     num_accepted: int = 0  # tokens
     seconds: float = 0.0  # in the drafter
     accepted_at: list[int] = field(default_factory=list)  # drafts whose token number i (from 0) was accepted
+
+    def as_load(self) -> dict[str, Any]:
+        """Named as in `Heartbeat`."""
+        return {
+            "num_drafts": self.num_drafts,
+            "drafted_tokens": self.num_drafted,
+            "accepted_tokens": self.num_accepted,
+            "accepted_at": list(self.accepted_at),
+            "drafter_seconds": round(self.seconds, 6),
+        }
 
 
 class Speculation:

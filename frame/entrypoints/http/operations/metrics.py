@@ -150,6 +150,13 @@ class ServerMetrics:
         yield _gauge("prefix_cache_hit_ratio", "Share of all prompt tokens that came from the prefix cache.", hits)
         yield _counter("preemptions", "Times that a request left the device for lack of memory.", load.preempted)
         yield _counter("jumped_tokens", "Output tokens that a grammar forced and no step had to draw.", load.jumped_tokens)
+        yield _counter("spec_decode_num_drafts", "Drafts that the model verified.", load.num_drafts)
+        yield _counter("spec_decode_num_draft_tokens", "Drafted tokens that the model verified.", load.drafted_tokens)
+        yield _counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", load.accepted_tokens)
+        by_place = {str(place): count for place, count in enumerate(load.accepted_at)}
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafts whose token at this place was accepted."
+        yield _labelled(name, text, "position", by_place, is_counter=True)
+        yield _counter("spec_decode_drafter_seconds", "Seconds in the drafter.", load.drafter_seconds)
         yield _counter("engine_steps", "Steps of the engine.", load.step)
 
 

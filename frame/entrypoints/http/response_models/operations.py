@@ -44,6 +44,11 @@ class EngineLoad(TypedDict):
     prompt_tokens: int
     generated_tokens: int
     jumped_tokens: int
+    num_drafts: int
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_at: list[int]
+    drafter_seconds: float
 
 
 class ServerInfo(EngineLoad):
