@@ -8,6 +8,12 @@ measured copy rate. Each figure is the median of several replays of a graph of m
 
     python benchmarks/sampling.py --out benchmarks/results/sampling.json
     python benchmarks/sampling.py --rows 1 64 --vocab 32000 --without-torch
+
+To compare with an older commit (of 2026-11-21 or later), run the file on that commit's modules:
+
+    git worktree add /tmp/before COMMIT
+    PYTHONPATH=/tmp/before python benchmarks/sampling.py --without-torch --out before.json
+    PYTHONPATH=. python benchmarks/sampling.py --without-torch --out after.json
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import torch
 
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import Sampler, draw_with_triton
-from frame.core.sampling.sampling_metadata import SamplingPlan
+from frame.core.sampling.sampling_metadata import PARAMETERS, SamplingPlan
 from frame.kernels.sampling.logit_changes import apply_penalties, apply_token_mask
 from frame.kernels.sampling.logprobs import compute_logprobs
 
@@ -60,8 +66,10 @@ def make_params(rows: int, case: dict[str, float]) -> Tensors:
     one = torch.ones(rows, device=DEVICE)
     params = {
         "temperature": one * case.get("temperature", 1.0) * LN2,
-        "uniform": torch.rand(rows, dtype=torch.float64, device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(0)),
+        "key": torch.randint(2**62, (rows,), device=DEVICE, generator=torch.Generator(device=DEVICE).manual_seed(0)),
     }
+    if "uniform" in PARAMETERS:  # commits before the Gumbel race
+        params["uniform"] = params.pop("key").double() * 2.0**-62
     if case.keys() - {"temperature"}:
         params["top_k"] = one.int() * int(case.get("top_k", 0))
         params["top_p"] = one * case.get("top_p", 1.0)

@@ -50,7 +50,7 @@ Body = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], Decode
 # with filters; updates the last-token table
 Redraw = Callable[[DecodeOutputs, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
 
-_DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "uniform": np.float64(0.5)}  # values in padding rows
+_DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "key": np.int64(0)}  # values in padding rows
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
 
 
@@ -189,8 +189,8 @@ class DecodeGraphs:
         """Run at most `most` rows of one token each, whose pages and ids are in the table. -> the
         outputs of the sampling rows.
 
-        draws: temperature and uniform number of each sampling row, and all filters if a row has
-        one; empty if only the logits are used.
+        draws: temperature and key of each sampling row, and all filters if a row has one; empty if
+        only the logits are used.
         """
         rows = len(tokens.slots)
         step = self._steps[self._smallest[rows]]

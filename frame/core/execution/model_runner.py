@@ -217,7 +217,7 @@ class TorchModelRunner(ModelRunner):
         """The body of a decode graph."""
         logits = self.model.compute_logits(self.forward(batch))
         last_tokens = (self.inputs.table.last_token, slots)
-        return self._drawn(logits, draw_plain(logits, params["temperature"], params["uniform"], last_tokens), slots)
+        return self._drawn(logits, draw_plain(logits, params["temperature"], params["key"], last_tokens), slots)
 
     def _redraw(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """The body of the second graph, of steps with filters."""

@@ -3,7 +3,7 @@
 Order: log-probabilities come from the model's unchanged logits, as in the OpenAI API. Then logits
 processors and the grammar mask (which sets logits to -inf, so their order does not matter);
 temperature; top-k; top-p over the tokens that top-k keeps; min-p. Each filter is a threshold on the
-logit and keeps ties. Tokens are drawn by inverse CDF in vocabulary order. No row depends on another
+logit and keeps ties. Tokens are drawn by a Gumbel race (`gumbel_race`). No row depends on another
 row. Used by the model runner. Must not know a request: a `SamplingPlan` describes the work of a
 step.
 """
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
+from frame.core.sampling import gumbel_race
 from frame.core.sampling.sampling_metadata import PARAMETERS
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, torch.Tensor]
 
 _ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf).astype(np.float32)
-_BLOCK = 128  # columns; a maximum over a large vocabulary is taken per block first
-_MIN_BLOCKED_VOCAB = 8192  # vocabulary size from which a maximum per block is faster
+_MIN_BLOCKED_VOCAB = 8192  # vocabulary size from which a maximum per group of tokens is faster
 _MIN_LOG2_WEIGHT = -115.0  # base-2 logarithm of the smallest relative weight; smaller weights become 0
 _FIRST_CANDIDATES = 256  # candidates of the first top-p search
 _CANDIDATE_FACTOR = 16  # factor of candidates for each further search; the last one uses the whole vocabulary
@@ -95,7 +95,7 @@ class Sampler:
         rows = len(logits)
         each = {"temperature": 1.0, "top_p": 0.5, "log_min_p": -9.0}
         params = {name: torch.full((rows,), value, device=logits.device) for name, value in each.items()}
-        params["uniform"] = torch.full((rows,), 0.5, dtype=torch.float64, device=logits.device)
+        params["key"] = torch.arange(rows, device=logits.device)
         params["top_k"] = torch.full((rows,), 2, dtype=torch.int32, device=logits.device)
         for scores in (logits, logits.float()):  # logits processors change a float32 copy
             token_ids, _ = draw_with_triton(scores, {name: params[name] for name in PARAMETERS[:2]})
@@ -112,10 +112,12 @@ class Sampler:
             self._processors.apply(logits, processing, tensors)
         if "grammar_mask" in tensors:
             apply_grammar(logits, tensors["grammar_rows"], tensors["grammar_mask"])
-        best, token_ids = row_max(logits)
-        if plan.num_drawn:
+        heights = gumbel_race.find_heights(logits) if plan.num_drawn else None
+        best, token_ids = row_max(logits, heights)
+        if heights is not None:
             rows = tensors.get("drawn_rows")
-            drawn = draw(_weights(logits, best, rows, plan, tensors), tensors["uniform"])
+            limits = _limit_rows(logits, best, rows, plan, tensors)
+            drawn = gumbel_race.draw(logits, heights, tensors["temperature"], tensors["key"], rows, limits)
             token_ids = drawn if rows is None else token_ids.index_copy(0, rows, drawn)
         return token_ids, best
 
@@ -159,33 +161,32 @@ def draw_with_triton(
 
     if "top_k" in params:
         return sample_filtered(logits, Filters(**params), plain, last_tokens)
-    return sample_unfiltered(logits, params["temperature"], params["uniform"], last_tokens)
+    return sample_unfiltered(logits, params["temperature"], params["key"], last_tokens)
 
 
 def draw_plain(
     logits: torch.Tensor,
     temperature: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample rows that use temperature only (0: greedy). -> (token ids int64, greatest logits
     float32).
 
-    logits: [rows, vocab]. temperature: float32 [rows]. uniform: float64 [rows]. last_tokens: a
-    table of token ids, int64 [slots], and the slot of each row, int64 [rows], to which its token is
-    written. CUDA graphs can capture the call, because its work does not depend on the values.
+    logits: [rows, vocab]. temperature: float32 [rows], times ln 2. keys: int64 [rows], of
+    `draw_keys`. last_tokens: a table of token ids, int64 [slots], and the slot of each row, int64
+    [rows], to which its token is written. CUDA graphs can capture the call, because its work does
+    not depend on the values.
     """
     if kernels.can_use_triton(logits.device):
         from frame.kernels.sampling.sampling import sample_unfiltered
 
-        return sample_unfiltered(logits, temperature, uniform, last_tokens)
+        return sample_unfiltered(logits, temperature, keys, last_tokens)
     logits = logits.float()
-    best, likeliest = row_max(logits)
+    heights = gumbel_race.find_heights(logits)
+    best, likeliest = row_max(logits, heights)
     is_drawn = temperature > 0.0
-    scaled = (logits - best.unsqueeze(1)).div_(torch.where(is_drawn, temperature, 1.0).unsqueeze(1))
-    weights = F.threshold(scaled, _MIN_LOG2_WEIGHT, -torch.inf, inplace=True).exp2_()
-    missing = -weights.shape[1] % _BLOCK
-    drawn = draw(F.pad(weights, (0, missing)) if missing else weights, uniform)
+    drawn = gumbel_race.draw(logits, heights, torch.where(is_drawn, temperature, 1.0), keys)
     token_ids = torch.where(is_drawn, drawn, likeliest)
     if last_tokens is not None:
         table, slots = last_tokens
@@ -193,17 +194,17 @@ def draw_plain(
     return token_ids, best
 
 
-def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_max(logits: torch.Tensor, heights: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(greatest value, its first index) of each row, [rows, vocab] -> [rows] each. NaN counts as
-    the greatest value."""
-    rows, vocab = logits.shape
-    if vocab < _MIN_BLOCKED_VOCAB or vocab % _BLOCK or logits.is_cuda:
+    the greatest value. heights: `gumbel_race.find_heights` of the logits, if known."""
+    vocab = logits.shape[1]
+    if logits.is_cuda or (vocab < _MIN_BLOCKED_VOCAB):
         values, ids = logits.max(dim=-1)
         return values, ids
-    blocks = logits.view(rows, -1, _BLOCK)
-    values, block = blocks.amax(dim=-1).max(dim=-1)
-    inside = blocks[torch.arange(rows), block].max(dim=-1).indices
-    return values, block * _BLOCK + inside
+    values, group = (gumbel_race.find_heights(logits) if heights is None else heights).max(dim=-1)
+    columns = group.unsqueeze(1) * gumbel_race.GROUP + torch.arange(gumbel_race.GROUP)
+    inside = logits.gather(1, columns.clamp_(max=vocab - 1)).max(dim=-1).indices
+    return values, group * gumbel_race.GROUP + inside
 
 
 def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
@@ -223,68 +224,43 @@ def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
         logits.index_add_(0, rows, added)
 
 
-def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw a column of each row by inverse CDF in column order. -> int64 [rows].
-
-    weights: [rows, columns], not normalised; columns is a multiple of the block size. uniform:
-    float64 [rows]. Never returns a column of weight 0, unless a whole row is 0 or NaN.
-    """
-    blocks = weights.view(len(weights), -1, _BLOCK)
-    sums = blocks.sum(dim=-1).double()
-    cumulated = sums.cumsum(dim=-1)
-    goal = cumulated[:, -1] * uniform
-    block = _column(cumulated, goal)
-    rest = goal - (cumulated - sums).gather(1, block.unsqueeze(1)).squeeze(1)
-    inside = blocks.gather(1, block.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1).double()
-    return block * _BLOCK + _column(inside.cumsum(dim=-1), rest)
-
-
-def _column(cumulated: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """The first column whose cumulated weight exceeds the goal. If rounding puts the goal at the
-    end: the last column with a weight."""
-    passed = (cumulated <= goal.unsqueeze(1)).sum(dim=-1)
-    return torch.minimum(passed, (cumulated < cumulated[:, -1:]).sum(dim=-1))
-
-
-def _weights(logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
-    """Weights of the drawn rows' tokens at their temperature, relative to the likeliest token; 0
-    where a filter excludes the token. [drawn, vocab rounded up to the block size].
-
-    Exponentials are to base 2: on CPUs `exp` is slow for minus infinity, `exp2` is not.
-    """
-    if rows is not None:
-        logits, best = logits.index_select(0, rows), best.index_select(0, rows)
-    scaled = (logits - best.unsqueeze(1)).div_(tensors["temperature"].unsqueeze(1))  # <= 0
-    scaled = F.threshold(scaled, _MIN_LOG2_WEIGHT, -torch.inf, inplace=True)  # denormal weights are slow on CPUs
-    is_filtered = plan.num_filtered > 0 or plan.has_min_p
-    weights = scaled.exp2() if is_filtered else scaled.exp2_()
-    limit = None
+def _limit_rows(
+    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors
+) -> torch.Tensor | None:
+    """The smallest (logit - greatest logit) / temperature that the filters of each drawn row keep,
+    float32 [drawn]; None: no row has a filter."""
+    limits = None
     if plan.num_filtered:
         some = tensors.get("filtered_rows")
-        if some is None:
-            limit = thresholds(scaled, weights, plan, tensors)
-        else:
-            found = thresholds(scaled.index_select(0, some), weights.index_select(0, some), plan, tensors)
-            limit = scaled.new_full((len(scaled),), -torch.inf).index_copy_(0, some, found)
+        temperature = tensors["temperature"] if some is None else tensors["temperature"].index_select(0, some)
+        chosen = rows if some is None else some if rows is None else rows.index_select(0, some)
+        if chosen is not None:
+            logits, best = logits.index_select(0, chosen), best.index_select(0, chosen)
+        scaled = (logits - best.unsqueeze(1)).div_(temperature.unsqueeze(1))  # <= 0
+        limits = thresholds(scaled, plan, tensors)
+        if some is not None:
+            limits = limits.new_full((plan.num_drawn,), -torch.inf).index_copy_(0, some, limits)
     if plan.has_min_p:
-        limit = tensors["log_min_p"] if limit is None else torch.maximum(limit, tensors["log_min_p"])
-    if limit is not None:
-        weights.mul_(torch.ge(scaled, limit.unsqueeze(1), out=torch.empty_like(scaled)))  # as float: several times as fast as a bool mask
-    missing = -weights.shape[1] % _BLOCK
-    return F.pad(weights, (0, missing)) if missing else weights
+        limits = tensors["log_min_p"] if limits is None else torch.maximum(limits, tensors["log_min_p"])
+    return limits
 
 
-def thresholds(scaled: torch.Tensor, weights: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
+def thresholds(scaled: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
     """The smallest scaled logit that top-k and top-p keep, float32 [filtered].
 
-    scaled: [filtered, vocab]; the greatest value of each row is 0. weights: 2 to the power of
-    `scaled`.
+    scaled: [filtered, vocab], changed in place; the greatest value of each row is 0. Exponentials
+    are to base 2: on CPUs `exp` is slow for minus infinity, `exp2` is not.
     """
     vocab = scaled.shape[1]
     count = plan.max_top_k
     if plan.has_unlimited:  # only on the CPU can the values decide how many candidates top-p needs
         count = vocab if scaled.is_cuda else max(_FIRST_CANDIDATES, count)
-    return _limits(scaled, weights.sum(dim=-1).double(), tensors["top_k"], tensors["top_p"], min(count, vocab))
+    top_p = tensors["top_p"]
+    mass = top_p  # read only for top-p without top-k
+    if plan.has_unlimited:
+        scaled = F.threshold(scaled, _MIN_LOG2_WEIGHT, -torch.inf, inplace=True)  # denormal weights are slow on CPUs
+        mass = scaled.exp2().sum(dim=-1).double()
+    return _limits(scaled, mass, tensors["top_k"], top_p, min(count, vocab))
 
 
 def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int) -> torch.Tensor:

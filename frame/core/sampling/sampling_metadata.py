@@ -1,9 +1,9 @@
 """Sampling parameters by request slot, and the plan of one step's sampling as host arrays.
 
 The host decides which work a step has (sampling, filters, log-probabilities), so that the device is
-never queried. It also makes the random numbers: one uniform number per row from a counter-based
-hash of (seed, position). A token therefore depends on its seed, position and distribution only.
-Used by the input batch and the sampler. Imports no torch.
+never queried. It also makes the key of each row's draw, a counter-based hash of (seed, position).
+The sampler hashes the noise of each token id from the key, so a token depends on its seed, position
+and distribution only. Used by the input batch and the sampler. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROW = np.dtype(
         ("prompt_logprobs", "i2"),  # -1: none
     ]
 )
-PARAMETERS = ("temperature", "uniform", "top_k", "top_p", "log_min_p")  # the last three are present together
+PARAMETERS = ("temperature", "key", "top_k", "top_p", "log_min_p")  # the last three are present together
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0: a division by them overflows
 _LEAST_TOP_P = 1e-6  # keeps only the likeliest token, as any smaller value does; values below 1e-38 are 0 on the device
 
@@ -63,8 +63,7 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature, uniform number and filters by row are the only parameters of the
-        step."""
+        """Whether temperature, key and filters by row are the only parameters of the step."""
         filters = self.num_filtered or self.has_min_p
         return (self.by_row or not filters) and self.logprob_rows is None and "grammar_rows" not in self.arrays
 
@@ -100,12 +99,12 @@ class SamplingTable:
         return int(self._rows["prompt_logprobs"][slot])
 
     def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
-        """The parameters that a decode graph reads, by sampling row: temperature (0: greedy) and
-        uniform number, and the filters if the plan has them by row."""
+        """The parameters that a decode graph reads, by sampling row: temperature (0: greedy), key
+        of the draw, and the filters if the plan has them by row."""
         if plan.by_row:
             return {name: plan.arrays[name] for name in PARAMETERS if name in plan.arrays}
         rows = self._rows.take(plan.slots)
-        return {"temperature": rows["temperature"], "uniform": _uniforms(rows["seed"], plan.positions)}
+        return {"temperature": rows["temperature"], "key": _keys(rows["seed"], plan.positions)}
 
     def plan(self, batch: ScheduledBatch, layout: BatchLayout) -> SamplingPlan:
         """Build the plan of one step."""
@@ -131,7 +130,7 @@ class SamplingTable:
             arrays |= _of_every_row(rows, positions, is_filtered=has_min_p or len(filtered) > 0)
         elif len(drawn):
             arrays["temperature"] = np.ascontiguousarray(chosen["temperature"])
-            arrays["uniform"] = _uniforms(chosen["seed"], positions[drawn])
+            arrays["key"] = _keys(chosen["seed"], positions[drawn])
             if len(drawn) != len(slots):
                 arrays["drawn_rows"] = drawn
             if has_min_p:
@@ -162,7 +161,7 @@ class SamplingTable:
 def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool) -> dict[str, np.ndarray]:
     names = ("temperature", "top_k", "top_p", "log_min_p") if is_filtered else ("temperature",)
     arrays = {name: np.ascontiguousarray(rows[name]) for name in names}
-    arrays["uniform"] = _uniforms(rows["seed"], positions)
+    arrays["key"] = _keys(rows["seed"], positions)
     return arrays
 
 
@@ -174,15 +173,16 @@ def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
     return {"grammar_rows": rows, "grammar_mask": mask[rows]} if len(rows) else {}
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in (0, 1) per pair, float64: the finaliser of splitmix64 (Steele et al. 2014) over
-    seed and position."""
-    return _uniforms(_mix(seeds.astype(np.uint64)), positions)
+def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The key of the draw of each pair, 64 random bits as int64: the finaliser of splitmix64
+    (Steele et al. 2014) over seed and position. Whatever draws a token for a seed and a position
+    uses this key."""
+    return _keys(_mix(seeds.astype(np.uint64)), positions)
 
 
-def _uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _keys(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     mixed = _mix(mixed_seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))  # unsigned arrays wrap around
-    return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return mixed.view(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
+from frame.kernels.sampling.gumbel_noise import RACE_GROUP
 from frame.kernels.sampling.sampling import (
     BLOCK,
     INTERPRETED,
@@ -25,9 +26,11 @@ from frame.kernels.sampling.sampling import (
     BlockStats,
     compute_block_stats,
     draw_tokens,
-    find_crossing,
+    list_columns,
     load_inverse_temperature,
     load_logits,
+    race_groups,
+    race_tokens,
     store_token,
 )
 
@@ -89,7 +92,7 @@ def bound_kernel(
     counts,  # int32 [rows], reset to 0
     vocab,
     num_blocks,
-    num_groups,
+    num_groups,  # pairs of groups
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -107,7 +110,8 @@ def bound_kernel(
     scale = load_inverse_temperature(temperature, row)
     if is_filtered:
         groups = tl.arange(0, GROUPS)
-        heights = tl.load(group_max + row * num_groups + groups, mask=groups < num_groups, other=MINUS_INFINITY)
+        places, there = group_max + row * 2 * num_groups + 2 * groups, groups < num_groups
+        heights = tl.maximum(tl.load(places, mask=there, other=MINUS_INFINITY), tl.load(places + 1, mask=there, other=MINUS_INFINITY))
         # at most this many groups have their maximum at the bound or above, which means about twice
         # as many columns if they are spread evenly
         most = 0.75 * num_groups
@@ -202,8 +206,9 @@ def search_threshold(orders, weights, low, high, goal):
 
 @triton.jit
 def choose_token(
-    values_in, columns_in, count, bound, top, scale, k, p, min_p, whole, uniform, vocab, ROOM: tl.constexpr, LOW_BITS: tl.constexpr
-):
+    values_in, columns_in, count, bound, top, scale, k, p, min_p, whole, key,
+    ROOM: tl.constexpr, LOW_BITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """The token of a row whose `count` candidates fit into ROOM; -1 where its filters keep more
     than these."""
     places = tl.arange(0, ROOM)
@@ -225,19 +230,14 @@ def choose_token(
     if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
         if p < 1.0:
             low = search_threshold(orders, weights, low, high, goal)
-        weights = tl.where((orders >= low) & (distances >= min_p), weights, 0)
-        total = tl.sum(weights, 0)
-        share = tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
-        # the running sum in column order passes the share at the greatest column from which on that
-        # much is left
-        token = search_threshold(columns, weights, tl.zeros([], tl.int32), vocab + tl.zeros([], tl.int32), total - share)
+        _score, token = race_tokens(values, columns, there & (orders >= low) & (distances >= min_p), top, scale, key, GROUP)
     return token
 
 
 @triton.jit
 def pick_kernel(
     temperature,
-    uniform,
+    keys,  # int64 [rows]
     top_k,
     top_p,
     log_min_p,
@@ -258,6 +258,7 @@ def pick_kernel(
     CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,  # a candidate count that most rows do not exceed
     LOW_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -273,12 +274,12 @@ def pick_kernel(
     if (left > 0) & (count <= CANDIDATES):
         scale = load_inverse_temperature(temperature, row)
         whole = sum_block_weights(block_max, block_weight, row, num_blocks, top, scale, BLOCKS) * UNIT
-        share = tl.load(uniform + row).to(tl.float64)
+        key = tl.load(keys + row)
         values, columns = values_in + row * CANDIDATES, columns_in + row * CANDIDATES
         if count <= FEW:
-            token = choose_token(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, FEW, LOW_BITS)
+            token = choose_token(values, columns, count, bound, top, scale, k, p, min_p, whole, key, FEW, LOW_BITS, GROUP)
         else:
-            token = choose_token(values, columns, count, bound, top, scale, k, p, min_p, whole, share, vocab, CANDIDATES, LOW_BITS)
+            token = choose_token(values, columns, count, bound, top, scale, k, p, min_p, whole, key, CANDIDATES, LOW_BITS, GROUP)
         if token >= 0:
             store_token(token, row, token_ids, table, slots, STORE_LAST)
             left = 0
@@ -340,19 +341,11 @@ def search_row_threshold(
 
 
 @triton.jit
-def load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE: tl.constexpr):
-    """Weights of one tile's columns; 0 where a filter removes the column."""
-    values = load_logits(logits, row, stride, start + tl.arange(0, TILE), vocab)
-    distances = (values - top) * scale
-    return tl.where((values >= limit) & (distances >= min_p), tl.exp2(distances), 0.0)
-
-
-@triton.jit
 def search_kernel(
     logits,
     stride,
     temperature,
-    uniform,
+    keys,  # int64 [rows]
     top_k,
     top_p,
     log_min_p,
@@ -368,6 +361,7 @@ def search_kernel(
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
     LOW_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -399,23 +393,16 @@ def search_kernel(
                 low = tl.maximum(to_sortable(top + lightest / scale, LOW_BITS).to(tl.int64), low)
             low = search_row_threshold(logits, row, stride, vocab, top, scale, False, low, high, goal, TILE, LOW_BITS)
         limit, min_p = from_sortable(low.to(tl.int32), LOW_BITS), tl.load(log_min_p + row)
-        total = tl.zeros([], tl.float64)
+        key, score, token = tl.load(keys + row), float("-inf"), NO_COLUMN + 0 * row
         for start in range(0, vocab, TILE):
-            weights = load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
-            total += tl.sum(weights, 0).to(tl.float64)
-        goal = total * tl.load(uniform + row).to(tl.float64)
-        passed, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-        tile, start = 0, 0
-        while (start < vocab) & (passed <= goal):
-            weights = load_kept_weights(logits, row, stride, start, vocab, top, scale, limit, min_p, TILE)
-            weight = tl.sum(weights, 0).to(tl.float64)
-            if weight > 0:  # the goal is in this tile or later
-                tile, before = start, passed
-            passed += weight
-            start += TILE
-        weights = load_kept_weights(logits, row, stride, tile, vocab, top, scale, limit, min_p, TILE)
-        index, _before = find_crossing(weights.to(tl.float64), goal - before)
-        store_token(tile + index, row, token_ids, table, slots, STORE_LAST)
+            groups = start // GROUP + tl.arange(0, TILE // GROUP)
+            columns = list_columns(groups, GROUP)
+            values = load_logits(logits, row, stride, columns, vocab)
+            is_kept = (values >= limit) & ((values - top) * scale >= min_p) & (columns < vocab)
+            found, column = race_groups(values, groups, is_kept, top, scale, key, GROUP)
+            token = tl.where(found > score, column, token)
+            score = tl.maximum(found, score)
+        store_token(token, row, token_ids, table, slots, STORE_LAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +410,7 @@ class Filters:
     """The filters of each row, and the numbers with which it is drawn."""
 
     temperature: torch.Tensor  # float32 [rows], temperature * ln 2; 0: greedy, filters have no effect
-    uniform: torch.Tensor  # float64 [rows] in (0, 1)
+    key: torch.Tensor  # int64 [rows]: key of the draw
     top_k: torch.Tensor  # int32 [rows]; 0: off
     top_p: torch.Tensor  # float32 [rows]; 1: off
     log_min_p: torch.Tensor  # float32 [rows]: log2(min_p); -inf: off
@@ -443,13 +430,13 @@ def find_candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, 
     """Columns that may pass the rows' filters, of logits [rows, vocab] whose block statistics
     include group maxima. A row with too many is searched whole (`search_kernel`)."""
     if stats.group_max is None:
-        raise ValueError("candidates are looked for among peaks; survey with them")
+        raise ValueError("candidates are found by the maxima of groups; compute the block statistics with with_groups=True")
     rows, vocab = logits.shape
     device = logits.device
     launch = launch_options(device, _WARPS)
     bounds = torch.empty(rows, dtype=torch.float32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    num_groups = stats.group_max.shape[1]
+    num_groups = stats.group_max.shape[1] // 2
     bound_kernel[(rows,)](
         filters.temperature, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
         stats.group_max, bounds, counts,
@@ -476,20 +463,20 @@ def sample_filtered(
     and so are those rows of `last_tokens`."""
     rows, vocab = logits.shape
     device = logits.device
-    stats = compute_block_stats(logits, filters.temperature, with_group_max=True)
-    token_ids, best = unfiltered or draw_tokens(logits, filters.temperature, filters.uniform, stats, last_tokens)
+    stats = compute_block_stats(logits, filters.temperature, with_groups=True, with_weights=True)
+    token_ids, best = unfiltered or draw_tokens(logits, filters.temperature, filters.key, stats, last_tokens)
     remembered = last_tokens or (token_ids, token_ids)
     found = find_candidates(logits, filters, best, stats)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
     blocks, low_bits = next_power_of_2(stats.num_blocks), _LOW_BITS[logits.dtype]
     pick_kernel[(rows,)](
-        filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
+        filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
         found.bounds, found.counts, found.values, found.columns, pending, token_ids, *remembered, vocab, stats.num_blocks,
-        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, last_tokens is not None, **launch_options(device, _WARPS),
+        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, RACE_GROUP, last_tokens is not None, **launch_options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](
-        logits, logits.stride(0), filters.temperature, filters.uniform, filters.top_k, filters.top_p, filters.log_min_p, best,
+        logits, logits.stride(0), filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best,
         stats.block_max, stats.block_weight, pending, token_ids, *remembered, vocab, stats.num_blocks,
-        blocks, TILE, low_bits, last_tokens is not None, **launch_options(device, _SEARCH_WARPS),
+        blocks, TILE, low_bits, RACE_GROUP, last_tokens is not None, **launch_options(device, _SEARCH_WARPS),
     )  # fmt: skip
     return token_ids, best

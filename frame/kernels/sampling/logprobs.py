@@ -101,7 +101,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     device = logits.device
     num_top = min(num_top, vocab)
     temperature = torch.full((rows,), math.log(2.0), device=device)
-    stats = compute_block_stats(logits, temperature, with_group_max=num_top > 0)
+    stats = compute_block_stats(logits, temperature, with_groups=num_top > 0, with_weights=True)
     best = stats.block_max.amax(dim=1)
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     top_ids = torch.empty(rows, num_top, dtype=torch.int64, device=device)

@@ -171,7 +171,7 @@ def test_a_decode_graph_draws_the_tokens_of_rows_without_logprobs_alone():
     inputs = make(4)
     inputs.max_graph_rows = 2
     plain = inputs.prepare(decodes(0, 1, setups=[setup(0, temperature=0.0), setup(1, temperature=1.0)]))
-    assert isinstance(plain, ReplayInputs) and plain.tensors == {} and list(plain.draws) == ["temperature", "uniform"]
+    assert isinstance(plain, ReplayInputs) and plain.tensors == {} and list(plain.draws) == ["temperature", "key"]
     assert (plain.draws["temperature"] > 0).tolist() == [False, True]
     sampled = inputs.prepare(decodes(0, 2, setups=[setup(2, temperature=0.0, logprobs=1)]))
     assert isinstance(sampled, ReplayInputs) and not sampled.draws
