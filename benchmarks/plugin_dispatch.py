@@ -35,7 +35,7 @@ STEPS, CALLS = 200, 20_000
 class Unordered(SchedulingPolicy):
     """Does nothing."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
 
 
@@ -71,9 +71,9 @@ def main() -> None:
     slots, positions, observers = np.arange(options.rows), np.arange(options.rows), Observers()
     policy = Unordered(SchedulingContext(8, 64, 512, 16, 64), None)
     guarded, view = GuardedPolicy(policy), SchedulerView(0.0, 8, 64, 64, 0, 16)
-    plain = call_seconds(lambda: policy.order([], view))
+    plain = call_seconds(lambda: policy.sort_waiting([], view))
     parts = {
-        "guard of the scheduling policy": call_seconds(lambda: list(guarded.order([], view))) - plain,
+        "guard of the scheduling policy": call_seconds(lambda: list(guarded.sort_waiting([], view))) - plain,
         "logits processors, unused": call_seconds(lambda: (processors.update((), ()), processors.plan(slots, positions))),
         "search for faults": call_seconds(lambda: processors.find_faults(slots)),
         "observers, none": call_seconds(lambda: observers.on_step is not None),

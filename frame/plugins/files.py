@@ -23,6 +23,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Capabilities
 from frame.plugins.registry import Registry, cause_chain
+from frame.plugins.renames import describe_missing
 
 CALLER = "Engine(plugins=…)"  # who registers a class that no package or file brings
 
@@ -54,11 +55,23 @@ def load_file(path: str) -> tuple[ModuleType, str]:
 
 def find_classes(module: ModuleType) -> list[type]:
     """The plugin classes that a module defines itself, in the order of their names."""
-    return [
-        member
-        for _, member in inspect.getmembers(module, inspect.isclass)
-        if member.__module__ == module.__name__ and not inspect.isabstract(member) and find_kind(member) is not None
-    ]
+    return [member for member in _list_classes(module) if not inspect.isabstract(member)]
+
+
+def explain_absence(module: ModuleType) -> str:
+    """Why a module has no plugin class, a clause: what its classes do not implement, if it has
+    any."""
+    for member in _list_classes(module):
+        missing = sorted(getattr(member, "__abstractmethods__", ()))
+        if (kind := find_kind(member)) is not None and missing:
+            renames = describe_missing(kind.api, missing)
+            return f"{member.__name__} does not implement {', '.join(missing)} of {kind.api}{f'; {renames}' if renames else ''}"
+    return "derive a class from an interface, or write a register_… hook"
+
+
+def _list_classes(module: ModuleType) -> list[type]:
+    members = [member for _, member in inspect.getmembers(module, inspect.isclass)]
+    return [member for member in members if member.__module__ == module.__name__ and find_kind(member) is not None]
 
 
 def find_kind(target: type) -> Kind | None:

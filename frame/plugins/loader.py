@@ -22,7 +22,7 @@ from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
-from frame.plugins.files import add_class, add_classes, find_classes, load_file
+from frame.plugins.files import add_class, add_classes, explain_absence, find_classes, load_file
 from frame.plugins.manifests import guarded
 from frame.plugins.registry import BrokenPlugin, Provenance, Registry, cause_chain
 from frame.plugins.renames import describe_hook, describe_import
@@ -54,7 +54,7 @@ def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Re
                 raise PluginError(f"plugins.paths: {path} cannot be read: {cause_chain(error)}") from error
         found = [] if hooked else find_classes(module)
         if not hooked and not found:
-            raise PluginError(f"plugins.paths: {path} has no plugin; derive a class from an interface, or write a register_… hook")
+            raise PluginError(f"plugins.paths: {path} has no plugin; {explain_absence(module)}")
         for target in found:
             add_class(registry, target, path, version)
     add_classes(registry, classes)

@@ -64,6 +64,7 @@ RENAMES = tuple(
         ("logits_processor/2", "sampling", "LogitsProcessor.release", "LogitsProcessor.remove_slot"),
         ("model/3", "model", "Model(model_config, context)", "Model(context, options)"),
         ("scheduling_policy/3", "scheduling", "SchedulingPolicy(options)", "SchedulingPolicy(context, options)"),
+        ("scheduling_policy/4", "scheduling", "SchedulingPolicy.order", "SchedulingPolicy.sort_waiting"),
         ("eviction_policy/2", "cache", "EvictionPolicy(options)", "EvictionPolicy(context, options)"),
         ("logits_processor/3", "sampling", "LogitsProcessor(vocab_size, max_slots, device, options)", "LogitsProcessor(context, options)"),
         ("grammar_backend/3", "sampling", "Grammar.fill", "Grammar.fill_mask"),

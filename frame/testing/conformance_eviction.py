@@ -179,7 +179,7 @@ class _InOrder(SchedulingPolicy):
     def __init__(self, *_: object) -> None:
         super().__init__(SCHEDULING)
 
-    def order(self, waiting: Iterable[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Iterable[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
 
 

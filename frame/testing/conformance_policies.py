@@ -38,7 +38,7 @@ EDGE_VIEWS = (SchedulerView(0.0, 0, 0, 0, 0, 1), SchedulerView(1e9, 10_000, 1 <<
 VOCAB = 97
 CONTAINERS = (list, dict, set, deque, tuple, bytearray)
 WINDOW = 128  # waiting requests that the scheduler shows a policy at most
-MAX_SECONDS = 0.02  # of one `order` of a window; a step takes about as long
+MAX_SECONDS = 0.02  # of one `sort_waiting` of a window; a step takes about as long
 MAX_WAIT = 200  # seconds that a request may wait while later ones are admitted
 BACKLOG, ADMITTED = 8, 2  # of the simulated queue: its length, and the requests admitted each second
 
@@ -101,38 +101,38 @@ def order_is_a_permutation(policy: Make) -> None:
     for turn, count in enumerate((50, 50, 1, WINDOW)):  # one policy orders window after window
         waiting = example_requests(count, seed=turn)
         given = list(waiting)
-        ordered = list(one.order(waiting, VIEW))
-        _require(len(ordered) == len(given), f"order returned {len(ordered)} of {len(given)} requests")
-        _require({id(r) for r in ordered} == {id(r) for r in given}, "order returned other requests than it was given")
+        ordered = list(one.sort_waiting(waiting, VIEW))
+        _require(len(ordered) == len(given), f"sort_waiting() returned {len(ordered)} of {len(given)} requests")
+        _require({id(r) for r in ordered} == {id(r) for r in given}, "sort_waiting() returned other requests than it was given")
 
 
 def order_changes_nothing(policy: Make) -> None:
     waiting = example_requests(50)
     before = _snapshot(waiting)
-    list(policy().order(waiting, VIEW))
-    _require(before == _snapshot(waiting), "order changed the requests, or the sequence that holds them")
+    list(policy().sort_waiting(waiting, VIEW))
+    _require(before == _snapshot(waiting), "sort_waiting() changed the requests, or the sequence that holds them")
 
 
 def order_of_nothing(policy: Make) -> None:
-    _require(not list(policy().order([], VIEW)), "order of no requests is not empty")
+    _require(not list(policy().sort_waiting([], VIEW)), "sort_waiting() of no requests is not empty")
 
 
 def order_takes_any_view(policy: Make) -> None:
     """Views of an idle scheduler at its start, and of a full one after years."""
     for view in EDGE_VIEWS:
         waiting = example_requests(9)
-        _require(len(list(policy().order(waiting, view))) == 9, f"order loses requests with {view}")
+        _require(len(list(policy().sort_waiting(waiting, view))) == 9, f"sort_waiting() loses requests with {view}")
 
 
 def order_is_fast(policy: Make) -> None:
     one, waiting, taken = policy(), example_requests(WINDOW), []
     for _ in range(4):
         began = time.perf_counter()
-        list(one.order(waiting, VIEW))
+        list(one.sort_waiting(waiting, VIEW))
         taken.append(time.perf_counter() - began)
         if taken[-1] < MAX_SECONDS:
             return
-    raise AssertionError(f"order of {WINDOW} requests takes {min(taken) * 1e3:.0f} ms, and every step waits for it")
+    raise AssertionError(f"sort_waiting() of {WINDOW} requests takes {min(taken) * 1e3:.0f} ms, and every step waits for it")
 
 
 def victim_is_never_the_oldest(policy: Make) -> None:
@@ -168,9 +168,9 @@ def priorities_are_kept(policy: Make) -> None:
     waiting = example_requests(40)
     for request in waiting:
         request.arrival = VIEW.now  # ageing has nothing to do
-    first = next(iter(policy().order(waiting, VIEW)))
+    first = next(iter(policy().sort_waiting(waiting, VIEW)))
     highest = max(request.priority for request in waiting)
-    _require(first.priority == highest, f"order puts priority {first.priority} before {highest}, though `by_priority` is set")
+    _require(first.priority == highest, f"sort_waiting() puts priority {first.priority} before {highest}, though `by_priority` is set")
     victim = policy().select_victim(waiting, VIEW)
     lowest = min(request.priority for request in waiting[1:])
     _require(victim is not None and victim.priority == lowest, "select_victim spares a request of the lowest priority")
@@ -183,7 +183,7 @@ def requests_are_not_kept(policy: Make) -> None:
     one, requests, sizes = policy(), example_requests(64), []
     for turn in range(60):
         waiting = [_renamed(request, f"{turn}-{request.rid}", 64 * turn + request.index) for request in requests]
-        list(one.order(waiting, VIEW))
+        list(one.sort_waiting(waiting, VIEW))
         one.select_victim(waiting, VIEW)
         for request in waiting[1:9]:
             one.can_preempt(waiting[0], request)
@@ -219,7 +219,7 @@ def _simulate(policy: SchedulingPolicy, odd: Shape, usual: Shape) -> int:
             waiting.append(_shaped(number, float(second), usual))
             number += 1
         view = SchedulerView(float(second), 3, 512, 7, 5, 4)
-        admitted = list(policy.order(list(waiting), view))[:ADMITTED]
+        admitted = list(policy.sort_waiting(list(waiting), view))[:ADMITTED]
         if any(request.index == 0 for request in admitted):
             return second
         waiting = [request for request in waiting if not any(request is one for one in admitted)]

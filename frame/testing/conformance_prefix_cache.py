@@ -48,7 +48,7 @@ class Keyed(EvictionPolicy):
 class InOrder(SchedulingPolicy):
     """Schedules requests in the order of their arrival."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
 
 

@@ -39,7 +39,7 @@ class HTTPFirst(SchedulingPolicy):
     def __init__(self, context, options=None):
         self.share = options.share
 
-    def order(self, waiting, view):
+    def sort_waiting(self, waiting, view):
         return waiting[::-1]
 """
 MANIFEST = """
@@ -47,7 +47,7 @@ from frame import hookimpl
 from frame.core.interfaces.scheduling import SchedulingPolicy
 
 class Unnamed(SchedulingPolicy):
-    def order(self, waiting, view):
+    def sort_waiting(self, waiting, view):
         return waiting
 
 @hookimpl
@@ -65,7 +65,7 @@ class Reversed(SchedulingPolicy):
 
     calls = 0
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Sequence[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Sequence[Request]:
         Reversed.calls += 1
         return waiting[::-1]
 
@@ -119,6 +119,10 @@ def test_a_folder_and_files_of_one_name_are_apart(tmp_path: Path) -> None:
         ("import no_such_module", "raises when it is imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("raise SystemExit(3)", "raises when it is imported: SystemExit: 3"),
         ("x = 1", "has no plugin; derive a class from an interface, or write a register_… hook"),
+        (
+            "from frame.core.interfaces.scheduling import SchedulingPolicy as P\nclass Old(P):\n  def order(self, waiting, view): ...",
+            "does not implement sort_waiting of scheduling_policy/4; rename SchedulingPolicy.order to SchedulingPolicy.sort_waiting",
+        ),
         ("from frame import hookimpl\n@hookimpl\ndef register_policies(registry): ...", "unknown hook 'register_policies'"),
         (
             "from frame import hookimpl\n@hookimpl\ndef register_quantization_methods(registry): ...",

@@ -40,7 +40,7 @@ POLICY = """
 from frame.core.interfaces.scheduling import SchedulingPolicy
 
 class Policy(SchedulingPolicy):
-    def order(self, waiting, view):
+    def sort_waiting(self, waiting, view):
         return waiting
 """
 
@@ -196,7 +196,7 @@ def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: 
 def test_a_wrong_interface_version_is_refused_when_selected(environment: Environment) -> None:
     done = environment.frame("plugins", "check", "future")
     assert done.returncode == 78
-    assert "it was written for interface scheduling_policy/9, this frame supports scheduling_policy/3" in done.stderr
+    assert "it was written for interface scheduling_policy/9, this frame supports scheduling_policy/4" in done.stderr
 
 
 def test_a_misspelt_hook_is_reported(environment: Environment) -> None:

@@ -21,7 +21,7 @@ MODULE = "frame_test_plugin_module"
 
 
 class Fifo(SchedulingPolicy):
-    def order(self, waiting: object, view: object) -> object:
+    def sort_waiting(self, waiting: object, view: object) -> object:
         return waiting
 
 
@@ -65,7 +65,7 @@ def test_the_kinds_table_names_classes_and_suites_that_exist(kind: Kind) -> None
 
 def test_a_record_knows_who_brought_it_and_is_not_imported() -> None:
     record = registry_with("x", target="no_such_module:Nothing", summary="s", rank=3).get(KIND, "x")
-    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/3")
+    assert (record.distribution, record.version, record.rank, record.api) == ("one", "1.0", 3, "scheduling_policy/4")
 
 
 def test_records_are_ranked_then_named() -> None:
@@ -129,7 +129,7 @@ def test_a_clash_is_fatal_when_asked_for_and_names_both_owners_and_the_remedy() 
 def test_another_interface_version_is_listed_and_refused_only_when_asked_for() -> None:
     registry = registry_with("new", api="scheduling_policy/9")
     (record,) = registry.records(KIND)
-    assert "written for interface scheduling_policy/9, this frame supports scheduling_policy/3" in record.problems[0].sentence
+    assert "written for interface scheduling_policy/9, this frame supports scheduling_policy/4" in record.problems[0].sentence
     with pytest.raises(PluginError, match="scheduling_policy/9"):
         registry.get(KIND, "new")
     with pytest.raises(PluginError, match="scheduling_policy/9"):
@@ -169,7 +169,7 @@ def test_load_gives_the_class(module: types.ModuleType) -> None:
         ("frame_no_such_module:X", "ModuleNotFoundError: No module named 'frame_no_such_module'"),
         (f"{MODULE}:Missing", "has no attribute 'Missing'"),
         (f"{MODULE}:Unrelated", "is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy"),
-        (f"{MODULE}:Unfinished", "does not implement order of scheduling_policy/3"),
+        (f"{MODULE}:Unfinished", "does not implement sort_waiting of scheduling_policy/4"),
     ],
 )
 def test_what_does_not_load_says_why(module: types.ModuleType, target: str, words: str) -> None:

@@ -20,7 +20,7 @@ def policy(name: str) -> SchedulingPolicy:
 
 
 def indices(name: str, waiting: list[Request], view: SchedulerView = VIEW) -> list[int]:
-    return [request.index for request in policy(name).order(waiting, view)]
+    return [request.index for request in policy(name).sort_waiting(waiting, view)]
 
 
 def matching(pages_of_each: list[list[int]]) -> list[Request]:

@@ -158,7 +158,7 @@ _ALL = (
     Kind(
         name="scheduling_policy",
         plural="scheduling_policies",
-        version=3,
+        version=4,
         summary="scheduling policies",
         interface="scheduling:SchedulingPolicy",
         context="scheduling:SchedulingContext",

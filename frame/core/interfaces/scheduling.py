@@ -42,22 +42,22 @@ class SchedulerView:
 class SchedulingPolicy(ABC):
     """Orders waiting requests and selects the requests to preempt.
 
-    Contract: `order` returns a permutation of `waiting`, or a lazy prefix of one, of which the
-    scheduler reads as much as the budget allows; it changes nothing. `select_victim` never returns
-    the oldest running request (progress guarantee). Where `order` raises or returns no requests,
-    waiting requests keep their order in that step. Where `select_victim` raises or returns a
-    request that it may not, the newest is preempted. Where `can_preempt` raises, no request is
-    preempted. The log names the policy. `waiting` is a bounded window of the head of the queue (the
-    oldest; with `by_priority` those of highest priority), so that 10,000 queued requests cost no
-    more than 100: a policy must not assume that it sees all.    """
+    Contract: `sort_waiting` returns a permutation of `waiting`, or a lazy prefix of one, of which
+    the scheduler reads as much as the budget allows; it changes nothing. `select_victim` never
+    returns the oldest running request (progress guarantee). Where `sort_waiting` raises or returns
+    no requests, waiting requests keep their order in that step. Where `select_victim` raises or
+    returns a request that it may not, the newest is preempted. Where `can_preempt` raises, no
+    request is preempted. The log names the policy. `waiting` is a bounded window of the head of the
+    queue (the oldest; with `by_priority` those of highest priority), so that 10,000 queued requests
+    cost no more than 100: a policy must not assume that it sees all."""
 
-    needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `order`
+    needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `sort_waiting`
     by_priority: ClassVar[bool] = False  # the queue is sorted by `request.priority` (higher first), then by arrival
 
     def __init__(self, context: SchedulingContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...
 
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         """The request to preempt when pages run out; `running` is oldest first. By default the

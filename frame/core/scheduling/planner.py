@@ -293,7 +293,7 @@ class StepPlanner:
             if self._policy.needs_matches:
                 for request in window:
                     request.match = self._kv_manager.cache.match(request.all_tokens(), request.namespace)
-            ordered = self._policy.order(window, self._make_view(now))
+            ordered = self._policy.sort_waiting(window, self._make_view(now))
             yield from self._interleave_tenants(ordered) if self._usage.is_shared else ordered
         finally:
             for request in window:

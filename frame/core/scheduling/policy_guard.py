@@ -31,7 +31,7 @@ class GuardedPolicy:
         self.by_priority = policy.by_priority
         self.may_preempt = type(policy).can_preempt is not SchedulingPolicy.can_preempt
 
-    def order(self, window: Sequence[Request], view: SchedulerView) -> Iterator[Request]:
+    def sort_waiting(self, window: Sequence[Request], view: SchedulerView) -> Iterator[Request]:
         """Yield the requests of `window` in the policy's order, lazily. If the policy fails, the
         rest follow in their own order.
 
@@ -39,7 +39,7 @@ class GuardedPolicy:
         """
         left = {id(request): request for request in window}  # a copy: the policy may change `window`
         try:
-            for request in islice(self._policy.order(window, view), 2 * len(left) + 1):  # bounds an endless iterator
+            for request in islice(self._policy.sort_waiting(window, view), 2 * len(left) + 1):  # bounds an endless iterator
                 if left.pop(id(request), None) is not None:
                     yield request
                 else:

@@ -28,7 +28,7 @@ class DepthFirstByWeight(SchedulingPolicy):
 
     needs_matches: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         ordered: list[Request] = []
         _visit([(_pages(request), request) for request in waiting], 0, ordered)
         return late_first(ordered, view)

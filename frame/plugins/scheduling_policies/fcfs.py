@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 class Fcfs(SchedulingPolicy):
     """Keeps the order of arrival."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting

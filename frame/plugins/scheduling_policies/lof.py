@@ -16,7 +16,7 @@ class LongestOutputFirst(SchedulingPolicy):
     """The request with most remaining output tokens first; on a tie the oldest. Requests past the
     waiting limit come first."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return late_first(sorted(waiting, key=_remaining, reverse=True), view)
 
 

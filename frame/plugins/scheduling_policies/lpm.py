@@ -17,7 +17,7 @@ class LongestPrefixMatch(SchedulingPolicy):
 
     needs_matches: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return late_first(sorted(waiting, key=_cached_tokens, reverse=True), view)
 
 

@@ -18,7 +18,7 @@ class PriorityFirst(SchedulingPolicy):
 
     by_priority: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=_priority, reverse=True)
 
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:

@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 class RandomOrder(SchedulingPolicy):
     """A random permutation, equal for equal requests and time."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return Random(view.now).sample(waiting, len(waiting))

@@ -56,7 +56,7 @@ class Recorder(SchedulingPolicy):
         self.victims: list[tuple[str, str]] = []
         self.windows: list[int] = []
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         self.windows.append(len(waiting))
         return waiting
 

@@ -24,7 +24,7 @@ class Faulty(SchedulingPolicy):
     def __init__(self, answer: Callable[[Sequence[Request]], Any]) -> None:
         self._answer = answer
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         found: Iterable[Request] = self._answer(waiting)
         return found
 
@@ -66,7 +66,7 @@ def view(now: float) -> SchedulerView:
 def test_waiting_requests_keep_their_order_when_the_policy_fails(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
     expected = [waiting[-1], *waiting[:-1]] if name == "fails midway" else waiting  # its order before the fault is kept
-    assert list(GuardedPolicy(Faulty(FAILING[name])).order(list(waiting), VIEW)) == expected
+    assert list(GuardedPolicy(Faulty(FAILING[name])).sort_waiting(list(waiting), VIEW)) == expected
     (record,) = caplog.records
     assert "tests.core.scheduling.test_policy_guard.Faulty" in record.getMessage() and "Error" in record.getMessage()
     assert record.levelno == logging.ERROR and record.exc_info is not None and record.exc_info[2] is not None
@@ -75,13 +75,13 @@ def test_waiting_requests_keep_their_order_when_the_policy_fails(name: str, capl
 @pytest.mark.parametrize("name", EXCESSIVE)
 def test_duplicate_and_foreign_requests_are_skipped(name: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert list(GuardedPolicy(Faulty(EXCESSIVE[name])).order(list(waiting), VIEW)) == waiting
+    assert list(GuardedPolicy(Faulty(EXCESSIVE[name])).sort_waiting(list(waiting), VIEW)) == waiting
     assert ["skipped" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_partial_order_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert list(GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).order(waiting, VIEW)) == [waiting[3], waiting[0]]
+    assert list(GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).sort_waiting(waiting, VIEW)) == [waiting[3], waiting[0]]
     assert not caplog.records
 
 
@@ -93,20 +93,20 @@ def test_a_lazy_order_is_read_only_as_far_as_needed() -> None:
             read.append(request)
             yield request
 
-    ordered = GuardedPolicy(Faulty(lazily)).order(waiting, VIEW)
+    ordered = GuardedPolicy(Faulty(lazily)).sort_waiting(waiting, VIEW)
     assert [next(ordered), next(ordered)] == waiting[:2]
     assert read == waiting[:2]
 
 
 def test_an_endless_order_is_cut() -> None:
     waiting = example_requests(5)
-    assert list(GuardedPolicy(Faulty(lambda given: repeat(FOREIGN))).order(waiting, VIEW)) == []
+    assert list(GuardedPolicy(Faulty(lambda given: repeat(FOREIGN))).sort_waiting(waiting, VIEW)) == []
 
 
 def test_repeated_faults_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     policy = GuardedPolicy(Faulty(raises))
     for step in range(1000):
-        list(policy.order([], view(step * LOG_INTERVAL / 400)))
+        list(policy.sort_waiting([], view(step * LOG_INTERVAL / 400)))
     assert len(caplog.records) == 3
 
 
@@ -121,7 +121,7 @@ def test_requests_are_served_under_a_faulty_policy(name: str) -> None:
 class FaultyVictim(SchedulingPolicy):
     """Raises when it is asked for a victim or about a preemption."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
 
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:

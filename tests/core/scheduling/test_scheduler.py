@@ -158,9 +158,9 @@ def test_policies_see_at_most_a_window_of_the_queue() -> None:
     class Matching(Recorder):
         needs_matches = True
 
-        def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
             assert all(request.match is not None for request in waiting)
-            return super().order(waiting, view)
+            return super().sort_waiting(waiting, view)
 
     for recorder, most in ((Recorder(), POLICY_WINDOW), (Matching(), POLICY_MATCH_WINDOW)):
         made = SchedulerRig(config(max_running=2, max_queued=1000), recorder)

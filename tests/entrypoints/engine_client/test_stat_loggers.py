@@ -99,5 +99,4 @@ def test_log_passes_its_suite() -> None:
     registry = load_registry(installed=False)
     record = registry.get("stat_logger", "log")
     outcomes = run_suite(Subject(record, registry.load(record), None, Setting()))
-    assert {outcome.check for outcome in outcomes if outcome.result != "passed"} == {"renders_metrics", "renders_without_effect"}
-    assert {outcome.result for outcome in outcomes} == {"passed", "skipped"}
+    assert {outcome.result for outcome in outcomes} == {"passed"}

@@ -19,7 +19,7 @@ class ShortestFirst(SchedulingPolicy):
     def __init__(self, *_: Any) -> None:
         super().__init__(*_)
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return late_first(sorted(waiting, key=lambda request: request.prompt_len), view)
 
 
@@ -30,16 +30,16 @@ mutant = MUTANTS = MutantList("scheduling_policy", reference=ShortestFirst)
 class DropsTheLast(ShortestFirst):
     """Leaves the last request out of the order."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return list(super().order(waiting, view))[:-1]
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        return list(super().sort_waiting(waiting, view))[:-1]
 
 
 @mutant
 class RepeatsTheFirst(ShortestFirst):
     """Returns the first request twice and the last not at all."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        ordered = list(super().order(waiting, view))
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        ordered = list(super().sort_waiting(waiting, view))
         return [*ordered[:1], *ordered[:-1]]
 
 
@@ -51,9 +51,9 @@ class RemembersTheOrder(ShortestFirst):
         super().__init__(*_)
         self.orders: dict[int, list[Request]] = {}
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         if len(waiting) not in self.orders:
-            self.orders[len(waiting)] = list(super().order(waiting, view))
+            self.orders[len(waiting)] = list(super().sort_waiting(waiting, view))
         return self.orders[len(waiting)]
 
 
@@ -61,7 +61,7 @@ class RemembersTheOrder(ShortestFirst):
 class SortsInPlace(ShortestFirst):
     """Sorts the sequence that it was given."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         waiting.sort(key=lambda request: request.prompt_len)  # type: ignore[attr-defined]
         return late_first(waiting, view)
 
@@ -70,7 +70,7 @@ class SortsInPlace(ShortestFirst):
 class RaisesPriorities(ShortestFirst):
     """Ages requests by raising their priority in each step."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         for request in waiting:
             request.priority += 1
         return sorted(waiting, key=lambda request: -request.priority)
@@ -82,17 +82,17 @@ class ForgetsMatches(ShortestFirst):
 
     needs_matches: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         for request in waiting:
             request.match = None
-        return super().order(waiting, view)
+        return super().sort_waiting(waiting, view)
 
 
 @mutant
 class NeedsARequest(ShortestFirst):
     """Fails when no request waits."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return [waiting[0], *waiting[1:]]
 
 
@@ -100,7 +100,7 @@ class NeedsARequest(ShortestFirst):
 class ShortestWithoutAgeing(ShortestFirst):
     """Orders by prompt length without ageing, so that long prompts starve."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=lambda request: request.prompt_len)
 
 
@@ -108,7 +108,7 @@ class ShortestWithoutAgeing(ShortestFirst):
 class NewestFirst(ShortestFirst):
     """Serves the newest request first."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return reversed(waiting)
 
 
@@ -116,7 +116,7 @@ class NewestFirst(ShortestFirst):
 class AgesTheWrongWay(ShortestFirst):
     """Puts requests that waited long last, because a sign is wrong."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=lambda request: (view.now - request.arrival > 10, request.prompt_len))
 
 
@@ -126,7 +126,7 @@ class CachedPrefixesFirst(ShortestFirst):
 
     needs_matches: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=lambda request: -request.match.num_tokens if request.match is not None else 0)
 
 
@@ -136,7 +136,7 @@ class ExpectsMatches(ShortestFirst):
 
     needs_matches: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return late_first(sorted(waiting, key=lambda request: -request.match.num_tokens), view)  # type: ignore[union-attr]
 
 
@@ -144,7 +144,7 @@ class ExpectsMatches(ShortestFirst):
 class DividesByFreePages(ShortestFirst):
     """Divides by the number of free pages, which may be 0."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return late_first(sorted(waiting, key=lambda request: request.prompt_len / view.free_pages), view)
 
 
@@ -152,16 +152,16 @@ class DividesByFreePages(ShortestFirst):
 class AsksAService(ShortestFirst):
     """Waits for another program while the step waits for the order."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         time.sleep(0.03)
-        return super().order(waiting, view)
+        return super().sort_waiting(waiting, view)
 
 
 @mutant
 class CountsPairs(ShortestFirst):
     """Compares each request with all others, many times."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         lengths = [request.prompt_len for request in waiting]
         rank = {id(r): sum(r.prompt_len > a for a in lengths for _ in range(32)) for r in waiting}
         return late_first(sorted(waiting, key=lambda request: rank[id(request)]), view)
@@ -175,10 +175,10 @@ class KeepsRequests(ShortestFirst):
         super().__init__(*_)
         self.seen: dict[str, float] = {}
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         for request in waiting:
             self.seen.setdefault(request.rid, view.now)
-        return super().order(waiting, view)
+        return super().sort_waiting(waiting, view)
 
 
 @mutant
@@ -240,7 +240,7 @@ class PreemptsEquals(ShortestFirst):
 
     by_priority: ClassVar[bool] = True
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=lambda request: -request.priority)
 
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
@@ -254,7 +254,7 @@ class PreemptsEquals(ShortestFirst):
 class LowPriorityFirst(PreemptsEquals):
     """Serves low priorities first, as if 0 were the most urgent."""
 
-    def order(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
         return sorted(waiting, key=lambda request: request.priority)
 
     def can_preempt(self, waiting: Request, running: Request) -> bool:
