@@ -23,6 +23,7 @@ CONFIGURATION = (
     "frame.core.config.resolve_attention",
     "frame.core.config.resolve_moe",
     "frame.core.config.resolve_moves",
+    "frame.core.config.resolve_parallel",
     "frame.core.config.resolve_platform",
     "frame.core.config.resolve_plugins",
     "frame.core.config.resolve_task",

@@ -65,10 +65,10 @@ def test_ranks_that_part_are_told() -> None:
 
 def test_dispatched_ids_are_checked() -> None:
     class Outside(load_mutants("moe_dispatcher").reference.make()):  # type: ignore[misc]
-        def dispatch(self, x: Any, ids: Any, weights: Any) -> Any:
-            return super().dispatch(x, ids + 100, weights)
+        def dispatch(self, x: Any, ids: Any, weights: Any, placement: Any) -> Any:
+            return super().dispatch(x, ids + 100, weights, placement)
 
-    record = PluginRecord("moe_dispatcher", "outside", "m:X", "moe_dispatcher/2")
+    record = PluginRecord("moe_dispatcher", "outside", "m:X", "moe_dispatcher/3")
     first = next(iter(moe_dispatcher.suite(conformance.Subject(record, Outside, None, conformance.Setting()))))
     with pytest.raises(AssertionError, match="not indices of the rank's 8 experts"):
         first.run()

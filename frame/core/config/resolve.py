@@ -15,8 +15,9 @@ from typing import Any
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
-from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes, indivisible
+from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
 from frame.core.config.resolve_moe import pair_experts
+from frame.core.config.resolve_parallel import find_conflicts, make_plan
 from frame.core.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
 from frame.core.config.resolve_plugins import (
     KEYS,
@@ -49,6 +50,7 @@ from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.launcher import LauncherRequirements
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.core.interfaces.weights import WeightSourceRequirements
@@ -169,6 +171,7 @@ class _Solver:
             device=self.device,
             dtype=self.dtype,
             kv_dtype=kv_dtype,
+            plan=self.plan,
             max_context=max_context,
             page_size=page_size,
             max_total_tokens=config.cache.max_total_tokens,
@@ -197,18 +200,17 @@ class _Solver:
             task = self._task()
         with self._collect():
             pooling = self._model(task)
-        with self._collect():
-            self._check_tensor_parallel()
+        self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware)
         with self._collect():
             self._collective()
         with self._collect():
-            size, named = self.config.parallel.tp, self.config.parallel.launcher
+            size, named = self.plan.num_ranks, self.config.parallel.launcher
             self._select("launcher", LauncherRequirements(size), named, f"No launcher starts {size} rank(s)")
         with self._collect():
             self._quantization()
         with self._collect():
             named = self.config.model.load_format
-            requirements = WeightSourceRequirements(self.config.parallel.tp, named is not None)
+            requirements = WeightSourceRequirements(self.plan.num_ranks, named is not None)
             self._select("weight_source", requirements, named, "No weight source reads the checkpoint")
         with self._collect():
             self._attention(kv_dtype)
@@ -222,10 +224,11 @@ class _Solver:
         named = {"moe_dispatcher": self.config.moe.dispatcher, "moe_runner": self.config.moe.runner}
         for kind, name in named.items():
             with self._collect():
-                self._select(kind, requirements, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
+                needed = replace(requirements, plan=self.plan) if kind == "moe_dispatcher" else requirements
+                self._select(kind, needed, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
         if all(kind in self.chosen.selected for kind in named):
             with self._collect():
-                pair_experts(self.chosen, self.records, named, requirements)
+                pair_experts(self.chosen, self.records, named, requirements, self.plan)
 
     def _sizes(self, task: Task, whole_prompts: bool, kv_dtype: str, max_context: int) -> dict[str, Any]:
         """The sizes of a step, by name."""
@@ -240,6 +243,10 @@ class _Solver:
                 sizes[key.partition(".")[2]] = self._value(key, given, value, why)
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         return sizes
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return make_plan(self.config)
 
     @property
     def device(self) -> str:
@@ -299,20 +306,8 @@ class _Solver:
         check_step(self.config, chunk, max_context)
         return chunk
 
-    def _check_tensor_parallel(self) -> None:
-        tp, model_config = self.config.parallel.tp, self.model_config
-        available = len(self.hardware.of(self.device))
-        if not get_capabilities(self.platform.record).is_host and tp > available:
-            raise ResolveError(
-                f"parallel.tp is {tp}, but this machine has {available} {self.device} device(s).", change=f"parallel.tp: {available}"
-            )
-        problems = indivisible(model_config, tp)
-        if problems:
-            fitting = max(size for size in range(1, tp) if not indivisible(model_config, size))
-            raise ResolveError(f"parallel.tp is {tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
-
     def _collective(self) -> None:
-        size = self.config.parallel.tp
+        size = self.plan.num_ranks
         requirements = CollectiveRequirements(self.device, size, compatible=self._compatible)
         self._select("collective", requirements, self.config.parallel.collective, f"No collective connects {size} rank(s) on {self.device}")
 

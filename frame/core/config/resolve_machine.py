@@ -11,6 +11,7 @@ from frame.core.config.resolve_plugins import KEYS, Choices
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
 from frame.core.interfaces.model import ModelConfig, Task
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 
 GIB = 1024**3
@@ -51,9 +52,10 @@ def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelCo
     return [(model_config.dtype, "the checkpoint's type"), *others]
 
 
-def indivisible(model_config: ModelConfig, tp: int) -> list[str]:
-    """The parts of the model that `tp` ranks cannot share equally. KV heads may be repeated if `tp`
-    is a multiple of their number."""
+def indivisible(model_config: ModelConfig, plan: ParallelPlan) -> list[str]:
+    """The parts of the model that `plan.tp` ranks cannot share equally. KV heads may be repeated if
+    that is a multiple of their number."""
+    tp = plan.tp
     found = [f"{model_config.num_heads} attention heads"] if model_config.num_heads % tp else []
     if model_config.kind == "mha" and model_config.num_kv_heads % tp and tp % model_config.num_kv_heads:
         found.append(f"{model_config.num_kv_heads} KV heads")
@@ -64,6 +66,8 @@ def indivisible(model_config: ModelConfig, tp: int) -> list[str]:
     }
     for name, words in names.items():
         size = model_config.config.get(name)
+        if name == "moe_intermediate_size" and plan.ep > 1:  # experts are whole
+            continue
         if isinstance(size, int) and size % tp:
             found.append(f"{words} {size}")
     return found
@@ -97,6 +101,19 @@ def _estimate_weights(model_config: ModelConfig) -> int:
         inner = model_config.num_experts * int(config.get("moe_intermediate_size") or inner)
     values = model_config.num_layers * (attention + 3 * hidden * inner) + 2 * model_config.vocab_size * hidden
     return values * (1 if model_config.quantization else _BYTES.get(model_config.dtype, 2))
+
+
+def count_weights(model_config: ModelConfig) -> int:
+    """The least bytes that the weights take: attention, MLPs, experts, embedding and head; a
+    quantized weight takes half a byte, unless it is float8."""
+    config, hidden, layers = model_config.config, model_config.hidden_size, model_config.num_layers
+    experts, inner = model_config.num_experts, int(config.get("intermediate_size") or 0)
+    dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts else layers
+    routed = experts * int(config.get("moe_intermediate_size") or inner)
+    values = layers * _attention_weights(model_config) + 3 * hidden * (dense * inner + (layers - dense) * routed)
+    values += model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    width = _BYTES.get(model_config.dtype, 2) if model_config.quantization is None else 1 if "fp8" in model_config.quantization else 0.5
+    return int(values * width)
 
 
 def _choose_running(tokens: int) -> tuple[int, str]:
@@ -190,14 +207,18 @@ def _layer_weights(model_config: ModelConfig) -> int:
     """Estimate the weights of a layer that one token is multiplied with: attention projections, and
     its experts or the MLP."""
     config, hidden = model_config.config, model_config.hidden_size
-    if model_config.kind == "mla" and model_config.latent is not None:
-        ranks = sum(model_config.latent) + int(config.get("q_lora_rank") or 0)
-        heads = model_config.num_heads * (model_config.head_dim + model_config.v_head_dim)
-        attention = hidden * (ranks + model_config.num_heads * model_config.v_head_dim) + heads * model_config.latent[0]
-    else:
-        attention = hidden * (2 * model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim
     inner = int(config.get("intermediate_size") or 4 * hidden)
     if model_config.num_experts:
         routed = int(config.get("num_experts_per_tok") or 1) + int(config.get("n_shared_experts") or 0)
         inner = routed * int(config.get("moe_intermediate_size") or inner)
-    return attention + 3 * hidden * inner
+    return _attention_weights(model_config) + 3 * hidden * inner
+
+
+def _attention_weights(model_config: ModelConfig) -> int:
+    """The weights of a layer's attention projections."""
+    hidden = model_config.hidden_size
+    if model_config.kind == "mla" and model_config.latent is not None:
+        ranks = sum(model_config.latent) + int(model_config.config.get("q_lora_rank") or 0)
+        heads = model_config.num_heads * (model_config.head_dim + model_config.v_head_dim)
+        return hidden * (ranks + model_config.num_heads * model_config.v_head_dim) + heads * model_config.latent[0]
+    return hidden * (2 * model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim

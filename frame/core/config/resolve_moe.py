@@ -4,17 +4,23 @@ not import or name a plugin."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from frame.core.config.resolve_plugins import KEYS, Choices
 from frame.core.config.selection import ResolveError, Selection, by_rank, objections
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 
 DISPATCHER, RUNNER = "moe_dispatcher", "moe_runner"
 
 
 def pair_experts(
-    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: Mapping[str, str | None], requirements: MoERequirements
+    chosen: Choices,
+    records: Mapping[str, Sequence[PluginRecord]],
+    named: Mapping[str, str | None],
+    requirements: MoERequirements,
+    plan: ParallelPlan,
 ) -> None:
     """Replace the choices of a dispatcher and a runner by the best-ranked pair that shares a
     layout, where the two that were chosen share none. Raises ResolveError where no pair with the
@@ -24,8 +30,8 @@ def pair_experts(
     if not conflict:
         return
     fits = {
-        kind: [record for record in sorted(records.get(kind, ()), key=by_rank) if not objections(record, requirements, chosen.impossible)]
-        for kind in (DISPATCHER, RUNNER)
+        kind: [record for record in sorted(records.get(kind, ()), key=by_rank) if not objections(record, needed, chosen.impossible)]
+        for kind, needed in ((DISPATCHER, replace(requirements, plan=plan)), (RUNNER, requirements))
     }
     open_to = {kind: [r for r in found if named[kind] in (None, r.name)] for kind, found in fits.items()}
     pair = next(_pairs(open_to[DISPATCHER], open_to[RUNNER]), None)

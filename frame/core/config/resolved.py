@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
+from frame.core.interfaces.parallel import ParallelPlan
 
 
 class PluginChoice(BaseModel):
@@ -42,6 +43,7 @@ class Resolved(BaseModel):
     device: str
     dtype: str  # computing type
     kv_dtype: str
+    plan: ParallelPlan = ParallelPlan()
     max_context: int  # tokens
     page_size: int  # tokens
     max_running_requests: int

@@ -139,6 +139,13 @@ class ParallelSection(Section):
     """Distribution of the model over devices."""
 
     tp: int = setting(1, "Number of tensor-parallel ranks.", flag="tp", ge=1, le=64)
+    ep: int = setting(
+        1,
+        "Number of ranks among which whole experts are divided, parallel.tp or 1; 1: each rank holds a slice of every expert.",
+        flag="ep",
+        ge=1,
+        le=64,
+    )
     collective: Annotated[str | None, Auto] = setting(
         None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
     )

@@ -120,6 +120,7 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Pl
         task=resolved.task,
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
         kv_dtype=DTYPES[resolved.kv_dtype],
+        plan=resolved.plan,
     )
     built: dict[str, Any] = {"attention": _build_attention(parts, base)}
     if parts.weight_format is not None:

@@ -138,7 +138,7 @@ _ALL = (
     Kind(
         name="moe_dispatcher",
         plural="moe_dispatchers",
-        version=2,
+        version=3,
         summary="exchanges of tokens between the ranks of an expert layer",
         interface="moe:MoEDispatcher",
         context="rank_context:RankContext",

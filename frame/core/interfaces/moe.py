@@ -1,5 +1,5 @@
 """The two halves of a mixture-of-experts layer: expert GEMMs (`moe_runner/2`) and token exchange
-(`moe_dispatcher/2`).
+(`moe_dispatcher/3`).
 
 The model routes. A dispatcher moves tokens to the ranks of their experts and back; a runner
 computes the experts.
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
@@ -35,6 +36,37 @@ class DispatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Where experts are: logical (the model's number) -> physical (a place for weights) -> rank.
+
+    `logical`: the logical expert of each physical one. `ranks`: the physical experts are divided
+    among so many ranks, in order and equally, and each is whole; 1: every rank holds its slice of
+    every expert.
+    """
+
+    logical: tuple[int, ...]
+    ranks: int = 1
+
+    @classmethod
+    def divide(cls, num_experts: int, ranks: int = 1) -> ExpertPlacement:
+        """Each logical expert once, in order. Raises ValueError unless `ranks` divides them."""
+        if num_experts % ranks:
+            raise ValueError(f"{num_experts} experts cannot be divided among {ranks} ranks")
+        return cls(tuple(range(num_experts)), ranks)
+
+    @property
+    def per_rank(self) -> int:
+        """Physical experts of one rank."""
+        return len(self.logical) // self.ranks
+
+    def find_local(self, rank: int) -> tuple[int, ...]:
+        """The logical experts of the physical ones that a rank holds; all of them where experts are
+        sliced."""
+        first = rank * self.per_rank if self.ranks > 1 else 0
+        return self.logical[first : first + self.per_rank]
+
+
+@dataclass(frozen=True, slots=True)
 class MoERequirements:
     """What a model and a device require of MoE runners and dispatchers."""
 
@@ -42,6 +74,7 @@ class MoERequirements:
     compute_capability: tuple[int, int] | None
     dtype: str
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
+    plan: ParallelPlan = ONE_RANK  # of dispatchers; a runner is independent of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +96,20 @@ class MoECapabilities:
         low = self.min_compute_capability
         if low and requirements.compute_capability and requirements.compute_capability < low:
             reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
+        plan = requirements.plan
+        if plan.ep > 1 and not getattr(self, "whole_experts", False):
+            reasons.append(Reason("does not exchange tokens between ranks that hold different experts", "parallel.ep: 1"))
+        if plan.tp > 1 and plan.ep == 1 and not getattr(self, "sliced_experts", True):
+            reasons.append(Reason("needs whole experts on each rank", f"parallel.ep: {plan.tp}"))
         return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherCapabilities(MoECapabilities):
+    """What a MoE dispatcher can do."""
+
+    sliced_experts: bool = True  # takes experts of which each rank holds a slice
+    whole_experts: bool = False  # takes experts of which each rank holds some (parallel.ep)
 
 
 class MoERunner(ABC):
@@ -97,7 +143,10 @@ class MoERunner(ABC):
 class MoEDispatcher(ABC):
     """Moves tokens to the ranks of their experts and the results back.
 
-    Contract: combine(run(dispatch(x))) is the layer's output on every rank that needs it, for any
+    All ranks have the same tokens. `place_experts` says which experts each rank gets; `ids` are
+    physical experts.
+
+    Contract: combine(run(dispatch(x))) is the layer's output on every rank, for any
     placement of the experts. Neither writes to the layer's tensors. All that `combine` needs is in
     `DispatchOutput`, because another batch may be dispatched before. On one rank, `combine` also
     takes the summands of `run_parts`, [tokens, parts, hidden].
@@ -106,8 +155,22 @@ class MoEDispatcher(ABC):
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context
 
-    @abstractmethod
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput: ...
+    def place_experts(self, num_experts: int) -> ExpertPlacement:
+        """The placement of a layer's experts at the start, the same on all ranks: whole experts in
+        order with `parallel.ep`, else slices of all."""
+        return ExpertPlacement.divide(num_experts, self.context.plan.ep)
 
     @abstractmethod
-    def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor: ...
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        """x [tokens, hidden], ids int64 [tokens, k], weights float32 [tokens, k]."""
+
+    @abstractmethod
+    def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
+        """out [dispatched tokens, hidden] -> [tokens, hidden]."""
+
+
+def select_local(ids: torch.Tensor, weights: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, weights) in terms of the rank that holds the experts from `first` to `first + count`.
+    The others get the weight 0, and are spread over the rank's own."""
+    local = ids - first
+    return local % count, weights.masked_fill((local < 0) | (local >= count), 0.0)

@@ -2,7 +2,7 @@
 built.
 
 Attention backends, MoE runners and MoE dispatchers are built from it; `BuildContext` adds them for
-the model. Imports the interfaces of platform and collective only: all others may use
+the model. Imports the interfaces of platform, collective and plan only: all others may use
 this page.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from frame.core.interfaces.collective import Collective
+from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.platform import HOST, Platform
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class RankContext:
     load_code: LoadCode | None = None  # None: model.trust_remote_code is false
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
     platform: Platform = HOST  # of `device`
+    plan: ParallelPlan = ONE_RANK
 
     def __post_init__(self) -> None:
         if self.platform.device.type != self.device.type:

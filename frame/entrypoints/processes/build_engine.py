@@ -141,7 +141,7 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
     model_config = resolved.model
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
-    sizes = (resolved.user.parallel.tp, resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
+    sizes = (str(resolved.plan), resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
     key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
     return KernelCache(select_cache_folder(chip), key)
 
@@ -258,7 +258,8 @@ def describe_engine(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
         "device": resolved.device,
         "dtype": resolved.dtype,
         "kv_dtype": resolved.kv_dtype,
-        "tp": resolved.user.parallel.tp,
+        "tp": resolved.plan.tp,
+        "parallel": str(resolved.plan),
         "vocab_size": resolved.model.vocab_size,
         "max_context": resolved.max_context,
         "max_running_requests": resolved.max_running_requests,

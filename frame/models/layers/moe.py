@@ -1,11 +1,12 @@
 """A mixture-of-experts layer: router, dispatch, expert products, combine, and shared experts.
 
-Experts are split over the tensor-parallel ranks in their inner dimension. The dispatcher moves
-tokens, the runner multiplies.
+The dispatcher says which experts a rank holds, whole or sliced in their inner dimension, and moves
+tokens; the runner multiplies.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from frame.models.layers.weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.moe import DispatchOutput
+    from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement
 
     Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
 
@@ -42,16 +43,19 @@ class ExpertSizes:
 
 
 class Experts(nn.Module):
-    """`gate_up` and `down` of all experts. `prefix` is the checkpoint name that holds `N.gate_proj`
-    and so on."""
+    """`gate_up` and `down` of this rank's experts. `prefix` is the checkpoint name that holds
+    `N.gate_proj` and so on."""
 
-    def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes) -> None:
+    def __init__(self, context: BuildContext, prefix: str, sizes: ExpertSizes, placement: ExpertPlacement) -> None:
         super().__init__()
-        inner = split_range(context, "inner values of an expert", sizes.inner)
-        self.num_experts = sizes.num_experts
-        self.weights = ExpertWeights(self, context, prefix, sizes.names, (sizes.num_experts, sizes.hidden, inner))
-        for expert in range(sizes.num_experts):
-            self.weights.bind(expert, Range.whole(sizes.hidden), inner)
+        is_whole = placement.ranks > 1
+        inner = Range.whole(sizes.inner) if is_whole else split_range(context, "inner values of an expert", sizes.inner)
+        local = placement.find_local(context.tp.rank)
+        self.weights = ExpertWeights(self, context, prefix, sizes.names, (len(local), sizes.hidden, inner))
+        for place, expert in enumerate(local):
+            self.weights.bind(place, expert, Range.whole(sizes.hidden), inner)
+        others = sorted(set(placement.logical).difference(local))
+        self.foreign_weights = (rf"{re.escape(prefix)}\.(?:{'|'.join(map(str, others))})\.",) if others else ()
 
     def finish(self) -> None:
         """Bring the loaded weights into the form that is multiplied."""
@@ -69,7 +73,8 @@ class MoE(nn.Module):
         self.runner = context.moe_runner
         self.dispatcher = context.moe_dispatcher
         self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)
-        self.experts = Experts(context, f"{prefix}.experts", sizes)
+        self.placement = self.dispatcher.place_experts(sizes.num_experts)
+        self.experts = Experts(context, f"{prefix}.experts", sizes, self.placement)
         self.shared = shared
         # otherwise the result is added to, here or on other ranks
         self._returns_parts = shared is None and context.tp.size == 1
@@ -104,7 +109,9 @@ class MoE(nn.Module):
 
     def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
         ids, weights = self.router(x, logits)
-        tokens = self.dispatcher.dispatch(x, ids, weights)
+        tokens = self.dispatcher.dispatch(x, ids, weights, self.placement)
+        if not len(tokens.x):  # none came to this rank
+            return self.dispatcher.combine(tokens.x, tokens)
         if self.experts.weights.grouped:
             return self.dispatcher.combine(self.experts.weights.run(tokens), tokens)
         return self.dispatcher.combine((run or self.runner.run)(tokens, self.experts), tokens)

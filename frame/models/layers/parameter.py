@@ -195,13 +195,15 @@ def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]]
     """Load a stream of checkpoint tensors, and return the names of the parameters that are
     complete.
 
-    `ignored`: regular expressions, matched from the start of a name. Plain parameters (of
+    `ignored`: regular expressions, matched from the start of a name. A module's attribute
+    `foreign_weights` holds those of tensors that other ranks load. Plain parameters (of
     third-party modules) take the tensor of their own name. Raises CheckpointError for a name that
     no parameter takes.
     """
     import re
 
-    skip = re.compile("|".join(f"(?:{pattern})" for pattern in ignored)) if ignored else None
+    unused = [*ignored, *(pattern for part in module.modules() for pattern in getattr(part, "foreign_weights", ()))]
+    skip = re.compile("|".join(f"(?:{pattern})" for pattern in unused)) if unused else None
     parameters = dict(module.named_parameters(remove_duplicate=False))
     sinks: Mapping[str, ShardedParameter] = {
         source: parameter for parameter in parameters.values() if isinstance(parameter, ShardedParameter) for source in parameter.sources

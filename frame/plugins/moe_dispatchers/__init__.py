@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.moe import MoECapabilities
+from frame.core.interfaces.moe import DispatcherCapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -21,7 +21,19 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
     registry.add(
         "all_reduce",
         "frame.plugins.moe_dispatchers.all_reduce:AllReduce",
-        capabilities=MoECapabilities(devices=("cpu", "cuda"), graphs=True),
+        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), graphs=True, whole_experts=True),
         rank=10,
-        summary="Every rank computes a slice of each expert; the slices are summed.",
+        summary="Every rank computes its experts, or a slice of each, for all tokens; the results are summed.",
+    )
+    registry.add(
+        "all_gather_reduce_scatter",
+        "frame.plugins.moe_dispatchers.all_gather_reduce_scatter:AllGatherReduceScatter",
+        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), graphs=True, whole_experts=True),
+        summary="As all_reduce, with the sum in two halves: reduce-scatter and all-gather.",
+    )
+    registry.add(
+        "all_to_all",
+        "frame.plugins.moe_dispatchers.all_to_all:AllToAll",
+        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), sliced_experts=False, whole_experts=True),
+        summary="Tokens are sent to the ranks of their experts, and the results back.",
     )

@@ -1,17 +1,19 @@
-"""`all_reduce`: each rank holds a slice of every expert, and the results are summed over the
-ranks."""
+"""`all_reduce`: each rank computes its experts, or its slice of every expert, for all tokens, and
+the results are summed over the ranks."""
 
 from __future__ import annotations
 
 import torch
 
-from frame.core.interfaces.moe import DispatchOutput, MoEDispatcher
+from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher, select_local
 
 
 class AllReduce(MoEDispatcher):
-    """Tensor parallelism inside experts. Does nothing on one rank."""
+    """Moves no token. Does nothing on one rank."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        if placement.ranks > 1:
+            ids, weights = select_local(ids, weights, self.context.tp.rank * placement.per_rank, placement.per_rank)
         return DispatchOutput(x, ids, weights)
 
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:

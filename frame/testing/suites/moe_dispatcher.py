@@ -1,7 +1,8 @@
 """What every MoE dispatcher must satisfy, checked with one, two and three ranks against float64.
 
-Ranks are threads. As in `frame.models.layers.moe`, each rank has all tokens and a slice of every
-expert. Must not know a runner: the experts are computed by their definition.
+Ranks are threads. As in `frame.models.layers.moe`, each rank has all tokens, and a slice of every
+expert or, of dispatchers for whole experts, those that it places there. Must not know a runner:
+the experts are computed by their definition.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from functools import partial
 
 import torch
 
-from frame.core.interfaces.moe import DispatchOutput, MoEDispatcher
+from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, MoEDispatcher
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.rank_context import Limits, RankContext
 from frame.testing.conformance import Check, Subject
 from frame.testing.devices import open_platform
@@ -26,19 +28,25 @@ Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
 @dataclass(frozen=True)
 class Place:
-    """Where a dispatcher is checked."""
+    """Where a dispatcher is checked. `is_whole`: with whole experts on several ranks."""
 
     subject: Subject
     dtype: torch.dtype
+    is_whole: bool = False
 
     def make(self, group: ThreadGroup) -> MoEDispatcher:
         limits = Limits(max_running_requests=64, max_tokens_per_step=8192, max_context=131072, page_size=16)
         device = self.subject.setting.device
-        context = RankContext(platform=open_platform(device), device=torch.device(device), dtype=self.dtype, tp=group, limits=limits)
+        plan = ParallelPlan(tp=group.size, ep=group.size if self.is_whole else 1)
+        context = RankContext(
+            platform=open_platform(device), device=torch.device(device), dtype=self.dtype, tp=group, limits=limits, plan=plan
+        )
         dispatcher: MoEDispatcher = self.subject.target(context, self.subject.options)
         return dispatcher
 
     def draw(self, numbers: tuple[int, int, int, int, int], seed: int = 0) -> Parts:
+        if self.is_whole:  # 2 and 3 ranks hold as many experts each
+            numbers = (numbers[0], -(-numbers[1] // 6) * 6, *numbers[2:])
         x, ids, weights, gate_up, down = draw(numbers, self.dtype, seed)
         weights[1::3, 0] = 0  # tokens of which an expert counts for nothing
         return tuple(part.to(self.subject.setting.device) for part in (x, ids, weights, gate_up, down))
@@ -49,9 +57,14 @@ def suite(subject: Subject) -> Iterator[Check]:
     for name, dtype in DTYPES.items():
         if not supports(subject, name):
             continue
-        place = Place(subject, dtype)
+        capabilities = subject.record.capabilities
+        sliced = not isinstance(capabilities, DispatcherCapabilities) or capabilities.sliced_experts
+        whole = isinstance(capabilities, DispatcherCapabilities) and capabilities.whole_experts
+        place = Place(subject, dtype, is_whole=not sliced)
         for ranks in (1, 2, 3):
             yield Check(f"ranks-{ranks}-{name}", partial(_agrees, place, ranks))
+        for ranks in (2, 3) if sliced and whole else ():
+            yield Check(f"whole_experts-{ranks}-{name}", partial(_agrees, Place(subject, dtype, is_whole=True), ranks))
         yield Check(f"two_batches_at_once-{name}", partial(_two_at_once, place))
         yield Check(f"steps_of_two_layers-{name}", partial(_steps, place))
         yield Check(f"a_token_stands_alone-{name}", partial(_alone, place))
@@ -60,9 +73,10 @@ def suite(subject: Subject) -> Iterator[Check]:
 
 def _dispatch(dispatcher: MoEDispatcher, parts: Parts) -> DispatchOutput:
     x, ids, weights, gate_up, _ = parts
+    placement = dispatcher.place_experts(len(gate_up))
     with unchanged({"x": x, "ids": ids, "weights": weights}, "dispatch"):
-        tokens = dispatcher.dispatch(x, ids, weights)
-    count, experts = tokens.x.shape[0], gate_up.shape[0]
+        tokens = dispatcher.dispatch(x, ids, weights, placement)
+    count, experts = tokens.x.shape[0], placement.per_rank
     assert tokens.x.dtype == x.dtype and tokens.x.shape[1:] == x.shape[1:], f"dispatched tokens are {tokens.x.dtype} {list(tokens.x.shape)}"
     found = f"dispatched ids are {tokens.ids.dtype} {list(tokens.ids.shape)}"
     assert tokens.ids.dtype == torch.int64 and tokens.ids.shape[0] == count, f"{found}, not one row for each of {count} tokens"
@@ -72,9 +86,13 @@ def _dispatch(dispatcher: MoEDispatcher, parts: Parts) -> DispatchOutput:
     return tokens
 
 
-def _run(tokens: DispatchOutput, parts: Parts, group: ThreadGroup) -> torch.Tensor:
+def _run(dispatcher: MoEDispatcher, tokens: DispatchOutput, parts: Parts, group: ThreadGroup) -> torch.Tensor:
     """This rank's part of the experts' results."""
-    gate_up, down = split(parts[3], parts[4], group.rank, group.size)
+    placement = dispatcher.place_experts(len(parts[3]))
+    local = list(placement.find_local(group.rank))
+    gate_up, down = parts[3][local], parts[4][local]
+    if placement.ranks == 1:
+        gate_up, down = split(gate_up, down, group.rank, group.size)
     return reference(tokens.x, tokens.ids, tokens.weights, gate_up, down).to(tokens.x.dtype)
 
 
@@ -100,7 +118,7 @@ def _agrees(place: Place, ranks: int) -> None:
         def work(group: ThreadGroup, parts: Parts = parts) -> torch.Tensor:
             dispatcher = place.make(group)
             tokens = _dispatch(dispatcher, parts)
-            return _combine(dispatcher, _run(tokens, parts, group), tokens, parts)
+            return _combine(dispatcher, _run(dispatcher, tokens, parts, group), tokens, parts)
 
         _compare(list(run_ranks(ranks, work)), parts, f"{ranks} ranks")
 
@@ -113,7 +131,7 @@ def _two_at_once(place: Place) -> None:
     def work(group: ThreadGroup) -> list[torch.Tensor]:
         dispatcher = place.make(group)
         tokens = [_dispatch(dispatcher, parts) for parts in (first, second)]
-        outs = [_run(each, parts, group) for each, parts in zip(tokens, (first, second), strict=True)]
+        outs = [_run(dispatcher, each, parts, group) for each, parts in zip(tokens, (first, second), strict=True)]
         return [_combine(dispatcher, out, each, parts) for out, each, parts in zip(outs, tokens, (first, second), strict=True)]
 
     for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
@@ -128,7 +146,7 @@ def _steps(place: Place) -> None:
         dispatcher, results = place.make(group), []
         for parts in (layer for step in steps for layer in step):
             tokens = _dispatch(dispatcher, parts)
-            results.append(_combine(dispatcher, _run(tokens, parts, group), tokens, parts).clone())
+            results.append(_combine(dispatcher, _run(dispatcher, tokens, parts, group), tokens, parts).clone())
         return results
 
     for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
@@ -144,7 +162,7 @@ def _alone(place: Place) -> None:
     def work(group: ThreadGroup) -> torch.Tensor:
         dispatcher = place.make(group)
         tokens = _dispatch(dispatcher, (poisoned, *rest))
-        return _combine(dispatcher, _run(tokens, (x, *rest), group), tokens, (poisoned, *rest))
+        return _combine(dispatcher, _run(dispatcher, tokens, (x, *rest), group), tokens, (poisoned, *rest))
 
     results = [found[:1] for found in run_ranks(2, work)]
     _compare(results, (x[:1], *(part[:1] for part in rest[:2]), *rest[2:]), "the first token while all others are NaN")
@@ -157,7 +175,7 @@ def _parts(place: Place) -> None:
     def work(group: ThreadGroup) -> torch.Tensor:
         dispatcher = place.make(group)
         tokens = _dispatch(dispatcher, parts)
-        out = _run(tokens, parts, group)
+        out = _run(dispatcher, tokens, parts, group)
         return _combine(dispatcher, torch.stack((out / 4, out * 3 / 4), dim=1), tokens, parts)
 
     (found,) = run_ranks(1, work)

@@ -7,28 +7,36 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.moe import DispatchOutput, MoECapabilities, MoEDispatcher
+from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, ExpertPlacement, MoEDispatcher, select_local
 from frame.testing.mutants import MutantList
 
 
 class PlainDispatcher(MoEDispatcher):
     """Correct: sums over the ranks. `state` holds the number of tokens."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        return DispatchOutput(x, ids, weights, state=len(x))
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        return DispatchOutput(x, *self.select(ids, weights, placement), state=len(x))
+
+    def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
+        """In terms of this rank's experts."""
+        each = placement.per_rank
+        return (ids, weights) if placement.ranks == 1 else select_local(ids, weights, self.context.tp.rank * each, each)
 
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
         return self.context.tp.all_reduce(out)[: tokens.state]
 
 
-mutant = MUTANTS = MutantList("moe_dispatcher", reference=PlainDispatcher, capabilities=MoECapabilities(devices=("cpu",)))
+mutant = MUTANTS = MutantList(
+    "moe_dispatcher", reference=PlainDispatcher, capabilities=DispatcherCapabilities(devices=("cpu",), whole_experts=True)
+)
 
 
 class ByExpert(PlainDispatcher):
     """Correct: sorts tokens by their first expert and restores the order."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
         order = ids[:, 0].argsort(stable=True)
+        ids, weights = self.select(ids, weights, placement)
         return DispatchOutput(x[order], ids[order], weights[order], state=order)
 
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
@@ -140,40 +148,40 @@ class MatricesOnly(PlainDispatcher):
 class Renormalises(PlainDispatcher):
     """Divides the weights by their sum."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        return super().dispatch(x, ids, weights / weights.sum(1, keepdim=True).clamp_min(1e-9))
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        return super().dispatch(x, ids, weights / weights.sum(1, keepdim=True).clamp_min(1e-9), placement)
 
 
 @mutant
 class WeightsInTheModelsType(PlainDispatcher):
     """Sends weights in the dtype of the tokens instead of float32."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        return super().dispatch(x, ids, weights.to(x.dtype))
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        return super().dispatch(x, ids, weights.to(x.dtype), placement)
 
 
 @mutant
 class OwnExpertsOnly(PlainDispatcher):
     """Counts experts from this rank's first one, as if each rank held whole experts."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        return super().dispatch(x, (ids - self.context.tp.rank).clamp(min=0), weights)
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        return super().dispatch(x, (ids - self.context.tp.rank).clamp(min=0), weights, placement)
 
 
 @mutant
 class FirstChoiceOnly(PlainDispatcher):
     """Sends a token to the first of its experts alone."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        return super().dispatch(x, ids[:, :1], weights[:, :1])
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        return super().dispatch(x, ids[:, :1], weights[:, :1], placement)
 
 
 @mutant
 class DropsZeroWeights(PlainDispatcher):
     """Drops tokens whose first weight is zero."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        return super().dispatch(x, ids, torch.where(weights[:, :1] == 0, torch.zeros_like(weights), weights))
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        return super().dispatch(x, ids, torch.where(weights[:, :1] == 0, torch.zeros_like(weights), weights), placement)
 
 
 @mutant
@@ -188,8 +196,8 @@ class OrderNotRestored(ByExpert):
 class OrderOfTheLatest(ByExpert):
     """Keeps the order of tokens in itself, where the next dispatch replaces it."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        tokens = super().dispatch(x, ids, weights)
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        tokens = super().dispatch(x, ids, weights, placement)
         self.latest = tokens.state
         return tokens
 
@@ -213,8 +221,8 @@ class OrderOnce(ByExpert):
 class ClearsTheInput(PlainDispatcher):
     """Clears the given tokens after it has copied them."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> DispatchOutput:
-        sent = super().dispatch(x.clone(), ids, weights)
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
+        sent = super().dispatch(x.clone(), ids, weights, placement)
         x.zero_()
         return sent
 
@@ -243,3 +251,19 @@ class OtherType(PlainDispatcher):
 
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
         return super().combine(out, tokens).float()
+
+
+@mutant
+class KeepsForeignWeights(PlainDispatcher):
+    """Computes the experts of other ranks by its own, with their weights."""
+
+    def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().select(ids, weights, placement)[0], weights
+
+
+@mutant
+class SelectsFromTheFirst(PlainDispatcher):
+    """Selects the experts of rank 0 on all ranks that hold whole experts."""
+
+    def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
+        return (ids, weights) if placement.ranks == 1 else select_local(ids, weights, 0, placement.per_rank)

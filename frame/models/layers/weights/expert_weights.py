@@ -36,7 +36,7 @@ _BLOCK = 128  # of scales that runners take
 class ExpertWeights:
     """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] of `module`,
     stored under `prefix`. `names`: checkpoint names of an expert's gate, up and down. `sizes`:
-    (experts, hidden, this rank's range of inner)."""
+    (this rank's experts, hidden, its range of inner)."""
 
     def __init__(
         self, module: nn.Module, context: BuildContext, prefix: str, names: tuple[str, str, str], sizes: tuple[int, int, Range]
@@ -53,13 +53,14 @@ class ExpertWeights:
         self.version = -1
         self.grouped: dict[str, GroupedProduct] = {}  # by name of the weight; empty: the runner multiplies
 
-    def bind(self, expert: int, hidden: Range, inner: Range) -> None:
-        """Bind the checkpoint tensors of one expert. `inner` is this rank's range."""
+    def bind(self, place: int, expert: int, hidden: Range, inner: Range) -> None:
+        """Bind the checkpoint tensors of the model's `expert` to a place of this rank. `inner` is
+        this rank's range."""
         gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self.names)
         second = type(inner)(inner.full, inner.start, inner.size, inner.size)
-        self.stored["gate_up"].bind(0, gate, inner, hidden, expert)
-        self.stored["gate_up"].bind(1, up, second, hidden, expert)
-        self.stored["down"].bind(0, down, hidden, inner, expert)
+        self.stored["gate_up"].bind(0, gate, inner, hidden, place)
+        self.stored["gate_up"].bind(1, up, second, hidden, place)
+        self.stored["down"].bind(0, down, hidden, inner, place)
 
     def finish(self) -> None:
         """Bring the weights that were loaded last into the form that is multiplied."""

@@ -1,0 +1,62 @@
+"""The part of `resolve` that checks the parallel plan against the model, the devices and their
+memory, before a process starts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from frame.core.config.hardware import Hardware
+from frame.core.config.resolve_machine import GIB, count_weights, indivisible
+from frame.core.config.resolve_platform import get_capabilities
+from frame.core.config.schema import FrameConfig
+from frame.core.config.selection import ResolveError
+from frame.core.interfaces.model import ModelConfig
+from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.interfaces.plugin import PluginRecord
+
+
+def make_plan(config: FrameConfig) -> ParallelPlan:
+    """The plan that the user set."""
+    return ParallelPlan(tp=config.parallel.tp, ep=config.parallel.ep)
+
+
+def find_conflicts(plan: ParallelPlan, model_config: ModelConfig, platform: PluginRecord, hardware: Hardware) -> Iterator[ResolveError]:
+    """What stands against the plan: each sentence has the numbers."""
+    devices = hardware.of(platform.name)
+    is_host, available = get_capabilities(platform).is_host, len(devices)
+    if not is_host and plan.num_ranks > available:
+        yield ResolveError(
+            f"parallel.tp is {plan.tp}, but this machine has {available} {platform.name} device(s).", change=f"parallel.tp: {available}"
+        )
+    problems = indivisible(model_config, plan)
+    if problems:
+        fitting = max(size for size in range(1, plan.tp) if not indivisible(model_config, ParallelPlan(tp=size)))
+        yield ResolveError(f"parallel.tp is {plan.tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
+    if plan.ep > 1:
+        yield from _find_expert_conflicts(plan, model_config)
+    if not is_host and devices:
+        memory, weights = min(device.memory_bytes for device in devices), count_weights(model_config)
+        each = weights // plan.num_ranks
+        if each > memory:
+            yield ResolveError(
+                f"the weights do not fit: at least {weights / GIB:.0f} GiB / {plan.num_ranks} rank(s) = {each / GIB:.0f} GiB a rank,"
+                f" and a {platform.name} device has {memory / GIB:.0f} GiB.",
+                change=f"parallel.tp: {plan.tp * 2}" if 2 * plan.num_ranks <= available else None,
+            )
+
+
+def _find_expert_conflicts(plan: ParallelPlan, model_config: ModelConfig) -> Iterator[ResolveError]:
+    experts = model_config.num_experts
+    if not experts:
+        yield ResolveError(f"parallel.ep is {plan.ep}, but {model_config.architecture} has no experts.", change="parallel.ep: 1")
+    elif plan.ep != plan.tp:
+        yield ResolveError(
+            f"parallel.ep is {plan.ep}, and parallel.tp is {plan.tp}: experts are divided among all tensor-parallel ranks or none.",
+            change=f"parallel.ep: {plan.tp if experts % plan.tp == 0 else 1}",
+        )
+    elif experts % plan.ep:
+        yield ResolveError(
+            f"parallel.ep is {plan.ep}, which does not divide {experts} experts: {experts} = {plan.ep} x {experts // plan.ep}"
+            f" + {experts % plan.ep}.",
+            change="parallel.ep: 1",
+        )

@@ -1,0 +1,137 @@
+"""Greedy tokens under a parallel plan equal those of one rank. The ranks are threads that meet over
+gloo; batches travel as bytes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.config.resolve import ResolveError
+from frame.core.config.schema import FrameConfig
+from frame.core.execution.components import build_runner
+from frame.core.execution.tp_follower import LeadingRunner, follow
+from frame.core.interfaces.platform import HOST
+from frame.core.ipc.transport import decode_batch, encode_batch
+from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.processes.build_engine import Place, build_rank, build_scheduler, join_group, load_parts
+from frame.testing.checkpoints import make_checkpoint
+from frame.testing.local_loop import LocalLoop
+from tests.core.greedy import greedy, random_prompts
+
+PROMPTS = random_prompts([3, 40, 17, 55, 9, 40])
+PROMPTS[5][:32] = PROMPTS[1][:32]
+TOKENS = greedy(12)
+
+
+class Wires:
+    """Carries batches from rank 0 to the others, as encoded bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.queues: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(size)]
+
+    def send(self, batch: Any) -> None:
+        for each in self.queues[1:]:
+            each.put(encode_batch(batch))
+
+    def receive(self, rank: int) -> Any:
+        data = self.queues[rank].get(timeout=60)
+        return None if data is None else decode_batch(data)
+
+    def close(self) -> None:
+        for each in self.queues:
+            each.put(None)
+
+
+class End:
+    """A follower's end of the wires."""
+
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.receive = lambda: wires.receive(rank)
+
+    def close(self) -> None: ...
+
+
+def prepared_for(folder: Path, tokens: int = 4096, **sections: Any) -> Prepared:
+    config = {
+        "model": {"path": str(folder), "dtype": "float32"},
+        "cache": {"max_total_tokens": tokens},
+        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 32, "overlap": True},
+        "execution": {"device": "cpu", "threads": 1},
+    }
+    return prepare(FrameConfig.model_validate(config | sections))
+
+
+def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], Any]) -> Any:
+    """The result of `act` with rank 0's loop, while the other ranks of the plan follow."""
+    resolved, registry = prepared.resolved, prepared.registry
+    size = resolved.plan.num_ranks
+    wires = Wires(size)
+
+    def run(rank: int) -> Any:
+        group = join_group(resolved, registry, Place(rank, size, f"file://{scratch / 'ranks'}"), HOST)
+        runner = build_runner(resolved, load_parts(resolved, registry), group, HOST)
+        if rank:
+            return follow(runner, End(wires, rank))  # type: ignore[arg-type]
+        loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.num_pages), LeadingRunner(runner, wires))  # type: ignore[arg-type]
+        try:
+            return act(loop)
+        finally:
+            loop.runner.close()
+            group.close()  # ranks that wait for this one raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        results = [future.result(timeout=120) for future in futures]
+    return results[0]
+
+
+class Model:
+    """A checkpoint and one rank's tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        prepared = prepared_for(folder)
+        runner = build_rank(prepared.resolved, prepared.registry)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+        self.tokens = loop.generate(PROMPTS, TOKENS)
+
+    def check(self, scratch: Path, tokens: int = 4096, **sections: Any) -> None:
+        """Twice the same prompts: the second time with prefix hits."""
+
+        def act(loop: LocalLoop) -> None:
+            for _ in range(2):
+                assert loop.generate(PROMPTS, TOKENS) == self.tokens
+            assert loop.stats["cached"] > 0
+            loop.scheduler.check_integrity()
+
+        generate_with(prepared_for(self.folder, tokens, **sections), scratch, act)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    names = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
+    return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("model"))) for name in names}
+
+
+@pytest.mark.parametrize("dispatcher", ["all_reduce", "all_gather_reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_whole_experts_on_two_ranks(models: dict[str, Model], architecture: str, dispatcher: str, tmp_path: Path) -> None:
+    models[architecture].check(tmp_path, parallel={"tp": 2, "ep": 2}, moe={"dispatcher": dispatcher})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parallel", "dispatcher", "words"),
+    [
+        ("LlamaForCausalLM", {"tp": 2, "ep": 2}, None, "parallel.ep is 2, but LlamaForCausalLM has no experts"),
+        ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 4}, None, "experts are divided among all tensor-parallel ranks or none"),
+        ("Qwen3MoeForCausalLM", {"tp": 2}, "all_to_all", r"needs whole experts on each rank \(try parallel.ep: 2\)"),
+    ],
+)
+def test_plans_that_do_not_fit(tmp_path: Path, architecture: str, parallel: Any, dispatcher: str | None, words: str) -> None:
+    with pytest.raises(ResolveError, match=words):
+        prepared_for(make_checkpoint(architecture, tmp_path), parallel=parallel, moe={"dispatcher": dispatcher})
