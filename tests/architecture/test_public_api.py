@@ -11,7 +11,7 @@ from pydantic import BaseModel
 import frame
 from frame.core.config.schema import FrameConfig, Section, setting
 
-MOST_FIELDS = 110
+MOST_FIELDS = 120
 
 
 def unsorted_or_missing(module: Any) -> list[str]:
