@@ -1,7 +1,7 @@
 """Compares a plugin with a reference plugin of its kind: serves models with each and finds the
-first token, step and layer where they differ.
+first token, step and layer where they differ, or gives both the same texts or grammars.
 
-`python -m frame.testing.compare KIND NAME REFERENCE [FILE…]` prints one line a model; `frame
+`python -m frame.testing.compare KIND NAME REFERENCE [FILE…]` prints one line a subject; `frame
 plugins check NAME --against REFERENCE` runs it. Exit codes: 0 equal, 1 different or nothing
 compared, 78 a plugin failed. Must not know a plugin by name.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,13 +32,17 @@ from frame.core.interfaces.model import ModelCapabilities
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.offline.engine import Engine
 from frame.entrypoints.processes.build_engine import build_engine
 from frame.plugins.loader import load_configured
 from frame.testing.checkpoints import TINY, make_checkpoint
+from frame.testing.compare_texts import compare_grammars, compare_parsers
 from frame.testing.local_loop import LocalLoop
+from frame.testing.verdict import Verdict
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord
+    from frame.plugins.registry import Registry
 
 TOKENS = 200
 PLAIN: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -50,7 +55,7 @@ PLAIN: tuple[tuple[str, Mapping[str, Any]], ...] = (
 EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # The kinds whose plugins compute or order what the engine serves; greedy tokens must not depend on
 # them.
-_CANDIDATES = (
+SERVED = (
     "model",
     "attention_backend",
     "gemm_kernel",
@@ -62,28 +67,20 @@ _CANDIDATES = (
     "weight_source",
     "platform",
 )
-COMPARED = tuple(kind for kind in _CANDIDATES if kind in KINDS)
+RANKED = ("collective", "launcher")  # those that serve with two ranks in processes of their own
+PARSERS = ("reasoning_parser", "tool_call_parser")
+# Kinds of which two plugins have nothing to be equal in.
+NOT_COMPARED: Mapping[str, str] = MappingProxyType(
+    {
+        "weight_format": "two formats store different weights, so the tokens differ",
+        "logits_processor": "each changes the tokens of requests by parameters of its own",
+        "http_extension": "each serves routes of its own and computes no tokens",
+        "stat_logger": "each writes figures to a place of its own and computes no tokens",
+    }
+)
 _PROMPTS = (3, 40, 130, 70)  # tokens; the last one begins with the second
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of a layer's greatest value
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.\d+$")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the comparison of one model found. `problem`: where the two differ; `skipped`: why they
-    were not compared."""
-
-    model: str
-    milliseconds: tuple[float, float] = (0.0, 0.0)  # of a step: the plugin's, the reference's
-    problem: str = ""
-    skipped: str = ""
-
-    def __str__(self) -> str:
-        if self.skipped:
-            return f"{self.model}: skipped: {self.skipped}"
-        own, other = self.milliseconds
-        speed = f"{own:.2f} ms a step, the reference {other:.2f} ms"
-        return f"{self.model}: {self.problem or 'equal'}; {speed}"
 
 
 @dataclass(slots=True)
@@ -108,19 +105,21 @@ def compare(
     """Serve each model of `folders` with the plugin and with the reference, greedily, `num_tokens`
     tokens a prompt. `settings`: further settings, by section.
 
-    Raises PluginError for a kind that is not compared, and for a plugin that fails.
+    Raises PluginError for a plugin that fails.
     """
-    check_kind(record)
+    serve = _serve_ranks if record.kind in RANKED else _serve
     for name, folder in folders.items():
         try:
-            runs = [_serve(each, folder, settings, num_tokens) for each in (record, reference)]
+            runs = [serve(each, folder, settings, num_tokens) for each in (record, reference)]
         except ResolveError as error:
             yield Verdict(name, skipped=str(error).splitlines()[0])
             continue
         own, other = runs
         speeds = (1000 * own.seconds / own.steps, 1000 * other.seconds / other.steps)
         problem = ""
-        if own.tokens != other.tokens:
+        if own.tokens != other.tokens and record.kind in RANKED:
+            problem = _part(own, other)
+        elif own.tokens != other.tokens:
             recorded = [_serve(each, folder, settings, num_tokens, is_recorded=True) for each in (record, reference)]
             problem = _describe(recorded[0], recorded[1]) if recorded[0].tokens != recorded[1].tokens else _part(own, other)
         yield Verdict(name, speeds, problem)
@@ -128,15 +127,18 @@ def compare(
 
 def check_kind(record: PluginRecord) -> None:
     """Raise PluginError unless plugins of the kind can be compared."""
-    if record.kind not in COMPARED:
-        raise PluginError(f"--against compares {', '.join(COMPARED)}; check a {record.kind} with --conformance.")
+    if (reason := NOT_COMPARED.get(record.kind)) is not None:
+        raise PluginError(f"two plugins of the kind {record.kind} cannot be compared: {reason}; check it with --conformance")
 
 
 def make_models(record: PluginRecord, folder: Path) -> dict[str, Path]:
     """Five tiny checkpoints that the plugin can be compared on, by name: for a model plugin its own
-    architectures, with different weights; for plugins of experts, models with experts."""
+    architectures, with different weights; for plugins of experts, models with experts. Two for a
+    kind that starts processes."""
     disable_progress_bar()
     wanted: Sequence[tuple[str, Mapping[str, Any]]] = PLAIN
+    if record.kind in RANKED:
+        wanted = (PLAIN[0], PLAIN[3])
     if record.kind.startswith("moe_"):
         wanted = [(name, {}) for name in EXPERTS]
     if isinstance(record.capabilities, ModelCapabilities) and record.capabilities.architectures is not None:
@@ -156,19 +158,8 @@ def _serve(
 ) -> _Run:
     """Serve the prompts with one plugin. The KV cache is too small for all of them, so that
     requests are preempted, and a second round finds cached prefixes."""
-    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in settings.items()}
-    longest = max(_PROMPTS) + 1 + num_tokens
-    defaults: dict[str, dict[str, Any]] = {
-        "model": {"path": str(folder), "skip_tokenizer_init": True, "max_context": longest + 1},
-        "cache": {"max_total_tokens": 2 * longest + 64},
-        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64},
-        "execution": {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0} if is_recorded else {},
-    }
-    for name, values in defaults.items():
-        sections[name] = {**values, **sections.get(name, {})}
-    section, _, setting = KINDS[record.kind].key.partition(".")
-    sections.setdefault(section, {})[setting] = record.name
-    prepared = prepare(FrameConfig.model_validate(sections))
+    more: dict[str, Any] = {"execution": {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}} if is_recorded else {}
+    prepared = prepare(_configure(record, folder, settings, num_tokens, more))
     far = InProcessTransport.pair(lambda _: None)[1]
     engine = build_engine(prepared.resolved, prepared.registry, far)[0]
     loop = LocalLoop(engine.scheduler, engine.runner)
@@ -183,6 +174,40 @@ def _serve(
     finally:
         engine.scheduler.close()
         engine.runner.close()
+
+
+def _serve_ranks(record: PluginRecord, folder: Path, settings: Mapping[str, Mapping[str, Any]], num_tokens: int) -> _Run:
+    """Serve the prompts with one plugin on two ranks."""
+    config = _configure(record, folder, settings, num_tokens, {"parallel": {"tp": 2}})
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    try:
+        with Engine(config=config) as engine:
+            prompts = _make_prompts(engine.control("server_info")["vocab_size"])
+            began = time.perf_counter()
+            outputs = [*engine.generate(prompts, params), *engine.generate(prompts[1:], params)]
+            seconds = time.perf_counter() - began
+            info = engine.control("server_info")
+    except (RuntimeError, OSError) as error:  # the start or the end of a process
+        raise PluginError(f"{record.kind} {record.name!r} does not serve {folder} on two ranks: {error}") from error
+    return _Run([output.token_ids for output in outputs], seconds, info["step"], info["dtype"])
+
+
+def _configure(
+    record: PluginRecord, folder: Path, settings: Mapping[str, Mapping[str, Any]], num_tokens: int, more: Mapping[str, Mapping[str, Any]]
+) -> FrameConfig:
+    """The configuration that serves a model with one plugin. `settings` replace those of here,
+    `more` is added to these."""
+    longest = max(_PROMPTS) + 1 + num_tokens
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "skip_tokenizer_init": True, "max_context": longest + 1},
+        "cache": {"max_total_tokens": 2 * longest + 64},
+        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64},
+    }
+    for name, values in (*more.items(), *settings.items()):
+        sections[name] = {**sections.get(name, {}), **values}
+    section, _, setting = KINDS[record.kind].key.partition(".")
+    sections.setdefault(section, {})[setting] = record.name
+    return FrameConfig.model_validate(sections)
 
 
 def _make_prompts(vocab_size: int) -> list[list[int]]:
@@ -258,15 +283,14 @@ def _part(own: _Run, other: _Run) -> str:
 
 
 def main(kind: str, name: str, reference: str, *paths: str) -> int:
-    """Compare two plugins on five tiny models and print the verdicts; returns the exit code."""
+    """Compare two plugins and print the verdicts; returns the exit code."""
     try:
         registry = load_configured(PluginsSection(paths=paths))
-        record = registry.get(kind, name)
+        record, other = registry.get(kind, name), registry.get(kind, reference)
         check_kind(record)
         with tempfile.TemporaryDirectory(prefix="frame-compare-") as folder:
             verdicts = []
-            models = make_models(record, Path(folder))
-            for verdict in compare(record, registry.get(kind, reference), models, {"plugins": {"paths": paths}}):
+            for verdict in _compare_kind(record, other, registry, Path(folder), paths):
                 sys.stdout.write(f"  {verdict}\n")
                 sys.stdout.flush()
                 verdicts.append(verdict)
@@ -274,6 +298,16 @@ def main(kind: str, name: str, reference: str, *paths: str) -> int:
         sys.stderr.write(f"{error}\n")
         return 78
     return int(any(verdict.problem for verdict in verdicts) or all(verdict.skipped for verdict in verdicts))
+
+
+def _compare_kind(
+    record: PluginRecord, reference: PluginRecord, registry: Registry, folder: Path, paths: Sequence[str]
+) -> Iterator[Verdict]:
+    if record.kind in PARSERS:
+        return compare_parsers(record, reference, registry)
+    if record.kind == "grammar_backend":
+        return compare_grammars(record, reference, registry)
+    return compare(record, reference, make_models(record, folder), {"plugins": {"paths": paths}})
 
 
 if __name__ == "__main__":

@@ -212,14 +212,14 @@ def random_texts_follow_the_grammar(run: Run) -> None:
     ended = 0
     for case in run.of(OPEN):
         for seed in range(WALKS):
-            text = _wander(run, case, random.Random(seed))
+            text = write_text(run, case, random.Random(seed))
             if text is not None:
                 ended += 1
                 assert case.holds(text), f"{case.name}: the masks allow {text!r}"
     assert ended, "no random text of any grammar ends: is the end token allowed?"
 
 
-def _wander(run: Run, case: Language, dice: random.Random) -> str | None:
+def write_text(run: Run, case: Language, dice: random.Random) -> str | None:
     """A random text; None where it does not end. Prefers what ends it."""
     vocabulary, grammar, data = run.vocabulary, run.start(case), b""
     closing = [token for token, text in vocabulary.tokens.items() if text in (b'"', b"}", b"]", b")", b">")]
@@ -246,12 +246,12 @@ def known_texts_are_judged(run: Run) -> None:
     before their end."""
     for case in run.of((*OPEN, *JSON_CASES)):
         for texts in case.valid:  # ways to write one text, such as whitespace in JSON
-            assert any(_takes(run, case, text) for text in texts), f"{case.name}: {texts[0]!r} is valid, and is refused"
+            assert any(takes_text(run, case, text) for text in texts), f"{case.name}: {texts[0]!r} is valid, and is refused"
         for text in case.invalid:
-            assert not _takes(run, case, text), f"{case.name}: {text!r} is invalid, and is taken"
+            assert not takes_text(run, case, text), f"{case.name}: {text!r} is invalid, and is taken"
 
 
-def _takes(run: Run, case: Language, text: str) -> bool:
+def takes_text(run: Run, case: Language, text: str) -> bool:
     grammar = run.start(case)
     tokens = run.vocabulary.encode(text)
     for token in (*tokens, run.vocabulary.ends[0]):

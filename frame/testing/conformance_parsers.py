@@ -92,7 +92,7 @@ def reasoning_parser(subject: Subject) -> Iterable[Check]:
 def read_calls(make: MakeCalls, pieces: Iterable[str], functions: Sequence[Function] = (), is_cut: bool = False) -> tuple[str, Calls]:
     """The content and the calls of a text in pieces. Asserts the order of the deltas."""
     parser = make()
-    parser.begin(functions or _rule(ARGUMENTS[1]).functions)
+    parser.begin(functions or make_rule(ARGUMENTS[1]).functions)
     deltas = [*map(parser.feed, pieces), parser.finish_cut() if is_cut else parser.finish()]
     calls: list[list[str]] = []
     for call in (call for delta in deltas for call in delta.calls):
@@ -113,7 +113,7 @@ def plain_text_is_content(make: MakeCalls) -> None:
 
 def content_is_not_held_back(make: MakeCalls) -> None:
     parser, text = make(), "word " * 400
-    parser.begin(_rule(ARGUMENTS[1]).functions)
+    parser.begin(make_rule(ARGUMENTS[1]).functions)
     content = "".join(parser.feed(piece).content for piece in text)
     assert len(content) >= len(text) - MAX_HELD, f"{len(text) - len(content)} of {len(text)} characters of plain text are held back"
 
@@ -121,20 +121,20 @@ def content_is_not_held_back(make: MakeCalls) -> None:
 def known_calls_are_read(make: MakeCalls) -> None:
     """Every text that the grammar of known calls allows is read as these calls."""
     for arguments in ARGUMENTS:
-        for text in _drawn(make, _rule(arguments)):
-            content, calls = read_calls(make, [text], _rule(arguments).functions)
+        for text in _drawn(make, make_rule(arguments)):
+            content, calls = read_calls(make, [text], make_rule(arguments).functions)
             assert not content.strip(), f"{text!r} is allowed by the grammar, and {content!r} of it is read as content"
-            assert _values(calls) == [("f", arguments)], f"{text!r} is allowed, and is read as {calls}"
+            assert read_values(calls) == [("f", arguments)], f"{text!r} is allowed, and is read as {calls}"
     for text in _several(make):
         content, calls = read_calls(make, [text])
         wanted = [("f", {"city": CITY})] * text.count(CITY)
         assert not content.strip(), f"{text!r} is allowed by the grammar, and {content!r} of it is read as content"
-        assert _values(calls) == wanted, f"{text!r} has {len(wanted)} calls, and is read as {calls}"
+        assert read_values(calls) == wanted, f"{text!r} has {len(wanted)} calls, and is read as {calls}"
 
 
 def text_around_calls_is_content(make: MakeCalls) -> None:
     """Text before and after a call, where the grammar allows it."""
-    rule = CallRule(_rule({"city": CITY}).functions)
+    rule = CallRule(make_rule({"city": CITY}).functions)
     parser = make()
     parser.begin(rule.functions)
     form = parser.grammar(rule)
@@ -150,7 +150,7 @@ def text_around_calls_is_content(make: MakeCalls) -> None:
 
 
 def splits_change_nothing(make: MakeCalls) -> None:
-    known = [text for arguments in ARGUMENTS[1:5] for text in _try_drawn(make, _rule(arguments))]
+    known = [text for arguments in ARGUMENTS[1:5] for text in find_calls(make, make_rule(arguments))]
     _check_splits(lambda pieces: read_calls(make, pieces), [*noise(), *PLAIN, *known, *(f"Hm. {text} So." for text in known)])
 
 
@@ -169,12 +169,12 @@ def cut_calls_leave_no_content(make: MakeCalls) -> None:
 
 def responses_stand_alone(make: MakeCalls) -> None:
     """Parsers of two responses, fed in turn, share nothing."""
-    texts = [*noise()[:10], *_try_drawn(make, _rule(ARGUMENTS[1]))]
+    texts = [*noise()[:10], *find_calls(make, make_rule(ARGUMENTS[1]))]
     _check_alone(lambda: _started(make()), lambda pieces: read_calls(make, pieces), texts)
 
 
 def odd_texts_do_not_raise(make: MakeCalls) -> None:
-    calls = _try_drawn(make, _rule(ARGUMENTS[1]))[:1]
+    calls = find_calls(make, make_rule(ARGUMENTS[1]))[:1]
     for odd in ODD:
         within = [call[:at] + odd + call[at:] for call in calls for at in range(0, len(call), 4)]
         for text in (odd, *(f"{mark}{odd}{mark}" for mark in MARKS), *within):
@@ -184,7 +184,7 @@ def odd_texts_do_not_raise(make: MakeCalls) -> None:
 
 def odd_schemas_do_not_raise(make: MakeCalls) -> None:
     """Clients send any JSON as the schema of a function."""
-    texts = _try_drawn(make, _rule(ARGUMENTS[1]))[:1] or [MARKS[14]]
+    texts = find_calls(make, make_rule(ARGUMENTS[1]))[:1] or [MARKS[14]]
     for schema in ODD_SCHEMAS:
         functions = (Function("f", {"type": "object", "properties": {"city": schema}}), Function("g", {"properties": schema}))
         _does_not_raise(lambda functions=functions: read_calls(make, texts, functions), f"the schema {schema!r}")  # type: ignore[misc]
@@ -193,24 +193,24 @@ def odd_schemas_do_not_raise(make: MakeCalls) -> None:
 
 def time_is_linear(make: MakeCalls) -> None:
     heads = ["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "arguments": "']
-    heads += [text[: text.index("abc") + 3] for text in _try_drawn(make, _rule(ARGUMENTS[6]))[:1]]
-    _check_time(lambda pieces: read_calls(make, pieces, _rule(ARGUMENTS[6]).functions), heads)
+    heads += [text[: text.index("abc") + 3] for text in find_calls(make, make_rule(ARGUMENTS[6]))[:1]]
+    _check_time(lambda pieces: read_calls(make, pieces, make_rule(ARGUMENTS[6]).functions), heads)
 
 
 def special_tokens_are_kept(make: MakeCalls) -> None:
     """Marks such as `<|x|>` are special tokens, which only `keeps_special_tokens` leaves in the
     text."""
-    for text in _drawn(make, _rule(ARGUMENTS[1])):
+    for text in _drawn(make, make_rule(ARGUMENTS[1])):
         found = re.search(r"<[|｜][^>]*[|｜]>", text)
         assert found is None or make().keeps_special_tokens, f"{found and found[0]} is a special token, and `keeps_special_tokens` is False"
 
 
 def _started(parser: ToolCallParser, functions: Sequence[Function] | None = None) -> ToolCallParser:
-    parser.begin(_rule(ARGUMENTS[1]).functions if functions is None else functions)
+    parser.begin(make_rule(ARGUMENTS[1]).functions if functions is None else functions)
     return parser
 
 
-def _rule(arguments: dict[str, Any], is_parallel: bool = False) -> CallRule:
+def make_rule(arguments: dict[str, Any], is_parallel: bool = False) -> CallRule:
     """One function, `f`, that takes these arguments alone."""
     values = {name: {"type": TYPES[type(value)], "const": value} for name, value in arguments.items()}
     schema = {"type": "object", "properties": values, "required": list(values), "additionalProperties": False}
@@ -229,7 +229,7 @@ def _drawn(make: MakeCalls, rule: CallRule) -> list[str]:
     return found
 
 
-def _try_drawn(make: MakeCalls, rule: CallRule) -> list[str]:
+def find_calls(make: MakeCalls, rule: CallRule) -> list[str]:
     try:
         return _drawn(make, rule)
     except SkipCheck:
@@ -238,7 +238,7 @@ def _try_drawn(make: MakeCalls, rule: CallRule) -> list[str]:
 
 def _several(make: MakeCalls) -> list[str]:
     """Texts of one or more calls."""
-    return _drawn(make, _rule({"city": CITY})) + _drawn(make, _rule({"city": CITY}, is_parallel=True))
+    return _drawn(make, make_rule({"city": CITY})) + _drawn(make, make_rule({"city": CITY}, is_parallel=True))
 
 
 # reasoning ----------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def grammar_keeps_the_answer(make: MakeReasoning) -> None:
 
 
 def known_answers_are_read(make: MakeReasoning) -> None:
-    for text, prompt_end, may_think in _known(make):
+    for text, prompt_end, may_think in find_answers(make):
         reasoning, content = read_reasoning(make, [text], prompt_end, may_think)
         wanted = THOUGHT if THOUGHT in text else ""
         where = f"{text!r} after the prompt {prompt_end!r} is allowed by the grammar"
@@ -296,14 +296,14 @@ def known_answers_are_read(make: MakeReasoning) -> None:
 
 def reasoning_splits_change_nothing(make: MakeReasoning) -> None:
     for prompt_end in PROMPT_ENDS:
-        known = [text for text, end, may_think in _known(make) if end == prompt_end and may_think]
+        known = [text for text, end, may_think in find_answers(make) if end == prompt_end and may_think]
         _check_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), [*noise(), *known])  # type: ignore[misc]
 
 
 def cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
     """A response that ends within the reasoning has all of it that was written."""
     checked = 0
-    for text, prompt_end, may_think in _known(make):
+    for text, prompt_end, may_think in find_answers(make):
         at = text.find(THOUGHT)
         for size in range(1, len(THOUGHT) + 1) if at >= 0 else ():
             reasoning, content = read_reasoning(make, [text[:at], *text[at : at + size]], prompt_end, may_think)
@@ -322,7 +322,7 @@ def answers_stand_alone(make: MakeReasoning) -> None:
         parser.begin("")
         return parser
 
-    texts = [*noise()[:10], *(text for text, end, _ in _known(make) if not end)]
+    texts = [*noise()[:10], *(text for text, end, _ in find_answers(make) if not end)]
     _check_alone(started, lambda pieces: read_reasoning(make, pieces), texts)
 
 
@@ -338,7 +338,7 @@ def reasoning_time_is_linear(make: MakeReasoning) -> None:
     _check_time(lambda pieces: read_reasoning(make, pieces), heads)
 
 
-def _known(make: MakeReasoning) -> list[tuple[str, str, bool]]:
+def find_answers(make: MakeReasoning) -> list[tuple[str, str, bool]]:
     """Texts that the grammar allows around the answer, each with the end of its prompt and whether
     reasoning is on."""
     found = []
@@ -366,7 +366,7 @@ def _json(text: str) -> Any:
         return text
 
 
-def _values(calls: Calls) -> list[tuple[str, Any]]:
+def read_values(calls: Calls) -> list[tuple[str, Any]]:
     """The calls with their arguments as values. Formats without quotes may have whitespace around a
     string."""
     found = [(name, _json(arguments)) for name, arguments in calls]

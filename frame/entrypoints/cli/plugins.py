@@ -77,7 +77,7 @@ def info(loaded: LoadedConfig, name: str, is_json: bool) -> None:
 @click.command(help="Load one plugin in a process of its own. NAME or KIND/NAME; reports success or the cause.")
 @click.argument("name")
 @click.option("--conformance", is_flag=True, help="Run the conformance suite of its interface too.")
-@click.option("--against", "reference", metavar="REFERENCE", help="Serve five tiny models with it and with this one, and compare.")
+@click.option("--against", "reference", metavar="REFERENCE", help="Compare it with this one, on tiny models, texts or grammars.")
 @_PLUGIN_FILES
 def check(name: str, conformance: bool, reference: str | None, paths: tuple[str, ...]) -> None:
     registry = load_configured(PluginsSection(paths=paths))
