@@ -11,6 +11,7 @@ PyTorch, Triton and this repository.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import time
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.kernels.linear import weight_only
-from frame.quantization.gemm.weight_only import WeightOnlyProduct
+from frame.plugins.loader import load_registry
+from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 
 LAYERS = {  # outputs, inputs
@@ -49,7 +51,7 @@ FORMS = {
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SPREAD = 150 << 20  # bytes of weights that launches go through, so that none is found in the L2 cache
 LAUNCHES = 12
-LINE = "{layer:14}{form:15}{rows:6}{us:10} us  bf16 {bf16 us:10} us  x{ratio:5}{TB/s:7} TB/s{TFLOP/s:8} TFLOP/s  error {error}"
+LINE = "{layer:14}{form:15}{kernel:12}{rows:6}{us:10} us  bf16 {bf16 us:10} us  x{ratio:5}{TB/s:7} TB/s{TFLOP/s:8} TFLOP/s  error {error}"
 ALLOWED = 0.02  # error relative to the largest value
 
 
@@ -85,7 +87,7 @@ def make(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, copies: i
     return [weight, *(replace(weight, codes=weight.codes.clone()) for _ in range(copies - 1))]
 
 
-def check(product: WeightOnlyProduct, weight: PackedWeight, rows: int) -> float:
+def check(product: Any, weight: PackedWeight, rows: int) -> float:
     """The largest error relative to the largest value of the float64 product."""
     x = torch.randn(rows, weight.inputs, device="cuda", dtype=torch.bfloat16)
     want = x.double() @ weight.dequantize(torch.float32).double().t()
@@ -96,21 +98,35 @@ def count_launches(rows: int) -> int:
     return LAUNCHES if rows <= 1024 else 4
 
 
-def measure(layer: str, form: str, rows_of: list[int], plain: dict[int, float]) -> list[dict[str, Any]]:
+def load_kernel(name: str) -> Any:
+    """The GEMM kernel of that name."""
+    record = next(each for each in load_registry().records("gemm_kernel") if each.name == name)
+    module, _, attribute = record.target.partition(":")
+    return getattr(importlib.import_module(module), attribute)(build_context("cuda", torch.bfloat16, 16))
+
+
+def measure(layer: str, form: str, kernel: str, rows_of: list[int], plain: dict[int, float]) -> list[dict[str, Any]]:
     outputs, inputs = LAYERS[layer]
     scheme, outer = FORMS[form]
     bits = 8 if scheme.codes == "int8" else 4
     weights = make(scheme, outer, outputs, inputs, max(2, min(LAUNCHES, -(-SPREAD // (outputs * inputs * bits // 8)))))
-    products = [WeightOnlyProduct(weight) for weight in weights]
+    made = load_kernel(kernel)
+    if (obstacle := made.find_obstacle(weights[0])) is not None:
+        print(f"{kernel}, {layer}, {form}: {obstacle}", flush=True)
+        return []
+    began = time.perf_counter()
+    products = [made.prepare(weight) for weight in weights]
     errors = {rows: check(products[0], weights[0], rows) for rows in (1, 17, 100, 1100)}
     worst = max(errors.values())
+    print(f"{kernel}, {layer}, {form}: prepared and checked in {time.perf_counter() - began:.1f} s", flush=True)
     found = []
     for rows in rows_of:
         x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
         taken = seconds(lambda number, x=x: products[number](x), len(products), count_launches(rows))
         found.append(
             {
-                "layer": layer, "form": form, "rows": rows, "us": round(taken * 1e6, 2), "bf16 us": round(plain[rows] * 1e6, 2),
+                "layer": layer, "form": form, "kernel": kernel, "rows": rows,
+                "us": round(taken * 1e6, 2), "bf16 us": round(plain[rows] * 1e6, 2),
                 "ratio": round(plain[rows] / taken, 2), "TB/s": round(outputs * inputs * bits / 8 / taken / 1e12, 2),
                 "TFLOP/s": round(2 * rows * outputs * inputs / taken / 1e12, 1), "error": round(worst, 5), "correct": worst <= ALLOWED,
             }
@@ -164,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--forms", default="int4 g128,int4 g64 zeros,int8,mxfp4")
+    parser.add_argument("--kernels", default="weight_only")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--tune", action="store_true", help="search tile sizes for the first form of each layer")
     parser.add_argument("--seconds", type=float, default=270, help="stop after so many")
@@ -181,7 +198,8 @@ def main() -> None:
             elif arguments.tune:
                 found += tune(layer, form, rows, plain, until)
             else:
-                found += measure(layer, form, rows, plain)
+                for kernel in arguments.kernels.split(","):
+                    found += measure(layer, form, kernel, rows, plain)
     if left_out:
         print(f"no time for: {', '.join(left_out)}")
     if arguments.json:

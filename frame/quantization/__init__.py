@@ -107,6 +107,11 @@ _WEIGHT_ONLY_SPEEDS = (
     *(Speed("e2m1", 16, 0.8), Speed("e2m1", 64, 0.5), Speed("e2m1", 0, 0.7)),
     Speed("e4m3", 0, 0.9),
 )
+# As above (2026-11-22-humming-h200.json), without layers so small that their launch is what costs.
+_HUMMING_SPEEDS = (
+    *(Speed("int4", 16, 2.2), Speed("int4", 64, 1.6), Speed("int4", 0, 0.97)),
+    *(Speed("e2m1", 16, 1.9), Speed("e2m1", 64, 1.5), Speed("e2m1", 0, 0.93)),
+)
 
 
 @hookimpl
@@ -139,6 +144,14 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         requires=("triton>=3.4",),
         rank=80,
         summary="4-bit and 8-bit weights, unquantized activations: Triton kernels that dequantize in registers, dense and for experts.",
+    )
+    registry.add(
+        "humming",
+        "frame.quantization.gemm.humming:HummingKernel",
+        capabilities=GemmCapabilities(devices=("cuda",), speeds=_HUMMING_SPEEDS, dtypes=_LOW, min_compute_capability=(8, 0)),
+        requires=("humming-kernels>=0.1.19",),
+        rank=85,
+        summary="4-bit weights, unquantized activations: CUDA kernels of humming-kernels, compiled on first use.",
     )
     registry.add(
         "cpu_int8",

@@ -91,7 +91,7 @@ DISTRIBUTIONS = {  # where the import has another name
     "prometheus_client": "prometheus-client",
     "opentelemetry": "opentelemetry-sdk", "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection", "google": "protobuf",
-    "flashinfer": "flashinfer-python", "deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla",
+    "flashinfer": "flashinfer-python", "deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla", "humming": "humming-kernels",
 }  # fmt: skip
 NOT_IN_CORE = ("click", "fastapi", "httpx", "pluggy", "prometheus_client", "starlette", "typer", "uvicorn")
 NO_TORCH = (

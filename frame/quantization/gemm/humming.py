@@ -1,0 +1,107 @@
+"""Products with 4-bit weights by the library humming-kernels, which compiles its CUDA
+kernels on first use. Activations keep their dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+
+_OUTPUTS, _INPUTS = 64, 128  # the library's tiles divide the sizes of a weight
+_GROUPS = (0, 16, 32, 64, 128, 256)  # inputs that share a scale; 0: all
+_LOCKS = 2048  # counters of the library's split sums
+_NAMES = {"int4": "uint4", "e2m1": "float4e2m1"}
+_GROUPED = '{"gemm_type": "grouped_contiguous"}'
+
+
+class HummingKernel(GemmKernel):
+    """Dequantizes codes in registers, for any number of rows."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        scheme, dtype = weight.scheme, self.context.dtype
+        if scheme.codes not in _NAMES:
+            return f"it has no kernel for {scheme.codes}"
+        if weight.order is not None:
+            return "the inputs are in act-order"
+        if weight.outer is not None:
+            return "scales have scales of their own"
+        if weight.outputs % _OUTPUTS or weight.inputs % _INPUTS:
+            return f"its sizes are not multiples of {_OUTPUTS} outputs and {_INPUTS} inputs"
+        if scheme.group[0] != 1 or scheme.group[1] not in _GROUPS:
+            return f"it has no kernel for scales by {scheme.group}"
+        if weight.scales is None or weight.scales.dtype != dtype:
+            return f"scales are not in the model's dtype, {dtype}"
+        return None
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        return HummingProduct(weight)
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        return HummingGroupedProduct(weight)
+
+
+class HummingProduct:
+    """x times one weight, whose tensors are in the library's layout."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        from humming.forward import humming_forward
+        from humming.schema import HummingWeightSchema
+        from humming.transform import prepare_and_transform_humming_tensors
+
+        assert weight.scales is not None
+        device, dtype = weight.codes.device, weight.scales.dtype
+        schema = HummingWeightSchema(
+            b_dtype=_NAMES[weight.scheme.codes], weight_scale_group_size=weight.scheme.group[1], has_zero_point=weight.zeros is not None
+        )
+        self._config, tensors = prepare_and_transform_humming_tensors(
+            _name_tensors(weight),
+            weight.outputs,
+            weight.inputs,
+            schema,
+            num_experts=len(weight.codes) if weight.codes.dim() == 3 else None,
+            torch_dtype=dtype,
+            device=device,
+        )
+        self._tensors: dict[str, torch.Tensor] = tensors
+        self._locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
+        self._multiply = humming_forward
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._tensors.values(), self._locks]
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        out: torch.Tensor = self._multiply(self._config, flat, **self._tensors, locks=self._locks)
+        if bias is not None:
+            out += bias
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+
+class HummingGroupedProduct(HummingProduct):
+    """Rows sorted by expert times the weights of their experts."""
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        layout = F.pad(ends, (1, 0))  # the row before each expert's first
+        product = self._multiply(
+            self._config, x.contiguous(), **self._tensors, locks=self._locks, expert_layout=layout, compute_config=_GROUPED
+        )
+        return torch.as_tensor(product)
+
+
+def _name_tensors(weight: PackedWeight) -> dict[str, torch.Tensor]:
+    """The weight as the library reads it: unsigned codes in 32-bit words, the first in the lowest
+    bits, along the inputs; zero points along the outputs."""
+    assert weight.scales is not None
+    tensors = {"weight": _pack_words(unpack_nibbles(weight.codes)[..., : weight.inputs]), "weight_scale": weight.scales}
+    if weight.zeros is not None:
+        tensors["zero_point"] = _pack_words(weight.zeros.to(torch.uint8).transpose(-1, -2)).transpose(-1, -2).contiguous()
+    return tensors
+
+
+def _pack_words(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes below 16, [..., n] -> int32 [..., n / 8]."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)

@@ -1,0 +1,59 @@
+"""The products of humming-kernels against float64, also inside a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.quantization.gemm.humming import HummingKernel
+from frame.testing.attention_cases import build_context
+from frame.testing.packed_weights import make_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytest.importorskip("humming", reason="needs humming-kernels")
+
+SCHEMES = [WeightScheme("int4", (1, 128)), WeightScheme("int4", (1, 64), zeros=True), WeightScheme("e2m1", (1, 32))]
+OUTPUTS, INPUTS = 512, 1024
+
+
+def on_gpu(weight: PackedWeight) -> PackedWeight:
+    for name, tensor in weight.tensors.items():
+        setattr(weight, name, tensor.cuda())
+    return weight
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert float((got.double() - want).abs().max() / want.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_products(scheme: WeightScheme) -> None:
+    kernel = HummingKernel(build_context("cuda", torch.bfloat16, 16))
+    weight = on_gpu(make_weight(scheme, OUTPUTS, INPUTS, dtype=torch.bfloat16))
+    assert kernel.find_obstacle(weight) is None
+    product, dense = kernel.prepare(weight), weight.dequantize(torch.float32).double()
+    bias = torch.randn(OUTPUTS, device="cuda", dtype=torch.bfloat16)
+    for rows in (1, 17, 300):
+        x = torch.randn(rows, INPUTS, device="cuda", dtype=torch.bfloat16)
+        check(product(x, bias), x.double() @ dense.t() + bias.double())
+    x = torch.randn(4, INPUTS, device="cuda", dtype=torch.bfloat16)
+    product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    check(out, x.double() @ dense.t())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_products_of_experts(scheme: WeightScheme) -> None:
+    kernel = HummingKernel(build_context("cuda", torch.bfloat16, 16))
+    weight = on_gpu(make_weight(scheme, OUTPUTS, INPUTS, experts=4, dtype=torch.bfloat16))
+    product, dense = kernel.prepare_experts(weight), weight.dequantize(torch.float32).double()
+    ends = [3, 3, 40, 90]
+    x = torch.randn(100, INPUTS, device="cuda", dtype=torch.bfloat16)
+    got = product(x, torch.tensor(ends, dtype=torch.int32, device="cuda"))[:90]
+    parts = zip([0, *ends[:-1]], ends, dense, strict=True)
+    check(got, torch.cat([x[first:last].double() @ expert.t() for first, last, expert in parts]))
