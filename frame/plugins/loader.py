@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, distributions, version
 from types import MappingProxyType
 from typing import Any
 
@@ -74,20 +74,21 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
     registry.hooks = hooks
     found, excluded = _entry_points(), set()
     for owner, entry in found:
-        name = _normalise(owner.name)
+        name = _normalise(owner.distribution)
         is_allowed = installed and (allowed is None or name in allowed) and name not in denied
         if name == OWN_DISTRIBUTION or is_allowed:
             _read(registry, hooks, owner, entry)
         else:
             excluded.add(name)
     registry.excluded = frozenset(excluded)
-    registry.absent = ((allowed or set()) | denied) - {_normalise(owner.name) for owner, _ in found}
+    registry.absent = ((allowed or set()) | denied) - {_normalise(owner.distribution) for owner, _ in found}
     hooks.check_pending()  # finds nothing: `_add_manifest` has refused plugins with unknown hooks, with a better error
     return registry
 
 
-def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
-    """All entry points, frame's own first, then by distribution name."""
+def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
+    """All entry points, frame's own first, then by distribution name. A distribution's metadata,
+    which each access to its name or version parses, is parsed once."""
     names: set[str] = set()
     for found in distributions():
         try:
@@ -98,26 +99,32 @@ def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
     chosen = [
         distribution(name) for name in sorted(names, key=lambda name: (name != OWN_DISTRIBUTION, name))
     ]  # the first on the path, as for imports
-    return [(each, entry) for each in chosen for entry in sorted(each.entry_points, key=_name_of) if entry.group == hookspecs.PROJECT]
+    owners = [Provenance(each.name, each.version) for each in chosen]
+    return [
+        (owner, entry)
+        for owner, each in zip(owners, chosen, strict=True)
+        for entry in sorted(each.entry_points, key=_name_of)
+        if entry.group == hookspecs.PROJECT
+    ]
 
 
 def _name_of(entry: EntryPoint) -> str:
     return entry.name
 
 
-def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Distribution, entry: EntryPoint) -> None:
+def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Provenance, entry: EntryPoint) -> None:
     """Load one entry point and add its records, all or none."""
-    is_own = _normalise(owner.name) == OWN_DISTRIBUTION
-    who = f"{owner.name} {owner.version} (entry point {entry.name} = {entry.value})"
+    is_own = _normalise(owner.distribution) == OWN_DISTRIBUTION
+    who = f"{owner.distribution} {owner.version} (entry point {entry.name} = {entry.value})"
     try:
         with contextlib.nullcontext() if is_own else guarded(who):
-            _add_manifest(registry, hooks, entry.load(), Provenance(owner.name, owner.version), entry.name)
+            _add_manifest(registry, hooks, entry.load(), owner, entry.name)
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
         renames = describe_import(error)
         problem = f"{cause_chain(error)}. {renames}" if renames else cause_chain(error)
-        broken = BrokenPlugin(owner.name, owner.version, f"{entry.name} = {entry.value}", problem)
+        broken = BrokenPlugin(owner.distribution, owner.version, f"{entry.name} = {entry.value}", problem)
         registry.broken.append(broken)
         _log.debug("plugin not read: %s", broken)  # the main process warns once
 

@@ -7,27 +7,20 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from frame.core.errors import PluginError
 from frame.plugins import loader, manifests
 from frame.plugins.loader import load_registry, observers
-from frame.plugins.registry import Registry
+from frame.plugins.registry import Provenance, Registry
 from tests.plugins.faulty import Faulty, make_faulty
 
 
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
     return make_faulty(tmp_path, monkeypatch)
-
-
-class Owner(NamedTuple):
-    """What the loader reads of an installed distribution."""
-
-    name: str = "theirs"
-    version: str = "2.1"
 
 
 HOOK = "from frame import hookimpl\n@hookimpl\ndef {name}({arguments}):\n    {body}\n"
@@ -38,7 +31,7 @@ def read(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, **arguments: 
     (folder / "theirs_manifest.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "theirs_manifest", raising=False)
-    found = [*loader._entry_points(), (Owner(), EntryPoint("theirs", "theirs_manifest", "frame"))]
+    found = [*loader._entry_points(), (Provenance("theirs", "2.1"), EntryPoint("theirs", "theirs_manifest", "frame"))]
     monkeypatch.setattr(loader, "_entry_points", lambda: found)
     monkeypatch.setattr(loader, "version", lambda name: "2.1")
     return load_registry(**arguments)
