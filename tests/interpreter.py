@@ -8,10 +8,11 @@ that process, this module removes repeated work of the interpreter.
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 import os
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,23 +37,34 @@ def run_interpreted(*arguments: str, limit: float | None = _LIMIT, **environment
 
 
 def pytest_configure() -> None:
-    """Drop two useless parts of the interpreter's work, half of its time: the search of packages
-    that are patched already, at each call of a device function, and integer overflow checks, whose
-    result it ignores unless `debug` is set."""
-    from triton.language.core import is_builtin
+    """Drop repeated work of the interpreter, most of its time: the patching of the language at each
+    call of a device function, which the kernel's own call has done, a table of types for each
+    tensor, and integer overflow checks, whose result it ignores unless `debug` is set."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    patch: Any = interpreter._patch_builtin
-    first_builtins: dict[Any, str | None] = {}
+    patch: Any = interpreter._patch_lang
+    patched: set[int] = set()  # namespaces of kernels
 
-    def patch_once(package: Any, *rest: Any) -> None:
-        if package not in first_builtins:
-            first_builtins[package] = next((name for name, member in inspect.getmembers(package) if is_builtin(member)), None)
-        name = first_builtins[package]
-        if name is not None and is_builtin(getattr(package, name)):
-            patch(package, *rest)
+    def patch_once(function: Any) -> Any:
+        namespace = id(function.__globals__)  # of a module, which is never collected
+        if namespace not in patched:
+            patched.add(namespace)
+            patch(function)  # and is never restored: this process only interprets
+        return interpreter._LangPatchScope()
 
-    interpreter._patch_builtin = patch_once
+    interpreter._patch_lang = patch_once
+    launch: Any = interpreter.GridExecutor.__call__
+    lock = threading.Lock()  # the index in the grid is one for all threads
+
+    def launch_alone(self: Any, *arguments: Any, **named: Any) -> None:
+        with lock:
+            launch(self, *arguments, **named)
+
+    interpreter.GridExecutor.__call__ = launch_alone
+    numpy_type: Any = interpreter._get_np_dtype
+    known = functools.cache(numpy_type)
+    interpreter._get_np_dtype = lambda dtype: known(dtype) if type(dtype) is tl.dtype else numpy_type(dtype)
     builder: Any = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

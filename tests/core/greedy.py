@@ -7,21 +7,29 @@ given.
 
 from __future__ import annotations
 
+import queue
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from frame.core.config.schema import FrameConfig
+from frame.core.execution.components import build_runner
+from frame.core.execution.tp_follower import LeadingRunner, follow
+from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import decode_batch, encode_batch
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler, load_parts
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
+from tests.models.ranks import ThreadGroup, on_ranks
+
+T = TypeVar("T")
 
 WHOLE = ("LlamaForCausalLM", "DeepseekV3ForCausalLM")  # run the full cross product
 NATIVE = (
@@ -120,6 +128,43 @@ def make_loop(folder: str, tokens: int, backend: str | None = None, **settings: 
     assert backend in {None, prepared.resolved.choice("attention_backend").name}
     runner = build_rank(prepared.resolved, prepared.registry)
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+
+
+class Wire:
+    """Carries batches from rank 0 to rank 1: a queue of encoded bytes."""
+
+    def __init__(self) -> None:
+        self.batches: queue.Queue[Any] = queue.Queue()
+
+    def send(self, batch: Any) -> None:
+        self.batches.put(encode_batch(batch))
+
+    def receive(self) -> Any:
+        data = self.batches.get(timeout=60)
+        return None if data is None else decode_batch(data)
+
+    def close(self) -> None:
+        self.batches.put(None)
+
+
+def on_two_ranks(case: Case, act_with: Callable[[LocalLoop], T], backend: str | None = None, **settings: Any) -> T:
+    """Run `act_with` on rank 0's loop, while rank 1 follows; returns its result. A rank is a
+    thread."""
+    prepared = prepared_for(case.folder, backend=backend, tp=2, **settings)
+    wire = Wire()
+
+    def act(group: ThreadGroup) -> Any:
+        runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group, HOST)
+        if group.rank:
+            return follow(runner, wire)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), LeadingRunner(runner, wire))
+        try:
+            return act_with(loop)
+        finally:
+            loop.runner.close()  # type: ignore[attr-defined]
+
+    result: T = on_ranks(2, act)[0]
+    return result
 
 
 def run(loop: LocalLoop, case: Case, params: SamplingParams) -> None:
