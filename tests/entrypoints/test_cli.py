@@ -102,7 +102,7 @@ def test_every_plugin_has_a_summary_and_is_shown() -> None:
 
 
 def test_plugins_list_by_what_this_machine_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame.entrypoints.cli.plugins.probe", lambda: Hardware(cpu_cores=1, memory_bytes=2**30))
+    monkeypatch.setattr("frame.entrypoints.configuration.hardware_probe.probe", lambda: Hardware(cpu_cores=1, memory_bytes=2**30))
     usable, unusable = (frame("plugins", "list", "--kind", "attention_backend", flag).output for flag in ("--usable", "--unusable"))
     assert "torch_native" in usable
     assert "triton" not in usable

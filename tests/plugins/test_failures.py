@@ -110,10 +110,10 @@ def test_a_class_that_disagrees_with_its_record_stops_the_start(faulty: Faulty) 
 
 
 def test_a_method_with_other_arguments_stops_the_start(faulty: Faulty) -> None:
-    faulty.add("scheduling_policy", order=lambda self, waiting: waiting)
+    faulty.add("scheduling_policy", sort_waiting=lambda self, waiting: waiting)
     with pytest.raises(PluginError) as caught:
         faulty.start("scheduling_policy")
-    words = f"scheduling_policy 'faulty' {OWNER}: {MODULE}:scheduling_policy.order does not take (self, waiting, view) of"
+    words = f"scheduling_policy 'faulty' {OWNER}: {MODULE}:scheduling_policy.sort_waiting does not take (self, waiting, view) of"
     assert str(caught.value).startswith(words)
 
 
@@ -122,7 +122,7 @@ def test_a_method_with_other_arguments_stops_the_start(faulty: Faulty) -> None:
     [
         ("no_such_module:Policy", "was selected but does not load from no_such_module:Policy: ModuleNotFoundError"),
         ("json:JSONDecoder", "json:JSONDecoder is no subclass of frame.core.interfaces.scheduling.SchedulingPolicy; derive it."),
-        ("frame.core.interfaces.scheduling:SchedulingPolicy", "does not implement order of scheduling_policy/"),
+        ("frame.core.interfaces.scheduling:SchedulingPolicy", "does not implement sort_waiting of scheduling_policy/"),
     ],
     ids=["import", "class", "abstract"],
 )

@@ -144,7 +144,7 @@ def test_a_model_that_fails_for_one_token_ends_its_request_alone(is_decode: bool
 
 
 def test_a_policy_that_fails_is_named_and_requests_keep_their_order(faulty: Faulty, caplog: pytest.LogCaptureFixture) -> None:
-    faulty.add("scheduling_policy", order=boom)
+    faulty.add("scheduling_policy", sort_waiting=boom)
     running = faulty.start("scheduling_policy")
     assert running.ask(OTHERS) == [(Finish("length"), 3)]
     running.close()

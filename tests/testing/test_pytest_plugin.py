@@ -50,7 +50,7 @@ def test_runs_the_checks_of_a_plugin_and_nothing_else(run: Any, pytester: pytest
 def test_a_broken_plugin_fails_and_says_why(run: Any, pytester: pytest.Pytester) -> None:
     result = run("--frame-conformance=scheduling_policy:forgetful", "--frame-conformance-json=verdict.json")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["*order returned*requests*"])
+    result.stdout.fnmatch_lines(["*sort_waiting() returned*requests*"])
     (verdict,) = json.loads((pytester.path / "verdict.json").read_text())
     assert not verdict["passed"]
     failed = {check["name"]: check["message"] for check in verdict["checks"] if check["outcome"] == "failed"}

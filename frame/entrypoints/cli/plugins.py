@@ -15,14 +15,12 @@ from pathlib import Path
 import click
 
 from frame.core.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
-from frame.core.config.schema import FrameConfig, PluginsSection
+from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.configuration.plugin_data import as_data
-from frame.entrypoints.configuration.prepare import registry_of
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins.loader import load_configured, observed_events
 from frame.plugins.registry import Registry
@@ -43,10 +41,13 @@ def command() -> None:
 @click.option("--kind", type=click.Choice(list(KINDS)), metavar="KIND", help="Only this kind.")
 @click.option("--usable/--unusable", default=None, help="Only those that this machine can use, or only those that it cannot.")
 def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | None) -> None:
-    registry = registry_of(loaded.config)
+    registry = load_configured(loaded.config.plugins)
     records = [record for each in KINDS if kind in (None, each) for record in registry.records(each)]
-    devices = {"cpu", "cuda"} if usable is None else {"cpu", *(accelerator.kind for accelerator in probe().accelerators)}
+    devices = {"cpu", "cuda"}
     if usable is not None:
+        from frame.entrypoints.configuration.hardware_probe import probe  # its libraries take a while
+
+        devices = {"cpu", *(accelerator.kind for accelerator in probe().accelerators)}
         records = [record for record in records if usable is not bool(record.problems or _missing_device(record, devices))]
     if is_json:
         broken = [dataclasses.asdict(each) for each in registry.broken]
@@ -63,7 +64,7 @@ def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | 
 @click.argument("name")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def info(loaded: LoadedConfig, name: str, is_json: bool) -> None:
-    registry = registry_of(loaded.config)
+    registry = load_configured(loaded.config.plugins)
     found = registry.find(name)
     if is_json:
         click.echo(json.dumps([as_data(record) for record in found], indent=2))
@@ -99,7 +100,7 @@ def check(name: str, conformance: bool, reference: str | None, paths: tuple[str,
 def new(kind: str, name: str, parent: Path) -> None:
     from frame.entrypoints.tools.scaffold import write_plugin
 
-    same = [record.distribution for record in registry_of(FrameConfig()).records(kind) if record.name == name]
+    same = [record.distribution for record in load_configured(PluginsSection()).records(kind) if record.name == name]
     if same:
         raise PluginError(f"There is a {kind} called {name!r} already, from {same[0]}; choose another name.")
     written = write_plugin(kind, name, parent)
