@@ -44,6 +44,7 @@ SMALL_FAMILIES = (
     "frame.plugins.prefix_caches",
     "frame.plugins.reasoning_parsers",
     "frame.plugins.scheduling_policies",
+    "frame.plugins.drafters",
     "frame.plugins.stat_loggers",
     "frame.plugins.tool_call_parsers",
     "frame.plugins.weight_sources",

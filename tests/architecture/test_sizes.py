@@ -20,7 +20,7 @@ FAMILIES = (
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",
     "frame/plugins/tool_call_parsers", "frame/testing", "frame/plugins/launchers",
-    "frame/plugins/stat_loggers", "frame/plugins/weight_sources",
+    "frame/plugins/drafters", "frame/plugins/stat_loggers", "frame/plugins/weight_sources",
 )  # fmt: skip
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers
 

@@ -47,6 +47,7 @@ BASES = {
     "reasoning_parser": "think-tags",
     "tool_call_parser": "hermes",
     "stat_logger": "log",
+    "drafter": "ngram",
 }
 CONFIG: dict[str, Any] = {
     "log": {"stat_loggers": ["fake"]},
@@ -59,6 +60,7 @@ CONFIG: dict[str, Any] = {
     "sampling": {"processors": ["fake"], "grammar": "fake"},
     "text": {"reasoning_parser": "fake", "tool_call_parser": "fake"},
     "execution": {"device": "fake", "threads": 1},
+    "speculative": {"algorithm": "fake"},
 }
 
 

@@ -45,6 +45,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
 from frame.core.interfaces.collective import CollectiveRequirements
+from frame.core.interfaces.drafter import DrafterRequirements
 from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.launcher import LauncherRequirements
@@ -377,6 +378,8 @@ class _Solver:
             choose_list(self.chosen, self.records, "http_extension", config.server.extensions, requirements)
         with self._collect():
             choose_list(self.chosen, self.records, "stat_logger", config.log.stat_loggers, requirements)
+        with self._collect():
+            self._drafter(task)
         if task != "generate":  # nothing is sampled
             return
         with self._collect():
@@ -390,6 +393,21 @@ class _Solver:
                     self._select(kind, requirements, name, "")
             elif name is None and not config.model.skip_tokenizer_init:
                 choose_parser(self.chosen, self.records, kind, self.model_config.chat_template)
+
+    def _drafter(self, task: Task) -> None:
+        """Choose the drafter that the user names; without a name there is none."""
+        config = self.config.speculative
+        if config.algorithm is None:
+            if config.draft_model_path is not None:
+                raise ResolveError("speculative.draft_model_path is set, but speculative.algorithm names no drafter that reads it.")
+            return
+        if task != "generate":
+            raise ResolveError(
+                f"speculative.algorithm is {config.algorithm}, but no tokens are drawn for model.task {task}.",
+                change="speculative.algorithm: null",
+            )
+        requirements = DrafterRequirements(self.device, config.draft_model_path is not None, self._compatible)
+        self._select("drafter", requirements, config.algorithm, "")
 
     def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
         found = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)

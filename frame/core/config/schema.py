@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from frame.core.interfaces.drafter import MAX_STEPS
 from frame.core.interfaces.model import PoolingMode, Task
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -31,6 +32,11 @@ TYPE_ALIASES: dict[str, str] = {
 
 def _auto_is_none(value: Any) -> Any:
     return None if value == "auto" else value
+
+
+def _lower(value: Any) -> Any:
+    """SGLang writes the names of algorithms in capitals."""
+    return value.lower() if isinstance(value, str) else value
 
 
 def _full_type_name(value: Any) -> Any:
@@ -277,6 +283,18 @@ class SamplingSection(Section):
     )
 
 
+class SpeculativeSection(Section):
+    """Speculative decoding: drafted tokens that the model verifies. The output stays the same."""
+
+    algorithm: Annotated[str | None, Auto, BeforeValidator(_lower)] = setting(
+        None, "Drafter, by plugin name. Default: none; each step draws one token a sequence.", flag="speculative-algorithm"
+    )
+    num_steps: int = setting(3, "Maximum number of drafted tokens a step and sequence.", flag="speculative-num-steps", ge=1, le=MAX_STEPS)
+    draft_model_path: str | None = setting(
+        None, "Folder of the checkpoint of the draft model, for drafters that have one.", flag="speculative-draft-model-path"
+    )
+
+
 class TextSection(Section):
     """Tokenizer and detokenizer processes, templates, and parsers of the output."""
 
@@ -466,6 +484,7 @@ class FrameConfig(Section):
     moe: MoESection = Field(default_factory=MoESection, description="Mixture of experts.")
     execution: ExecutionSection = Field(default_factory=ExecutionSection, description="Device and steps.")
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
+    speculative: SpeculativeSection = Field(default_factory=SpeculativeSection, description="Speculative decoding.")
     text: TextSection = Field(default_factory=TextSection, description="Tokenizer, detokenizer, parsers.")
     server: ServerSection = Field(default_factory=ServerSection, description="HTTP server.")
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Batch API.")

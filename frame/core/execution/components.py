@@ -98,11 +98,12 @@ class Parts:
 
 
 def limits_of(resolved: Resolved) -> Limits:
-    """The maximum sizes of a step: a full prefill chunk plus one decode token of each running
-    request."""
+    """The maximum sizes of a step: a full prefill chunk plus one decode token and one draft of each
+    running request."""
+    num_steps = resolved.user.speculative.num_steps if resolved.plugins.get("drafter") else 0
     return Limits(
         max_running_requests=resolved.max_running_requests,
-        max_tokens_per_step=resolved.chunked_prefill_size + resolved.max_running_requests,
+        max_tokens_per_step=resolved.chunked_prefill_size + resolved.max_running_requests * (1 + num_steps),
         max_context=resolved.max_context,
         page_size=resolved.page_size,
     )

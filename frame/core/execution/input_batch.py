@@ -19,7 +19,7 @@ import torch
 from frame import kernels
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
-from frame.core.kv_cache.kv_pool import DeviceTable
+from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
@@ -304,11 +304,16 @@ class InputBatch:
         return self._mask_staging.move(grammar_arrays(mask))
 
     def _fits_decode_graph(self, batch: ScheduledBatch, layout: BatchLayout) -> bool:
-        """Whether a decode graph may run the step, with each prompt token as a row of its own:
-        there are few prompt tokens, and they read few keys or the backend reads shared prefixes
-        once."""
+        """Whether a decode graph may run the step, with each token as a row of its own: there are
+        few prompt tokens, and they read few keys or the backend reads shared prefixes once. Without
+        prompts, rows with drafts run in a graph at any length: a forward pass without one takes
+        longer."""
         given = len(batch.token_ids)
-        if layout.num_tokens > self.max_graph_rows or given > MAX_SINGLE_TOKEN_ROWS:
+        if layout.num_tokens > self.max_graph_rows:
+            return False
+        if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
+            return given <= GIVEN_TOKENS
+        if given > MAX_SINGLE_TOKEN_ROWS:
             return False
         keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
         return self._reads_prefixes_once or keys <= _MAX_PROMPT_KEYS

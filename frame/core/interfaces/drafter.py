@@ -31,6 +31,7 @@ class DrafterContext:
     max_slots: int
     max_context: int  # tokens of a sequence, prompt and output
     num_steps: int  # most tokens of a draft
+    draft_model_path: str | None = None  # folder of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,16 @@ _ALL = (
         suite="conformance_grammars:suite",
     ),
     Kind(
+        name="drafter",
+        plural="drafters",
+        version=1,
+        summary="drafters of speculative decoding",
+        interface="drafter:Drafter",
+        context="drafter:DrafterContext",
+        key="speculative.algorithm",
+        suite="conformance_drafter:suite",
+    ),
+    Kind(
         name="http_extension",
         plural="http_extensions",
         version=1,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.cache import EvictionContext, PrefixCacheContext
+from frame.core.interfaces.drafter import DrafterContext
 from frame.core.interfaces.scheduling import SchedulingContext
 from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
 from frame.core.kv_cache.page_allocator import PagedAllocator
@@ -62,4 +63,15 @@ def build_scheduler(
         jump_rows=ROWS_A_TOKEN,
         jump_tokens=resolved.cuda_graph_max_bs,
     )
-    return Scheduler(config, cache, PagedAllocator(num_pages), policy, on_finish=on_finish)
+    scheduler = Scheduler(config, cache, PagedAllocator(num_pages), policy, on_finish=on_finish)
+    if drafters := resolved.plugins.get("drafter"):
+        speculative = user.speculative
+        context = DrafterContext(
+            vocab_size=resolved.model.vocab_size,
+            max_slots=resolved.max_running_requests,
+            max_context=resolved.max_context,
+            num_steps=speculative.num_steps,
+            draft_model_path=speculative.draft_model_path,
+        )
+        scheduler.enable_speculation(registry.create(drafters[0], context), speculative.num_steps)
+    return scheduler

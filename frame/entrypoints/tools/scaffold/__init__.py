@@ -24,6 +24,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
+    "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),

@@ -1,0 +1,40 @@
+"""Manifest of the in-tree drafters: records only. Must not import the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from frame.core.interfaces.drafter import DrafterCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+class NgramOptions(BaseModel):
+    """Settings of the drafter `ngram`, named as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_lookup_max: int = Field(4, ge=1, le=16, description="Tokens of the longest n-gram that is looked up.")
+    prompt_lookup_min: int = Field(2, ge=1, le=16, description="Tokens of the shortest n-gram that is looked up.")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> NgramOptions:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min is above prompt_lookup_max ({self.prompt_lookup_max}); lower it")
+        return self
+
+
+@hookimpl
+def register_drafters(registry: KindRegistry) -> None:
+    """Add the in-tree drafters."""
+    registry.add(
+        "ngram",
+        "frame.plugins.drafters.ngram:NgramDrafter",
+        capabilities=DrafterCapabilities(),
+        options=NgramOptions,
+        summary="Drafts what followed the last tokens where they occurred before, in prompt or output.",
+    )

@@ -1,0 +1,244 @@
+"""The conformance suite of drafters: drafts of random and repeating texts, slots that are used
+again, tokens that come one by one or in runs, and the time of a call. It cannot see whether drafts
+are good.
+
+Used by `frame.testing.conformance`. Must not know a plugin by name.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.testing.conformance import Check, Subject
+
+VOCAB, SLOTS, CONTEXT, STEPS = 37, 6, 16_384, 5
+CONTEXT_OF = DrafterContext(vocab_size=VOCAB, max_slots=SLOTS, max_context=CONTEXT, num_steps=STEPS)
+SHORT, LONG = 256, 12_288  # tokens of texts whose calls are timed
+MAX_RATIO = 3.0  # of their times
+MIN_SECONDS = 2e-4  # shorter times are not compared
+
+Make = Callable[[], Drafter]
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of a drafter."""
+    make = partial(subject.target, CONTEXT_OF, subject.options)
+    for function in (
+        _drafts_fit,
+        _drafts_shorter_where_asked,
+        _proposing_changes_nothing,
+        _inputs_stay_as_they_are,
+        _drafts_for_some_slots,
+        _runs_count_as_single_tokens,
+        _setup_counts_as_single_tokens,
+        _slot_is_set_up_again,
+        _slot_is_used_again,
+        _fills_the_context,
+        _time_does_not_grow,
+    ):
+        yield Check(function.__name__.strip("_"), partial(function, make))
+
+
+def _text(seed: int, count: int) -> list[int]:
+    """Random tokens, then copies of parts of them."""
+    numbers = random.Random(seed)
+    tokens = [numbers.randrange(VOCAB) for _ in range(max(2, count // 3))]
+    while len(tokens) < count:
+        first = numbers.randrange(len(tokens))
+        tokens += tokens[first : first + numbers.randint(1, 9)]
+    return tokens[:count]
+
+
+def _add(drafter: Drafter, slot: int, tokens: Sequence[int]) -> None:
+    ids = np.array(tokens, np.int32)
+    ids.flags.writeable = False
+    drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, len(tokens), ids))
+
+
+def _observe(drafter: Drafter, runs: dict[int, Sequence[int]]) -> None:
+    width = max(map(len, runs.values()))
+    tokens = np.zeros((len(runs), width), np.int32)
+    for row, run in enumerate(runs.values()):
+        tokens[row, : len(run)] = run
+    counts = np.array([len(run) for run in runs.values()], np.int32)
+    drafter.observe_tokens(np.array(list(runs), np.int64), tokens, counts)
+
+
+def _propose(drafter: Drafter, slots: Sequence[int], most: Sequence[int] | int = STEPS) -> list[list[int]]:
+    """The drafts as lists; checks their form."""
+    limits = np.array([most] * len(slots) if isinstance(most, int) else most, np.int32)
+    found = drafter.propose_tokens(np.array(slots, np.int64), limits)
+    _require(isinstance(found, Drafts), f"propose_tokens returns {type(found).__name__}, not Drafts")
+    _require(found.counts.dtype == found.token_ids.dtype == np.int32, "token ids and counts must be int32")
+    _require(found.counts.shape == (len(slots),), f"there are {found.counts.shape} counts for {len(slots)} slots")
+    _require(bool(((found.counts >= 0) & (found.counts <= limits)).all()), f"drafts of {found.counts} tokens, where {limits} may be")
+    _require(found.token_ids.shape == (int(found.counts.sum()),), "the number of token ids is not the sum of the counts")
+    _require(bool(((found.token_ids >= 0) & (found.token_ids < VOCAB)).all()), "a drafted token is outside of the vocabulary")
+    ends = np.cumsum(found.counts)
+    return [found.token_ids[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)]
+
+
+def _follow(make: Make, slot: int, tokens: Sequence[int], start: int, step: int = 1) -> list[list[int]]:
+    """The drafts after each run of `step` tokens from `start` on."""
+    drafter = make()
+    _add(drafter, slot, tokens[:start])
+    drafts = []
+    for place in range(start, len(tokens), step):
+        drafts += _propose(drafter, [slot])
+        _observe(drafter, {slot: tokens[place : place + step]})
+    return drafts
+
+
+def _drafts_fit(make: Make) -> None:
+    for seed in range(6):
+        drafter = make()
+        texts = {slot: _text(10 * seed + slot, 90 + slot) for slot in range(SLOTS)}
+        for slot, text in texts.items():
+            _add(drafter, slot, text[: 1 + 3 * slot])
+        for place in range(1, 60):
+            _propose(drafter, list(texts))
+            _observe(drafter, {slot: text[3 * slot + place : 3 * slot + place + 1] for slot, text in texts.items()})
+
+
+def _drafts_shorter_where_asked(make: Make) -> None:
+    drafter = make()
+    for slot in range(SLOTS):
+        _add(drafter, slot, [3, 4, 5, 6, 7, 8] * 8)
+    for first in range(STEPS):
+        _propose(drafter, list(range(SLOTS)), [1 + (first + slot) % STEPS for slot in range(SLOTS)])
+
+
+def _proposing_changes_nothing(make: Make) -> None:
+    drafter = make()
+    for slot in range(3):
+        _add(drafter, slot, _text(slot, 120)[:80])
+    first = _propose(drafter, [0, 1, 2])
+    _require(_propose(drafter, [0, 1, 2]) == first, "a second call of propose_tokens returns other drafts")
+    expected = _follow(make, 1, _text(1, 120), 80)
+    followed = []
+    for place in range(80, 120):
+        _propose(drafter, [0, 1, 2])
+        followed += _propose(drafter, [1])
+        _observe(drafter, {1: _text(1, 120)[place : place + 1]})
+    _require(followed == expected, "drafts depend on how often propose_tokens was called")
+
+
+def _inputs_stay_as_they_are(make: Make) -> None:
+    drafter = make()
+    _add(drafter, 2, _text(5, 60))
+    slots, most = np.array([2], np.int64), np.array([STEPS], np.int32)
+    tokens, counts = np.array([[1, 2, 3]], np.int32), np.array([2], np.int32)
+    for array in (slots, most, tokens, counts):
+        array.flags.writeable = False
+    drafter.propose_tokens(slots, most)
+    drafter.observe_tokens(slots, tokens, counts)
+    _add(drafter, 0, [3, 4, 5] * 20)
+    _add(drafter, 1, [6, 7, 8] * 20)
+    kept = drafter.propose_tokens(np.array([0]), most)
+    before = kept.token_ids.tolist()
+    drafter.observe_tokens(slots, tokens, counts)
+    drafter.propose_tokens(np.array([1]), most)
+    _require(kept.token_ids.tolist() == before, "a later call changes drafts that were returned")
+
+
+def _drafts_for_some_slots(make: Make) -> None:
+    drafter = make()
+    texts = {slot: _text(slot, 90) for slot in (5, 0, 3, 1)}
+    for slot, text in texts.items():
+        _add(drafter, slot, text)
+    alone = {slot: _propose(drafter, [slot])[0] for slot in texts}
+    for slots in ([5, 0, 3, 1], [1, 3], [3, 5, 1]):
+        _require(_propose(drafter, slots) == [alone[slot] for slot in slots], f"drafts of slots {slots} are those of other slots")
+    _require(_propose(drafter, []) == [], "there is a draft without a slot")
+
+
+def _runs_count_as_single_tokens(make: Make) -> None:
+    text = _text(3, 240)
+    singles = _follow(make, 4, text, 60)
+    for step in (2, 3, 5):
+        _require(_follow(make, 4, text, 60, step) == singles[::step], f"runs of {step} tokens give other drafts than single tokens")
+    drafter = make()
+    _add(drafter, 0, text[:60])
+    _add(drafter, 1, text[:60])
+    _observe(drafter, {0: text[60:61], 1: text[60:64]})  # of the first row one token of the array is valid
+    _require(_propose(drafter, [0, 1]) == [singles[1], singles[4]], "rows of different counts give other drafts than single tokens")
+
+
+def _setup_counts_as_single_tokens(make: Make) -> None:
+    text = _text(4, 200)
+    drafts = _follow(make, 0, text, 40)
+    for place in (41, 80, 150):
+        drafter = make()
+        _add(drafter, 0, text[:place])
+        _require(_propose(drafter, [0]) == [drafts[place - 40]], "tokens of a setup give other drafts than the same tokens observed")
+
+
+def _slot_is_set_up_again(make: Make) -> None:
+    text = _text(6, 200)
+    drafts = _follow(make, 2, text, 40)
+    drafter = make()
+    _add(drafter, 2, text[:40])
+    _observe(drafter, {2: text[40:45]})
+    _add(drafter, 2, text[:90])
+    followed = []
+    for place in range(90, 200):
+        followed += _propose(drafter, [2])
+        _observe(drafter, {2: text[place : place + 1]})
+    _require(followed == drafts[50:], "a slot that is set up again with more tokens gives other drafts")
+
+
+def _slot_is_used_again(make: Make) -> None:
+    text = _text(8, 90)
+    expected = _follow(make, 1, text, 10)
+    drafter = make()
+    _add(drafter, 1, _text(9, 400))
+    _add(drafter, 2, _text(8, 60))
+    _observe(drafter, {1: [1, 2, 3, 4]})
+    drafter.remove_slot(1)
+    drafter.remove_slot(2)
+    _add(drafter, 1, text[:10])
+    followed = []
+    for place in range(10, 90):
+        followed += _propose(drafter, [1])
+        _observe(drafter, {1: text[place : place + 1]})
+    _require(followed == expected, "drafts depend on the request that had the slot before")
+
+
+def _fills_the_context(make: Make) -> None:
+    drafter = make()
+    text = _text(7, CONTEXT)
+    _add(drafter, 0, text[: CONTEXT - 7])
+    _add(drafter, SLOTS - 1, text[:1])
+    for place in range(CONTEXT - 7, CONTEXT - 1):
+        _propose(drafter, [0, SLOTS - 1], [min(STEPS, CONTEXT - 1 - place), STEPS])
+        _observe(drafter, {0: text[place : place + 1]})
+
+
+def _time_does_not_grow(make: Make) -> None:
+    seconds = {}
+    for count in (SHORT, LONG):
+        drafter, best = make(), 1.0
+        text = _text(2, count)
+        _add(drafter, 0, text)
+        for round_ in range(12):
+            began = time.perf_counter()
+            for i in range(5):
+                _propose(drafter, [0])
+                _observe(drafter, {0: [text[(5 * round_ + i) % SHORT]]})
+            best = min(best, time.perf_counter() - began)
+        seconds[count] = best
+    limit = max(MIN_SECONDS, MAX_RATIO * seconds[SHORT])
+    _require(seconds[LONG] <= limit, f"a draft of {LONG} tokens of text takes {seconds[LONG] / seconds[SHORT]:.0f} x that of {SHORT}")
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(sentence)

@@ -1,0 +1,125 @@
+"""Whole engines with drafts draw the tokens of engines without: scheduler and runner over small
+checkpoints on the CPU, in float32.
+
+The grid here is small; `test_many_requests` is the large one, behind the marker soak.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.testing.drafters import ScriptedDrafter
+from frame.testing.local_loop import LocalLoop
+
+FOLDER = str(find_model(EMBEDDED))
+
+
+def make_loop(**settings: Any) -> LocalLoop:
+    """settings: page_size, tokens, chunk, overlap, algorithm."""
+    known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, **settings}
+    config = {
+        "model": {"path": FOLDER, "dtype": "float32"},
+        "cache": {"page_size": known["page_size"], "max_total_tokens": known["tokens"]},
+        "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
+        "execution": {"device": "cpu", "threads": 1},
+        "speculative": {"algorithm": known["algorithm"]},
+    }
+    prepared = prepare(FrameConfig.model_validate(config))
+    runner = build_rank(prepared.resolved, prepared.registry)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+
+
+def make_requests(count: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, some of which repeat themselves or share a prefix, and parameters of all kinds."""
+    numbers = random.Random(seed)
+    stem = [numbers.randrange(6, 384) for _ in range(40)]
+    prompts, params = [], []
+    for number in range(count):
+        prompt = [numbers.randrange(6, 384) for _ in range(numbers.randint(2, 30))]
+        prompts.append((stem if number % 3 == 0 else []) + prompt * (1 + number % 3))
+        more: dict[str, Any] = {"temperature": (0.0, 0.7, 1.0)[number % 3], "seed": number, "max_tokens": numbers.randint(1, 32)}
+        if number % 4 == 1:
+            more |= {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 3}
+        if number % 5 == 2:
+            more |= {"top_p": 0.9, "top_k": 20}
+        if number % 7 == 3:
+            more |= {"stop_token_ids": tuple(range(100, 140))}
+        params.append(SamplingParams(ignore_eos=number % 2 == 0, **more))
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
+    prompts, params = make_requests(14)
+    return prompts, params, make_loop().generate(prompts, params)
+
+
+GRID = {
+    "plain": {},
+    "single-token pages": {"page_size": 1},
+    "chunks": {"chunk": 16},
+    "overlap": {"overlap": True},
+    "preemption": {"tokens": 384, "chunk": 64, "overlap": True},
+}
+
+
+@pytest.mark.parametrize("settings", GRID.values(), ids=GRID)
+def test_ngram(expected: Any, settings: dict[str, Any]) -> None:
+    prompts, params, outputs = expected
+    loop = make_loop(algorithm="ngram", **settings)
+    assert loop.generate(prompts, params) == outputs
+    load = loop.scheduler.get_load()
+    assert load["accepted_tokens"] > 0
+    assert load["preempted"] > 0 or "tokens" not in settings
+    loop.scheduler.check_integrity()
+
+
+def with_drafts(expected: Any, num_right: int, **settings: Any) -> LocalLoop:
+    """A loop whose drafts are right for `num_right` tokens, then wrong."""
+    prompts, _, outputs = expected
+    whole = {tuple(prompt): prompt + output for prompt, output in zip(prompts, outputs, strict=True)}
+
+    def script(setup: Any, given: Any, most: int) -> list[int]:
+        draft = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) : len(given) + most]
+        return [token if i < num_right else (token + 1) % 384 for i, token in enumerate(draft)]
+
+    loop = make_loop(**settings)
+    loop.scheduler.enable_speculation(ScriptedDrafter(script), 5)
+    return loop
+
+
+@pytest.mark.parametrize("num_right", [0, 2])
+def test_oracle_and_adversary(expected: Any, num_right: int) -> None:
+    prompts, params, outputs = expected
+    loop = with_drafts(expected, num_right, tokens=512, overlap=True)
+    for _ in range(2):  # the second time prompts come from the prefix cache
+        assert loop.generate(prompts, params) == outputs
+    assert loop.stats["cached"] > 0
+    loop.scheduler.check_integrity()
+    loop.scheduler.flush_cache()
+    assert loop.scheduler.get_load()["used_pages"] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("quality", ["ngram", "right", "wrong", "half"])
+def test_many_requests(quality: str, page_size: int) -> None:
+    prompts, params = make_requests(1000, seed=page_size)
+    outputs = make_loop(page_size=page_size).generate(prompts, params)
+    settings: dict[str, Any] = {"page_size": page_size, "tokens": 1024, "chunk": 64, "overlap": True}
+    if quality == "ngram":
+        loop = make_loop(algorithm="ngram", **settings)
+    else:
+        loop = with_drafts((prompts, params, outputs), {"right": 5, "wrong": 0, "half": 2}[quality], **settings)
+    assert loop.generate(prompts, params) == outputs
+    assert loop.scheduler.get_load()["preempted"] > 0
+    loop.scheduler.flush_cache()
+    assert loop.scheduler.get_load()["used_pages"] == 0

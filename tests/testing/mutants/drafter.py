@@ -1,0 +1,208 @@
+"""Wrong drafters, derived from a plain one that repeats what followed the last token."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.drafter import Drafter, DrafterCapabilities, DrafterContext, Drafts
+from frame.testing.mutants import MutantList
+
+
+class PlainDrafter(Drafter):
+    """Keeps what followed each token last, by slot."""
+
+    def __init__(self, context: DrafterContext, options: Any = None) -> None:
+        self.context = context
+        self.last: dict[int, int] = {}
+        self.following: dict[int, dict[int, int]] = {}
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        tokens = setup.token_ids.tolist()
+        self.following[setup.slot] = dict(pairwise(tokens))
+        self.last[setup.slot] = tokens[-1]
+
+    def remove_slot(self, slot: int) -> None:
+        del self.last[slot], self.following[slot]
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        for slot, tokens, count in zip(slots.tolist(), token_ids.tolist(), counts.tolist(), strict=True):
+            for token in tokens[:count]:
+                self.following[slot][self.last[slot]] = token
+                self.last[slot] = token
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        drafts = [self.draft(slot, most) for slot, most in zip(slots.tolist(), max_tokens.tolist(), strict=True)]
+        return Drafts(np.array(list(chain.from_iterable(drafts)), np.int32), np.array([len(draft) for draft in drafts], np.int32))
+
+    def draft(self, slot: int, most: int) -> list[int]:
+        token, draft = self.last[slot], []
+        while len(draft) < most and token in self.following[slot]:
+            token = self.following[slot][token]
+            draft.append(token)
+        return draft
+
+
+mutant = MUTANTS = MutantList("drafter", reference=PlainDrafter, capabilities=DrafterCapabilities())
+
+
+@mutant
+class IgnoresTheLimit(PlainDrafter):
+    """Drafts the most tokens of any draft, though a slot may have fewer."""
+
+    def draft(self, slot: int, most: int) -> list[int]:
+        return super().draft(slot, self.context.num_steps)
+
+
+@mutant
+class PadsBeyondTheVocabulary(PlainDrafter):
+    """Pads drafts with the vocabulary size."""
+
+    def draft(self, slot: int, most: int) -> list[int]:
+        draft = super().draft(slot, most)
+        return draft + [self.context.vocab_size] * (most - len(draft))
+
+
+@mutant
+class PadsWithMinusOne(PlainDrafter):
+    """Pads drafts with -1, as a rectangle."""
+
+    def draft(self, slot: int, most: int) -> list[int]:
+        draft = super().draft(slot, most)
+        return draft + [-1] * (most - len(draft))
+
+
+@mutant
+class ReturnsLongIntegers(PlainDrafter):
+    """Returns int64 arrays."""
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        found = super().propose_tokens(slots, max_tokens)
+        return Drafts(found.token_ids.astype(np.int64), found.counts.astype(np.int64))
+
+
+@mutant
+class LeavesSlotsOut(PlainDrafter):
+    """Returns counts of those slots only that have a draft."""
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        found = super().propose_tokens(slots, max_tokens)
+        return Drafts(found.token_ids, found.counts[found.counts > 0])
+
+
+@mutant
+class SortsSlots(PlainDrafter):
+    """Returns drafts in the order of the slots' numbers."""
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        order = np.argsort(slots)
+        return super().propose_tokens(slots[order], max_tokens[order])
+
+
+@mutant
+class ForgetsToClear(PlainDrafter):
+    """Keeps the tokens of the request that had the slot before."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        kept = self.following.get(setup.slot, {})
+        super().add_slot(setup)
+        self.following[setup.slot] = kept | self.following[setup.slot]
+
+    def remove_slot(self, slot: int) -> None:
+        del self.last[slot]
+
+
+@mutant
+class RefusesASecondSetup(PlainDrafter):
+    """Raises where a slot in use is set up with more tokens."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        if setup.slot in self.last:
+            raise RuntimeError("the slot is in use")
+        super().add_slot(setup)
+
+
+@mutant
+class ObservesTheFirstToken(PlainDrafter):
+    """Takes only the first token of a run."""
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        super().observe_tokens(slots, token_ids, np.minimum(counts, 1))
+
+
+@mutant
+class ObservesThePadding(PlainDrafter):
+    """Takes all columns of the array, those that are not valid too."""
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        super().observe_tokens(slots, token_ids, np.full_like(counts, token_ids.shape[1]))
+
+
+@mutant
+class ForgetsTheSetup(PlainDrafter):
+    """Looks only at the output, not at the tokens of a setup."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        super().add_slot(setup)
+        self.following[setup.slot].clear()
+
+
+@mutant
+class TakesItsOwnDraft(PlainDrafter):
+    """Counts drafted tokens as output."""
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        found = super().propose_tokens(slots, max_tokens)
+        ends = np.cumsum(found.counts)
+        for slot, end, count in zip(slots.tolist(), ends.tolist(), found.counts.tolist(), strict=True):
+            if count:
+                self.last[slot] = int(found.token_ids[end - 1])
+        return found
+
+
+@mutant
+class ReusesItsArray(PlainDrafter):
+    """Returns parts of one array, which the next call overwrites."""
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        found = super().propose_tokens(slots, max_tokens)
+        self.buffer = getattr(self, "buffer", np.zeros(256, np.int32))
+        self.buffer[:] = 0
+        self.buffer[: len(found.token_ids)] = found.token_ids
+        return Drafts(self.buffer[: len(found.token_ids)], found.counts)
+
+
+@mutant
+class WritesToTheLimits(PlainDrafter):
+    """Counts the limits down in the array that it was given."""
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        found = super().propose_tokens(slots, max_tokens)
+        max_tokens -= found.counts
+        return found
+
+
+@mutant
+class ScansTheText(PlainDrafter):
+    """Makes its table anew from the whole text for each draft."""
+
+    def __init__(self, context: DrafterContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.texts: dict[int, list[int]] = {}
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        super().add_slot(setup)
+        self.texts[setup.slot] = setup.token_ids.tolist()
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        super().observe_tokens(slots, token_ids, counts)
+        for slot, tokens, count in zip(slots.tolist(), token_ids.tolist(), counts.tolist(), strict=True):
+            self.texts[slot] += tokens[:count]
+
+    def draft(self, slot: int, most: int) -> list[int]:
+        text = self.texts[slot]
+        self.following[slot] = dict(pairwise(text))
+        return super().draft(slot, most)
