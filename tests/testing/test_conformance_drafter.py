@@ -1,0 +1,17 @@
+"""The in-tree drafters pass the suite of their kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.plugins.loader import load_registry
+from frame.testing.conformance import Setting, find
+from frame.testing.conformance_drafter import suite
+
+REGISTRY = load_registry(installed=False)
+
+
+@pytest.mark.parametrize("name", [record.name for record in REGISTRY.records("drafter")])
+def test_in_tree_drafter(name: str) -> None:
+    for check in suite(find(REGISTRY, f"drafter:{name}", Setting())):
+        check.run()
