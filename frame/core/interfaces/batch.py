@@ -154,6 +154,23 @@ class SequenceStates:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenStateTaps:
+    """Extension for models with `supports_taps`: hidden states that a drafter reads.
+
+    Tap i is the residual stream [tokens, hidden_size] that layer i gets; tap 0 is the embedding,
+    and tap `num_layers` what `forward` returns. The model adds each of `layers` to `states`.
+    """
+
+    layers: frozenset[int]
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def add_state(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """Add the stream `x`, or `x + residual`, if the layer is tapped."""
+        if layer in self.layers:
+            self.states[layer] = x if residual is None else x + residual
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionOutput:
     """Extension: a buffer for the result of `AttentionBackend.run`, which saves a copy."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from frame.core.interfaces.batch import SelectedTokens
+from frame.core.interfaces.batch import HiddenStateTaps, SelectedTokens
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear
@@ -147,6 +147,7 @@ class Decoder(CausalLM, nn.Module):
     and `build_mlp`."""
 
     supports_token_selection: ClassVar[bool] = True
+    supports_taps: ClassVar[bool] = True
     ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config
     mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
 
@@ -199,11 +200,19 @@ class Decoder(CausalLM, nn.Module):
         rows = {rotary: None if reads_table else rotary.gather_rows(batch.positions) for rotary in dict.fromkeys(self.rotaries)}
         x, residual = self.embed(batch.token_ids), None
         *body, last = zip(self.layers, self.rotaries, strict=True)
-        for layer, rotary in body:
+        taps = batch.get(HiddenStateTaps)
+        for index, (layer, rotary) in enumerate(body):
+            if taps is not None:
+                taps.add_state(index, x, residual)
             x, residual = layer(x, residual, rows[rotary], batch)
         selected = batch.get(SelectedTokens)
+        if taps is not None:
+            taps.add_state(len(body), x, residual)
         x, residual = last[0](x, residual, rows[last[1]], batch, None if selected is None else selected.indices)
-        return self.norm.add_residual(x, residual)[0] if len(x) else x
+        hidden = self.norm.add_residual(x, residual)[0] if len(x) else x
+        if taps is not None:
+            taps.add_state(len(self.layers), hidden)
+        return hidden
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden], the input of the first layer."""
