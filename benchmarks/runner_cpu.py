@@ -54,7 +54,7 @@ def build(model, rows, threads, dtype, is_compiled=False):
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    return runner, build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages)
+    return runner, build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools)
 
 
 def measure(arguments, rows, params):

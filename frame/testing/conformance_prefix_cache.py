@@ -186,7 +186,7 @@ def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
         eos_ids=(3,),
         overlap=overlap,
     )
-    rig = SchedulerRig(config, InOrder(SCHEDULING), cache=maker.make(page_size))
+    rig = SchedulerRig(config, InOrder(SCHEDULING), prefix_cache=maker.make(page_size))
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(page_size + 1, 24 + page_size))] for _ in range(4)]
     for number in range(40):
         params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=number)

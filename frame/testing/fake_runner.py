@@ -201,7 +201,7 @@ class FakeRunner(ModelRunner):
         before = self._hash[pages[start - 1], offsets[start - 1]] if start else np.uint64(0)
         if stores:
             self._token[pages[start:], offsets[start:]] = tokens[start:]
-            self._hash[pages[start:], offsets[start:]] = before + _hashes(tokens, start)
+            self._hash[pages[start:], offsets[start:]] = before + hash_tokens(tokens, start)
         wrong = np.flatnonzero(self._token[pages, offsets] != tokens)
         if wrong.size:
             raise FakeRunnerError(f"slot {slot} reads a wrong token at position {wrong[0]} (page {pages[wrong[0]]})")
@@ -273,7 +273,7 @@ def continuation(
     mask = np.empty(-(-vocab_size // 32), np.int32)
     known = list(tokens)
     for _ in range(count):
-        prefix = int(_hashes(np.array(known, np.int64), 0)[-1])
+        prefix = int(hash_tokens(np.array(known, np.int64), 0)[-1])
         allowed = _allowed(mask, vocab_size) if grammar is not None and grammar.fill_mask(mask) else None
         known.append(_token_of(prefix, len(known), params, seed, vocab_size, allowed))
         if grammar is not None and not grammar.accept_token(known[-1]):
@@ -297,7 +297,7 @@ def _allowed(mask: np.ndarray, vocab_size: int) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]).tolist()
 
 
-def _hashes(tokens: np.ndarray, start: int) -> np.ndarray:
+def hash_tokens(tokens: np.ndarray, start: int) -> np.ndarray:
     """For each position from `start`: the sum over [start, position] of a hash of (token,
     position), modulo 2^64."""
     positions = np.arange(start, len(tokens), dtype=np.uint64)

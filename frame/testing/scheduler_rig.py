@@ -18,21 +18,24 @@ from frame.core.interfaces.cache import (
     EvictableNode,
     EvictionContext,
     EvictionPolicy,
+    PageAllocator,
     PrefixCache,
     PrefixCacheCapabilities,
     PrefixCacheContext,
 )
+from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulingPolicy
-from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION
 from frame.testing.drafters import Script, ScriptedDrafter
+from frame.testing.fake_groups import GroupedFakeRunner
 from frame.testing.fake_runner import FakeRunner, continuation
 
 if TYPE_CHECKING:
@@ -88,20 +91,27 @@ class SchedulerRig:
         config: SchedulerConfig,
         policy: SchedulingPolicy,
         eviction: EvictionPolicy | None = None,
-        prefix_cache: bool = True,
+        prefix_cache: bool | PrefixCache = True,  # frame's own, none, or this one
         is_invalid: Callable[[Sequence[int]], bool] | None = None,
-        cache: PrefixCache | None = None,  # instead of frame's own
+        further: Sequence[PagePool] = (),  # the pools of cache groups besides `tokens`
     ) -> None:
         self.config = config
         self.now = 0.0
         self.requests: dict[str, Expected] = {}
         self.max_rows = 0
-        if cache is None:
-            taken = (eviction or OldestFirst()) if prefix_cache else None
-            cache = load_cache_class(prefix_cache)(PrefixCacheContext(config.page_size, config.num_pages, taken))
-        self.allocator = PagedAllocator(config.num_pages)
+        pools = (PagePool("tokens", config.num_pages, config.page_size), *further)
+        cache = prefix_cache
+        if isinstance(cache, bool):
+            taken = (eviction or OldestFirst()) if cache else None
+            cache = load_cache_class(cache)(PrefixCacheContext(config.page_size, config.num_pages, taken, pools))
+        sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)
+        if further:
+            self.allocator: PageAllocator = GroupedAllocator(pools)
+            self.runner: FakeRunner = GroupedFakeRunner(pools, *sizes)
+        else:
+            self.allocator = PagedAllocator(config.num_pages)
+            self.runner = FakeRunner(*sizes)
         self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
-        self.runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._kept_waiting: dict[str, int] = {}  # steps in a row
 
@@ -185,8 +195,8 @@ class SchedulerRig:
             self._check_request(rid, request)
         self.scheduler.check_integrity()
         self.scheduler.flush_cache()
-        if self.allocator.num_free != self.allocator.capacity:
-            raise AssertionError(f"{self.allocator.capacity - self.allocator.num_free} pages did not come back")
+        if lost := len(self.allocator.pages_out()):
+            raise AssertionError(f"{lost} pages did not come back")
 
     def _check_request(self, rid: str, request: Expected) -> None:
         if request.finish is None:
@@ -231,7 +241,9 @@ class SchedulerRig:
         if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_preempted:
             planner = scheduler._planner
             most = max(map(planner._count_pages_for, waiting))
-            if planner._count_reserved_pages() + most < scheduler._running.kv_manager.num_available:
+            groups = scheduler._running.kv_manager.groups
+            has_room = groups is None or all(groups.has_room(request.num_tokens, planner._growth_reserve) for request in waiting)
+            if has_room and planner._count_reserved_pages() + most < scheduler._running.kv_manager.num_available:
                 kept = {request.rid: self._kept_waiting.get(request.rid, 0) + 1 for request in waiting}
         self._kept_waiting = kept
         for rid, steps in kept.items():

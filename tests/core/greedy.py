@@ -127,7 +127,7 @@ def make_loop(folder: str, tokens: int, backend: str | None = None, **settings: 
     prepared = prepared_for(folder, tokens, backend, **settings)
     assert backend in {None, prepared.resolved.choice("attention_backend").name}
     runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 class Wire:
@@ -157,7 +157,7 @@ def on_two_ranks(case: Case, act_with: Callable[[LocalLoop], T], backend: str | 
         runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group, HOST)
         if group.rank:
             return follow(runner, wire)
-        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), LeadingRunner(runner, wire))
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), LeadingRunner(runner, wire))
         try:
             return act_with(loop)
         finally:

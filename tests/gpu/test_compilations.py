@@ -41,7 +41,7 @@ def make_loop(path: Path) -> LocalLoop:
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 def requests(draw: random.Random, count: int, begin: list[int]) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -98,7 +98,7 @@ def make_loop(path, backend, most, most_tokens=0, chunk=512, dtype="bfloat16"):
     runner = build_rank(prepared.resolved, prepared.registry)
     assert (runner.decode_graphs is not None) == bool(most)
     assert (runner.piecewise_graphs is not None) == bool(most_tokens)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 @pytest.mark.parametrize(

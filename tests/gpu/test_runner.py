@@ -71,7 +71,7 @@ def make_loop(device, overlap=True, chunk=512, tokens=16_384, dtype="float32"):
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ import torch
 
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
-from frame.core.execution.hybrid_attention import HybridAttention
+from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 from frame.core.execution.torch_compile import Forward, keep_out
@@ -28,7 +28,7 @@ from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.capacity import Capacity, activation_bytes, measure, plan_pages
+from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.loading.loader import Checkpoint, load_model
@@ -123,7 +123,7 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Pl
         kv_dtype=DTYPES[resolved.kv_dtype],
         plan=resolved.plan,
     )
-    built: dict[str, Any] = {"attention": _build_attention(parts, base)}
+    built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model.sliding_window is not None)}
     if parts.weight_format is not None:
         built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, resolved.model.config.get("quantization_config")))
     built["gemm_kernels"] = tuple(part.build(base) for part in parts.gemm_kernels)
@@ -133,11 +133,13 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Pl
     return replace(base, **built)
 
 
-def _build_attention(parts: Parts, base: BuildContext) -> AttentionBackend:
-    built = parts.attention.build(base)
+def _build_attention(parts: Parts, base: BuildContext, has_windows: bool) -> AttentionBackend:
+    def build(part: Loaded[AttentionBackend]) -> AttentionBackend:
+        return GroupAttention(partial(part.build, base)) if has_windows else part.build(base)
+
     if parts.decode_attention is None:
-        return built
-    return HybridAttention(built, parts.decode_attention.build(base))
+        return build(parts.attention)
+    return HybridAttention(build(parts.attention), build(parts.decode_attention))
 
 
 def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
@@ -166,10 +168,11 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Pla
     memory = measure(platform, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     pages = _least_of_ranks(pages, tp, device)
-    pool = KVPool(geometry, pages, device)
+    further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
+    pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)
     slots = context.limits.max_running_requests
     phases["cache"] = time.perf_counter() - clock
-    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases)
+    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, further)
     if resolved.pooling is None:
         processors = Processors(build_processors(parts, model_config, slots, device), slots)
         runner = TorchModelRunner(model, model_config, context, pool, processors, capacity)
@@ -201,7 +204,7 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
         runner.capture_decode_graphs(resolved.cuda_graph_max_bs)
         phases["graphs"] = time.perf_counter() - clock
     clock = time.perf_counter()
-    if resolved.prompt_graph_max_tokens:
+    if resolved.prompt_graph_max_tokens and runner.inputs.groups is None:
         try:
             runner.capture_piecewise_graphs(min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step))
         except ConfigurationError as error:

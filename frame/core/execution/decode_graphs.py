@@ -130,6 +130,7 @@ class _Size:
     outputs: DecodeOutputs
     captured: Captured
     filtered: tuple[DecodeOutputs, Captured] | None
+    views: tuple[ForwardBatch, ...]  # of the cache groups with a page table of their own, one each
 
 
 class DecodeGraphs:
@@ -162,6 +163,7 @@ class DecodeGraphs:
             "positions": np.int64(0),
             "kv_slots": np.int64(0),
             "seq_lens": np.int32(1),
+            **({} if input_batch.groups is None else input_batch.groups.padding),
             **_DRAW,
             **_FILTERS,
         }
@@ -202,10 +204,13 @@ class DecodeGraphs:
             "positions": tokens.positions,
             "kv_slots": tokens.kv_slots,
             "seq_lens": tokens.positions + 1,
+            **tokens.places,
             **draws,
         }
         padded = self._buffers.write(arrays, size)
         host = HostView(padded["request_slots"], self._ones[:size], padded["seq_lens"], step.batch.host.page_table)
+        for view in step.views:
+            self._backend.replay_plan(view.plan, replace(view, host=replace(host, page_table=view.host.page_table)))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
         step.captured.replay()
         outputs = step.outputs
@@ -245,17 +250,27 @@ class DecodeGraphs:
             torch.index_select(table.last_token, 0, inputs["token_slots"], out=batch.token_ids)
             return self._body(planned, params, inputs["drawn_slots"])
 
-        plain, planned = (replace(batch, plan=plan(batch)) for plan in (self._backend.plan, self._backend.capture_plan))
+        plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
+        views = tuple({view.group: view for view in (planned.views or {}).values()}.values())
         outputs, captured = self._capture(lambda: run(plain), lambda: run(planned), pool)
         redraw = self._redraw
         if redraw is None:
-            return _Size(planned, outputs, captured, None)
+            return _Size(planned, outputs, captured, None, views)
         filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
 
         def again() -> DecodeOutputs:
             return redraw(outputs, filters, inputs["drawn_slots"])
 
-        return _Size(planned, outputs, captured, self._capture(again, again, pool))
+        return _Size(planned, outputs, captured, self._capture(again, again, pool), views)
+
+    def _planned(
+        self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]
+    ) -> ForwardBatch:
+        """The batch with its plan, and with the views of its cache groups."""
+        groups = self._input_batch.groups
+        if groups is not None:
+            batch = groups.make_views(batch, inputs, plan)
+        return replace(batch, plan=plan(batch))
 
     def _capture(self, first: Callable[[], DecodeOutputs], run: Callable[[], DecodeOutputs], pool: Any) -> tuple[DecodeOutputs, Captured]:
         outputs = first()  # compiles and initialises kernels before the capture

@@ -1,4 +1,5 @@
-"""`HybridAttention`: one attention backend for prefill and one for decode, over one KV cache.
+"""`HybridAttention`: one attention backend for prefill and one for decode, over one KV cache; and
+`GroupAttention`: one backend object for each cache group with a page table.
 
 A backend that compiles kernels for minutes is prepared in a background thread; meanwhile the other
 backend computes all rows. Used by `components` and the model runner. Uses both backends through
@@ -256,3 +257,57 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
         host=HostView(host.slots[rows], host.query_lens[rows], host.seq_lens[rows], host.page_table),
         extensions=extensions,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """The backend of a group, and the step's batch with its plan."""
+
+    backend: AttentionBackend
+    batch: ForwardBatch
+
+
+class GroupAttention(AttentionBackend):
+    """Calls the backend of the batch's group (`ForwardBatch.group`), which is built at its first
+    plan. A step of a model with windows has a page table for each group, and backends keep buffers
+    of fixed addresses for one."""
+
+    def __init__(self, make: Callable[[], AttentionBackend]) -> None:
+        first = make()
+        super().__init__(first.context)
+        self.capabilities = first.capabilities  # type: ignore[misc]  # a class attribute of other backends
+        self._make = make
+        self._backends = {0: first}
+        self._layers: Sequence[AttentionSpec | LatentProjections] = ()
+
+    def prepare(self, layers: Sequence[AttentionSpec | LatentProjections], on_compile: Callable[[str], None] | None = None) -> None:
+        self._layers = layers
+        self._backends[0].prepare(layers, on_compile)
+
+    def plan(self, batch: ForwardBatch) -> GroupPlan:
+        backend = self._get_backend(batch.group)
+        return GroupPlan(backend, replace(batch, plan=backend.plan(batch)))
+
+    def capture_plan(self, batch: ForwardBatch) -> GroupPlan:
+        backend = self._get_backend(batch.group)
+        return GroupPlan(backend, replace(batch, plan=backend.capture_plan(batch)))
+
+    def replay_plan(self, plan: GroupPlan, batch: ForwardBatch) -> None:
+        plan.backend.replay_plan(plan.batch.plan, batch)
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        plan: GroupPlan = batch.plan
+        return plan.backend.run(spec, q, k, v, plan.batch)
+
+    def run_mla(
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        plan: GroupPlan = batch.plan
+        return plan.backend.run_mla(layer, q_nope, q_rope, latent, plan.batch)
+
+    def _get_backend(self, group: int) -> AttentionBackend:
+        backend = self._backends.get(group)
+        if backend is None:
+            backend = self._backends[group] = self._make()
+            backend.prepare(self._layers)
+        return backend

@@ -19,7 +19,8 @@ import torch
 from frame import kernels
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
-from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable
+from frame.core.kv_cache.group_inputs import GroupInputs
+from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
@@ -147,6 +148,7 @@ class TokenRows:
     drawn: np.ndarray  # index in the last-token table that the drawn token is written to
     kv_slots: np.ndarray
     num_sampling: int
+    places: Mapping[str, np.ndarray]  # `GroupInputs.find_places`; empty for a model with one cache group
 
 
 @dataclass(slots=True)
@@ -227,6 +229,9 @@ class InputBatch:
         staged = limits.max_tokens_per_step * _STAGED_BYTES_PER_TOKEN + limits.max_running_requests * _STAGED_BYTES_PER_ROW
         self.table = DeviceTable(limits, context.device)
         self.kv = kv
+        self.groups = (
+            GroupInputs(kv, self.table, context.device) if isinstance(kv, KVPool) and kv.geometry.num_pools > 1 else None
+        )  # None: the model has one cache group
         self.sampling = SamplingTable(limits.max_running_requests, by_row=kernels.can_use_triton(context.device))
         self.max_graph_rows = 0
         self.placement: TokenPlacement | None = None
@@ -272,6 +277,8 @@ class InputBatch:
         table = self.table
         if len(batch.new_pages):
             table.write_host(batch.new_pages)
+        if self.groups is not None:
+            self.groups.write_tables(batch)
         arrays = self._batch_arrays(batch, layout)
         extensions: dict[type, Any] = {}
         if placement is None:
@@ -287,7 +294,7 @@ class InputBatch:
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
         if selects_tokens:
             extensions[SelectedTokens] = SelectedTokens(tensors["logits_indices"])
-        fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays}
+        fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays if not name.startswith("group_")}
         forward = ForwardBatch(
             num_decodes=decodes,
             page_table=table.pages,
@@ -296,6 +303,10 @@ class InputBatch:
             extensions=extensions,
             **fields,
         )
+        if self.groups is not None:
+            forward = self.groups.make_views(forward, tensors, self.backend.plan)
+            for name in self.groups.padding:
+                del tensors[name]
         return replace(forward, plan=self.backend.plan(forward)), tensors
 
     def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
@@ -315,6 +326,8 @@ class InputBatch:
             return given <= GIVEN_TOKENS
         if given > MAX_SINGLE_TOKEN_ROWS:
             return False
+        if given and self.groups is not None and self.groups.has_states:
+            return False  # a state is read and written by one row of a step
         keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
         return self._reads_prefixes_once or keys <= _MAX_PROMPT_KEYS
 
@@ -344,9 +357,12 @@ class InputBatch:
         given = len(batch.token_ids)
         if given:
             extra_inputs = {**extra_inputs, "given_tokens": batch.token_ids.astype(np.int64)}
-        if not len(batch.new_pages) and not extra_inputs:
+        has_moves = self.groups is not None and self.groups.has_moves(batch)
+        if not len(batch.new_pages) and not extra_inputs and not has_moves:
             return {}
         self.table.write_host(batch.new_pages)
+        if self.groups is not None:
+            self.groups.write_tables(batch)
         tensors = self._move(batch, extra_inputs)
         if given:
             first = self.table.first_given
@@ -362,16 +378,18 @@ class InputBatch:
         if decodes < total:
             sources = every.copy()
             sources[decodes:] = table.first_given + np.arange(total - decodes)
-        kv_slots = self._kv_slots(batch, every, positions)
+        kv_slots = self.table.find_kv_slots(batch, every, positions)
+        places = {} if self.groups is None else self.groups.find_places(batch, slots, every, positions)
         if total == len(sampling):
-            return TokenRows(every, positions, sources, every, kv_slots, total)
+            return TokenRows(every, positions, sources, every, kv_slots, total, places)
         last = layout.logits_indices
         is_inner = np.ones(total, bool)
         is_inner[last] = False
         order = np.concatenate((last, np.flatnonzero(is_inner)))
         drawn = np.full(total, table.padding_slot, np.int64)
         drawn[: len(last)] = slots[sampling]
-        return TokenRows(every[order], positions[order], sources[order], drawn, kv_slots[order], len(last))
+        places = {name: array[order] for name, array in places.items()}
+        return TokenRows(every[order], positions[order], sources[order], drawn, kv_slots[order], len(last), places)
 
     @staticmethod
     def _token_slots(batch: ScheduledBatch, layout: BatchLayout, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -381,25 +399,16 @@ class InputBatch:
             return slots, batch.num_computed.astype(np.int64)
         return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - layout.query_starts[:-1], lens)
 
-    def _kv_slots(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The KV cache slot of each token, int64 [tokens]. Tokens of rows with `skip_kv_store` go
-        to page 0, which is reserved."""
-        size = self.table.page_size
-        if size == 1:
-            kv_slots: np.ndarray = self.table.host_pages[slots, positions].astype(np.int64)
-        else:
-            column = positions // size
-            kv_slots = self.table.host_pages[slots, column].astype(np.int64)
-            kv_slots -= column
-            kv_slots *= size  # (page - column) * size + position = page * size + position % size
-            kv_slots += positions
-        if batch.skip_kv_store is not None:
-            kv_slots[np.repeat(batch.skip_kv_store, batch.num_scheduled)] = 0
-        return kv_slots
-
     def _move(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Moves arrays and new pages to the device in one copy, and writes the pages into the
         device's table."""
+        if self.groups is not None:
+            tensors = self._move_pages(batch, {**arrays, **self.groups.list_moves(batch)})
+            self.groups.begin_step(tensors)
+            return tensors
+        return self._move_pages(batch, arrays)
+
+    def _move_pages(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         if not len(batch.new_pages) or self.table.is_shared:
             return self._staging.move(arrays)
         writes = self.table.flat_writes(batch.new_pages)
@@ -414,10 +423,12 @@ class InputBatch:
         token_ids = np.empty(layout.num_tokens, np.int64)
         token_ids[batch.num_decodes :] = batch.token_ids
         token_slots, positions = self._token_slots(batch, layout, slots)
+        places = {} if self.groups is None else self.groups.find_places(batch, slots, token_slots, positions)
         return {
+            **places,
             "token_ids": token_ids,
             "positions": positions,
-            "kv_slots": self._kv_slots(batch, token_slots, positions),
+            "kv_slots": self.table.find_kv_slots(batch, token_slots, positions),
             "request_slots": slots,
             "logits_indices": layout.logits_indices,
             "seq_lens": layout.seq_lens.astype(np.int32),

@@ -197,7 +197,10 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
         if self.decode_graphs is None:
             raise RuntimeError("a decode step was prepared for a graph, but no graph is captured")
-        return self.decode_graphs.replay(inputs.rows, inputs.draws)
+        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws)
+        if self.inputs.groups is not None:
+            self.inputs.groups.save_states()
+        return outputs
 
     def _forward_logits(self, inputs: ForwardInputs) -> tuple[torch.Tensor | None, PromptScores | None]:
         """Run the model, through piecewise graphs if the inputs are placed for them. -> logits
@@ -205,6 +208,8 @@ class TorchModelRunner(ModelRunner):
         needs them)."""
         plans, placed = inputs.plans, self.piecewise_graphs if inputs.is_placed else None
         hidden = self.forward(inputs.batch) if placed is None else placed.run(inputs.batch)
+        if self.inputs.groups is not None:
+            self.inputs.groups.save_states()
         if inputs.logits_indices is not None:
             hidden = hidden.index_select(0, inputs.logits_indices)
         rows, prompts = plans.sampling.num_rows, None

@@ -79,6 +79,8 @@ class PoolingRunner(TorchModelRunner):
         if extra_inputs:
             forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors["token_types"])})
         hidden = self.forward(forward_batch)
+        if self.inputs.groups is not None:
+            self.inputs.groups.save_states()
         return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)), self.context.platform)
 
     def _token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ samples k + 1 tokens, of which the leading ones that agree with the draft and th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -61,6 +62,11 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     released: list[int] = []  # slots whose request left since the last step
     prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
     skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
+    # Of each cache group besides `tokens`: writes to its own page table, as `new_pages`. Of a
+    # `snapshot` group, entry 0 of a slot is the page of its state.
+    group_pages: list[np.ndarray] = []
+    state_loads: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied before the step, all at once; 0: the initial state
+    state_saves: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied after the step
     num_drafts: np.ndarray | None = None  # int32 [rows]; drafted tokens at the row's end; the row samples one more; None: all 0
     grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
@@ -214,6 +220,8 @@ class ForwardBatch:
     host: HostView
     plan: Any = None  # the value of the attention backend's `plan`
     extensions: dict[type, Any] = field(default_factory=dict)
+    group: int = 0  # the cache group whose page table this is
+    views: Mapping[int, ForwardBatch] | None = None  # by layer, of cache groups with a page table of their own
 
     @property
     def num_tokens(self) -> int:
@@ -222,6 +230,11 @@ class ForwardBatch:
     @property
     def num_rows(self) -> int:
         return int(self.request_slots.shape[0])
+
+    def view(self, layer: int) -> ForwardBatch:
+        """The batch as attention in this layer needs it: with the page table, the KV slots and the
+        plan of the layer's cache group."""
+        return self if self.views is None else self.views.get(layer, self)
 
     def get(self, kind: type[T]) -> T | None:
         """The extension of this type, or None."""

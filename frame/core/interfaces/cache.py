@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from pydantic import BaseModel
 
+    from frame.core.interfaces.cache_groups import PagePool
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -26,6 +28,10 @@ class Match:
     num_tokens: int  # a multiple of the page size
     pages: np.ndarray  # int32 [num_tokens // page_size], in order
     handle: Any  # the cache's own, for `lock`
+    # Of each further cache group. `window`: int32 [num_tokens // page_size], 0 before the window.
+    # `snapshot`: int32 [1], the page of the state after `num_tokens` tokens; [0] if there is none.
+    groups: tuple[np.ndarray, ...] = ()
+    longest: int = 0  # with further groups: tokens that the `tokens` group alone could serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class Inserted:
 
     num_cached: int  # leading tokens that were cached before; the caller frees its duplicate pages of them
     handle: Any  # the end of the inserted sequence, unlocked
+    unused: Sequence[int] = ()  # pages of further groups that were not kept; the caller frees them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class PrefixCacheContext:
     page_size: int  # tokens
     num_pages: int  # of the KV cache, the reserved page 0 included
     eviction_policy: EvictionPolicy | None = None  # set if the record's capabilities ask for one
+    pools: tuple[PagePool, ...] = ()  # of all cache groups, the `tokens` group first; one or none: a uniform model
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,7 @@ class PrefixCacheCapabilities:
     reuses: bool = True  # it stores prefixes
     eviction_policy: bool = True  # it evicts in the order of the policy that cache.eviction names
     page_sizes: tuple[int, ...] | None = None  # in tokens; None: any
+    groups: bool = False  # it serves models with several cache groups
 
     def unsupported(self, requirements: PrefixCacheRequirements) -> list[Reason]:
         """All reasons why it cannot be used; empty: it can."""
@@ -114,6 +123,10 @@ class PrefixCache(ABC):
     - Arrays that are passed in are views that change later: keep copies. `match` may be given more
       tokens than whole pages, and `insert` more pages.
     - The first pages of `insert` may be the cache's own, from an earlier match.
+    - A page number is unique in all cache groups. With several groups (`PrefixCacheContext.pools`)
+      a match is the longest that all of them serve: its window pages are present, and its state
+      was saved. Methods name further groups by their index in `Match.groups`. `evict` and `reset`
+      return pages of any group. `lock` also locks the window pages of the match.
     """
 
     reuses: ClassVar[bool] = True  # False: `match` finds nothing, and `insert` returns every page as a duplicate
@@ -130,7 +143,31 @@ class PrefixCache(ABC):
     def unlock(self, handle: Any) -> None: ...
 
     @abstractmethod
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted: ...
+    def insert(
+        self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0, groups: Sequence[np.ndarray] = ()
+    ) -> Inserted:
+        """`groups`, which only models with several cache groups pass: pages of each further group.
+        `window`: int32, one entry for each page of the sequence, 0: none. `snapshot`: int32 [n, 2]
+        of (number of tokens, page of the state after them)."""
+
+    def read(self, handle: Any) -> Match:
+        """The pages of a locked prefix; of further groups, those that are present."""
+        raise NotImplementedError(f"{type(self).__name__} serves models with one cache group")
+
+    def unlock_group(self, handle: Any, index: int) -> None:
+        """Release the lock of a locked prefix's window pages only; they are not read any more."""
+
+    def evict_group(self, index: int, num_pages: int) -> np.ndarray:
+        """As `evict`, of a further group; the sequences stay."""
+        raise NotImplementedError(f"{type(self).__name__} serves models with one cache group")
+
+    def count_evictable(self, index: int) -> int:
+        """Pages that `evict_group` could return now."""
+        return 0
+
+    def count_locked(self, index: int) -> int:
+        """Pages of a further group that are owned and locked."""
+        return 0
 
     @abstractmethod
     def evict(self, num_pages: int) -> np.ndarray: ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.cache_groups import PagePool
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,9 @@ RESERVED_PAGES = 1
 CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user sets cache.max_total_tokens
 CPU_LEAST_TOKENS = 65_536
 LEAST_TOKENS = 256  # a start with a smaller cache is refused
+WINDOW_PART = 4  # a window group has room for one of so many tokens
+LEAST_STATES = 4
+TOKENS_PER_STATE = 4096  # a state for each so many tokens of the cache, at least
 GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
 _WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
 
@@ -56,8 +60,14 @@ class Capacity:
 
     num_pages: int  # the reserved page 0 included
     page_size: int  # tokens
-    bytes_per_token: int  # over all layers
+    bytes_per_token: int  # of the `tokens` group, over all layers
     phases: dict[str, float] = field(default_factory=dict)  # seconds of the phases of the start
+    further: tuple[PagePool, ...] = ()  # the pools of the other cache groups
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pools of all cache groups, that of the tokens first."""
+        return (PagePool("tokens", self.num_pages, self.page_size), *self.further)
 
     @property
     def max_total_tokens(self) -> int:
@@ -86,7 +96,10 @@ def activation_bytes(model_config: ModelConfig, limits: Limits, dtype: torch.dty
 
 
 def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None) -> int:
-    """Pages of the pool, the reserved one included. Raises CapacityError when too few fit."""
+    """Pages of the `tokens` group, the reserved one included; the other groups get as many as
+    `plan_pools` says. Raises CapacityError when too few fit."""
+    if geometry.num_pools > 1:
+        return _plan_groups(geometry, limits, memory, fraction, max_total_tokens)
     each = geometry.bytes_per_token
     if not each:  # an encoder stores no keys: pages only bound the number of requests
         return limits.max_running_requests * -(-limits.max_context // geometry.page_size) + RESERVED_PAGES
@@ -105,6 +118,57 @@ def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: f
     if tokens < max(least, geometry.page_size):
         raise CapacityError(_sentence(memory, fraction, each, least, _remedy(memory, least * each)))
     return int(tokens) // geometry.page_size + RESERVED_PAGES
+
+
+def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[PagePool, ...]:
+    """The pools of the groups besides `tokens`, beside a cache of `num_tokens` tokens.
+
+    A window group gets what the running requests can hold, but not more than a quarter of the
+    tokens or one request's need, whichever is more. States get a third of the memory, at most two
+    for each running request: one is overwritten, the other one is a checkpoint.
+    """
+    pools = []
+    for index, group in enumerate(geometry.groups[1 : geometry.num_pools], 1):
+        if group.window is not None:
+            # a request reads the window of a cached prefix, then fills its own
+            one = min(limits.max_context, 2 * group.window + limits.max_tokens_per_step) + 4 * group.page_size
+            all_running = limits.max_running_requests * (group.window + 4 * group.page_size) + limits.max_tokens_per_step
+            tokens = min(num_tokens + 4 * group.page_size, max(one, min(all_running, num_tokens // WINDOW_PART)))
+            pages = -(-tokens // group.page_size)
+        else:
+            tokens = num_tokens * geometry.bytes_per_token // (2 * geometry.count_bytes(index))
+            pages = min(2 * limits.max_running_requests, max(LEAST_STATES, tokens, num_tokens // TOKENS_PER_STATE))
+        pools.append(PagePool(group.kind, pages + RESERVED_PAGES, group.page_size, group.window))
+    return tuple(pools)
+
+
+def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None) -> int:
+    """`plan_pages` of a model with several cache groups: the most tokens whose pools fit."""
+    memory = replace(memory, activations=memory.activations + (0 if memory.is_shared else _WORKSPACES))
+    page_size = geometry.page_size
+
+    def count_bytes(num_tokens: int) -> int:
+        pools = plan_pools(geometry, limits, num_tokens)
+        pages = [pool.num_pages * max(1, pool.page_size) * geometry.count_bytes(index) for index, pool in enumerate(pools, 1)]
+        return num_tokens * geometry.bytes_per_token + sum(pages)
+
+    available = memory.count_available(1.0 if max_total_tokens is not None else fraction)
+    wanted = max_total_tokens or max(limits.max_running_requests * limits.max_context, CPU_LEAST_TOKENS)
+    if max_total_tokens is None and not memory.is_shared and geometry.bytes_per_token:
+        wanted = available // geometry.bytes_per_token
+    elif max_total_tokens is None and memory.is_shared:
+        available = min(available, int(memory.total * CPU_SHARE))
+    low, high = 0, max(0, wanted) // page_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if count_bytes(middle * page_size) <= available else (low, middle - 1)
+    least = max(page_size, max_total_tokens or min(limits.max_context, LEAST_TOKENS)) // page_size
+    if low < least:
+        each = -(-count_bytes(least * page_size) // (least * page_size))
+        asked, share = (max_total_tokens, 1.0) if max_total_tokens is not None else (least * page_size, fraction)
+        change = f"cache.max_total_tokens: {max(16, low * page_size)}" if max_total_tokens else _remedy(memory, each * asked)
+        raise CapacityError(_sentence(memory, share, each, asked, change))
+    return max(1, low) + RESERVED_PAGES
 
 
 def _sentence(memory: Memory, fraction: float, each: int, wanted: int, change: str) -> str:

@@ -120,4 +120,4 @@ def _attention_cache(spec: AttentionSpec, rank: int | None, rope: int) -> LayerC
         tensors: tuple[CacheTensor, ...] = (CacheTensor((rank + rope,)),)
     else:
         tensors = CacheTensor((spec.num_kv_heads, spec.head_dim)), CacheTensor((spec.num_kv_heads, spec.v_head_dim))
-    return LayerCache(spec.layer, "tokens", tensors)
+    return LayerCache(spec.layer, "tokens" if spec.sliding_window is None else "window", tensors, spec.sliding_window)

@@ -17,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec
+    from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.build import Limits
     from frame.core.kv_cache.geometry import KVGeometry
 
@@ -30,7 +31,8 @@ class KVPool:
 
     `num_pages` counts the pages of each pool of the geometry, the reserved page 0 included; a
     single number is that of all pools. Memory is zeroed, so that a masked read of a page without
-    data yields finite numbers, and page 0 of a `snapshot` pool is the initial state.
+    data yields finite numbers, and page 0 of a `snapshot` pool is the initial state. Pools of
+    states have one page more, which no sequence uses.
     """
 
     def __init__(self, geometry: KVGeometry, num_pages: int | Sequence[int], device: torch.device) -> None:
@@ -39,7 +41,8 @@ class KVPool:
         self.page_size = geometry.page_size
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
         for group in geometry.groups:
-            pages = (self.num_pages[group.pool], group.page_size) if group.page_size else (self.num_pages[group.pool],)
+            count = self.num_pages[group.pool]
+            pages = (count, group.page_size) if group.page_size else (count + 1,)
             for layer in group.layers:
                 self._layers[layer.layer] = tuple(
                     _zeros((*pages, *tensor.shape), geometry.dtype_of(tensor), device) for tensor in layer.tensors
@@ -69,34 +72,49 @@ class KVPool:
                 tensor = tensor.to(rows.dtype)
             rows.index_copy_(0, slots, tensor)
 
+    def copy_pages(self, layer: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages of a layer, int64 [n] each, all at once."""
+        for tensor in self._layers[layer]:
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, pages first; see `KVCache.layer`."""
         return self._layers[layer]
 
 
-class DeviceTable:
-    """The page table, int32 [slots + 1, max_pages], and the last sampled tokens, int64 [slots + 1 +
-    GIVEN_TOKENS], by request slot.
+class PageTable:
+    """The page table of a cache group, int32 [rows, max_pages], one row for each request slot. It
+    has a host mirror, from which attention plans are made; on the CPU both are the same memory."""
 
-    The page table has a host mirror, from which attention plans are made; on the CPU both are the
-    same memory. `last_token` from index `first_given` on holds tokens of a step that come from the
-    host.
-    """
-
-    def __init__(self, limits: Limits, device: torch.device) -> None:
-        self.page_size = limits.page_size
-        self.num_slots = limits.max_running_requests
-        self.padding_slot = self.num_slots
-        # One page more than a request may fill: a request that ended at its limit may run in one
-        # more step.
-        self.max_pages = -(-limits.max_context // limits.page_size) + 1
-        self.host_pages = np.zeros((self.num_slots + 1, self.max_pages), np.int32)
+    def __init__(self, num_rows: int, max_pages: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size  # tokens; 0: a page holds one sequence
+        self.max_pages = max_pages
+        self.host_pages = np.zeros((num_rows, max_pages), np.int32)
         self.pages = torch.from_numpy(self.host_pages)
         self.is_shared = device.type == "cpu"
         if not self.is_shared:
             self.pages = self.pages.to(device)
-        self.first_given = self.num_slots + 1
-        self.last_token = torch.zeros(self.first_given + GIVEN_TOKENS, dtype=torch.int64, device=device)
+
+    def fill(self, page: int) -> None:
+        """Set every entry to this page."""
+        self.host_pages.fill(page)
+        self.pages.fill_(page)
+
+    def find_kv_slots(self, batch: ScheduledBatch, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The KV cache slot of each token, int64 [tokens], of its request slot and position. Tokens
+        of rows with `skip_kv_store` go to page 0, which is reserved."""
+        size = self.page_size
+        if size == 1:
+            kv_slots: np.ndarray = self.host_pages[slots, positions].astype(np.int64)
+        else:
+            column = positions // size
+            kv_slots = self.host_pages[slots, column].astype(np.int64)
+            kv_slots -= column
+            kv_slots *= size  # (page - column) * size + position = page * size + position % size
+            kv_slots += positions
+        if batch.skip_kv_store is not None:
+            kv_slots[np.repeat(batch.skip_kv_store, batch.num_scheduled)] = 0
+        return kv_slots
 
     def write_host(self, writes: np.ndarray) -> None:
         """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the
@@ -113,6 +131,21 @@ class DeviceTable:
         """Apply writes on the device, in stream order; only for a table that is not shared with the
         host."""
         self.pages.view(-1).index_copy_(0, new_places, new_pages)
+
+
+class DeviceTable(PageTable):
+    """The page table of the `tokens` group, and the last sampled tokens, int64 [slots + 1 +
+    GIVEN_TOKENS], by request slot. `last_token` from index `first_given` on holds tokens of a step
+    that come from the host."""
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.num_slots = limits.max_running_requests
+        self.padding_slot = self.num_slots
+        # One page more than a request may fill: a request that ended at its limit may run in one
+        # more step.
+        super().__init__(self.num_slots + 1, -(-limits.max_context // limits.page_size) + 1, limits.page_size, device)
+        self.first_given = self.num_slots + 1
+        self.last_token = torch.zeros(self.first_given + GIVEN_TOKENS, dtype=torch.int64, device=device)
 
 
 def _by_token(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from frame.core.interfaces.cache import PageAllocator
+from frame.core.interfaces.cache_groups import PagePool
 
 RESERVED_PAGE = 0
 
@@ -96,6 +97,60 @@ class PagedAllocator(PageAllocator):
             twice = ordered[1:][ordered[1:] == ordered[:-1]]
             if twice.size:
                 raise ValueError(f"page {int(twice[0])} is freed twice")
+
+
+class GroupedAllocator(PageAllocator):
+    """Allocates the pages of several pools. A page number is that of the pool plus the pool's first
+    number, so it is unique: pages of all pools are freed and checked together."""
+
+    def __init__(self, pools: Sequence[PagePool]) -> None:
+        self.pools = tuple(pools)
+        self._parts = [PagedAllocator(pool.num_pages) for pool in pools]
+        self.first_pages = np.concatenate(([0], np.cumsum([pool.num_pages for pool in pools])[:-1])).astype(np.int32)
+
+    @property
+    def capacity(self) -> int:
+        """Pages of all pools, without the reserved ones."""
+        return sum(part.capacity for part in self._parts)
+
+    @property
+    def num_free(self) -> int:
+        return self._parts[0].num_free
+
+    def count_free(self, pool: int) -> int:
+        """Free pages of a pool."""
+        return self._parts[pool].num_free
+
+    def count_pages(self, pool: int) -> int:
+        """All pages of a pool, without the reserved one."""
+        return self._parts[pool].capacity
+
+    def alloc(self, num_pages: int) -> np.ndarray | None:
+        return self._parts[0].alloc(num_pages)
+
+    def alloc_in(self, pool: int, num_pages: int) -> np.ndarray | None:
+        """As `alloc`, of a pool."""
+        pages = self._parts[pool].alloc(num_pages)
+        return None if pages is None else pages + self.first_pages[pool]
+
+    def free(self, pages: np.ndarray | Sequence[int]) -> None:
+        for part, own in zip(self._parts, self._split(pages), strict=True):
+            part.free(own)
+
+    def pages_out(self) -> np.ndarray:
+        out = [part.pages_out() + first for part, first in zip(self._parts, self.first_pages, strict=True)]
+        return np.concatenate(out)
+
+    def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
+        parts = self._split(np.concatenate([np.empty(0, np.int32), *held]))
+        for part, own in zip(self._parts, parts, strict=True):
+            part.check_integrity([own])
+
+    def _split(self, pages: np.ndarray | Sequence[int]) -> list[np.ndarray]:
+        """The pages of each pool, numbered from 0."""
+        pages = np.asarray(pages, np.int32)
+        pools = np.searchsorted(self.first_pages, pages, side="right") - 1
+        return [pages[pools == pool] - first for pool, first in enumerate(self.first_pages)]
 
 
 def _some(pages: np.ndarray) -> str:

@@ -32,6 +32,8 @@ def audit_accounts(running: RunningSet) -> Iterator[None]:
     shared = _shared(running)
     if kv_manager.cache.num_locked != len(shared):
         raise RuntimeError(f"the cache has {kv_manager.cache.num_locked} locked pages, running requests share {len(shared)}")
+    _check_groups(running)
+    shared = _shared(running, all_groups=True)
     if shared.size and np.setdiff1d(shared, np.concatenate(owned)).size:
         raise RuntimeError("a running request reads shared pages that the cache does not own")
 
@@ -53,7 +55,7 @@ def repair_accounts(running: RunningSet) -> list[str]:
         before = kv_manager.cache.num_locked
         kv_manager.cache.relock(request.handle for request in running.requests)
         done.append(f"{before} pages of the prefix cache were locked, {kv_manager.cache.num_locked} are in use; the locks were reset")
-    held = np.concatenate([*_held(running), *kv_manager.cache.audit()])
+    held = np.concatenate([np.empty(0, np.int32), *_held(running), *kv_manager.cache.audit()])
     leaked = np.setdiff1d(kv_manager.allocator.pages_out(), held)
     if leaked.size:
         kv_manager.allocator.free(leaked)
@@ -79,10 +81,28 @@ def _held(running: RunningSet) -> list[np.ndarray]:
     return [*private, *waiting]
 
 
-def _shared(running: RunningSet) -> np.ndarray:
-    """The cache's pages that running requests read, each once, int32."""
-    rows = [running.kv_manager.shared_pages(request.slot) for request in running.requests]
+def _shared(running: RunningSet, all_groups: bool = False) -> np.ndarray:
+    """The cache's pages that running requests read, each once, int32; with `all_groups` those of
+    every cache group."""
+    kv_manager = running.kv_manager
+    rows = [kv_manager.shared_pages(request.slot) for request in running.requests]
+    if all_groups and kv_manager.groups is not None:
+        rows += [kv_manager.groups.shared_pages(request.slot) for request in running.requests]
     return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int32)
+
+
+def _check_groups(running: RunningSet) -> None:
+    """Raise RuntimeError if window pages are locked for no request, or a request has no state."""
+    groups = running.kv_manager.groups
+    if groups is None:
+        return
+    for rows in groups.windows:
+        locked = running.kv_manager.cache.count_locked(rows.index)
+        if locked and not any(request.handle is not None for request in running.requests):
+            raise RuntimeError(f"the cache has {locked} locked window pages, but no running request uses the cache")
+    stateless = [request.rid for request in running.requests if groups.snapshot is not None and not groups.states[request.slot]]
+    if stateless:
+        raise RuntimeError(f"request {stateless[0]} runs without a state")
 
 
 def _lost_slots(running: RunningSet) -> list[int]:

@@ -7,9 +7,13 @@ requests run. It must not know policies, budgets or messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from frame.core.interfaces.cache import PageAllocator, PrefixCache
+from frame.core.interfaces.cache import Match, PageAllocator, PrefixCache
+from frame.core.kv_cache.page_allocator import GroupedAllocator
+from frame.core.scheduling.group_rows import GroupRows
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 
@@ -28,12 +32,15 @@ class KVCacheManager:
     Every change of a row is also recorded as a write to the device's page table
     (`take_table_writes`). Methods that release pages return them; the caller frees them, after the
     last step in flight that writes to them.
+
+    `groups`: the rows of the cache groups besides `tokens`; None for a uniform model.
     """
 
     def __init__(self, table: RequestTable, cache: PrefixCache, allocator: PageAllocator, page_size: int) -> None:
         self.cache = cache
         self.allocator = allocator
         self.page_size = page_size
+        self.groups = GroupRows(table, cache, allocator) if isinstance(allocator, GroupedAllocator) else None
         self._table = table
         self._writes: list[np.ndarray] = []
 
@@ -41,6 +48,12 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Pages that can be allocated now: free and evictable ones."""
         return self.allocator.num_free + self.cache.num_evictable
+
+    @property
+    def num_growable(self) -> int:
+        """Pages by which rows can grow now: `num_available`, or fewer if another cache group has
+        fewer."""
+        return self.num_available if self.groups is None else min(self.num_available, self.groups.num_growable)
 
     def allocate_pages(self, num_pages: int) -> np.ndarray | None:
         """Allocate pages, int32 [num_pages], evicting cached prefixes if necessary; None, and no
@@ -63,6 +76,8 @@ class KVCacheManager:
         match = self.cache.match(request.tokens, request.namespace)
         self.cache.lock(match.handle)
         request.handle = match.handle
+        if self.groups is not None:
+            request.match, request.branch = match, match.longest
         return match.pages
 
     def unlock_prefix(self, request: Request) -> None:
@@ -77,6 +92,9 @@ class KVCacheManager:
         self._write_row(slot, 0, pages)
         a.num_pages[slot] = a.num_shared[slot] = len(pages)
         a.num_computed_tokens[slot] = min(len(pages) * self.page_size, len(request.tokens) - 1)
+        if self.groups is not None:
+            self.groups.start_row(slot, request.match if len(pages) else None)
+            request.match = None
 
     def grow_row(self, slot: int, num_tokens: int) -> bool:
         """Extend the row to hold `num_tokens` tokens; False, and no change, when too few pages are
@@ -86,9 +104,13 @@ class KVCacheManager:
         want = -(-num_tokens // self.page_size)
         if want <= have:
             return True
+        if self.groups is not None and want - have > self.groups.num_growable:
+            return False
         pages = self.allocate_pages(want - have)
         if pages is None:
             return False
+        if self.groups is not None:
+            self.groups.grow_rows(np.array([slot]), np.array([have]), want - have)
         self._write_row(slot, have, pages)
         a.num_pages[slot] = want
         return True
@@ -96,11 +118,15 @@ class KVCacheManager:
     def grow_rows(self, slots: np.ndarray) -> bool:
         """Add one page to each slot's row; False, and no change, when too few pages are available
         for all."""
+        if self.groups is not None and len(slots) > self.groups.num_growable:
+            return False
         pages = self.allocate_pages(len(slots))
         if pages is None:
             return False
         a = self._table.arrays
         at = a.num_pages[slots]
+        if self.groups is not None:
+            self.groups.grow_rows(slots, at)
         a.page_table[slots, at] = pages
         a.num_pages[slots] = at + 1
         writes = np.empty((len(slots), 3), np.int32)
@@ -114,6 +140,8 @@ class KVCacheManager:
         the cache already had, which the row no longer uses."""
         a, slot = self._table.arrays, request.slot
         shared, whole = int(a.num_shared[slot]), num_computed // self.page_size
+        if self.groups is not None:
+            return self._cache_groups(request, self.groups, num_computed)
         if whole <= shared or not self.cache.reuses:
             return NO_WRITES[:0, 0]
         row, tokens = a.page_table[slot], request.tokens[: whole * self.page_size]
@@ -130,6 +158,27 @@ class KVCacheManager:
         self._write_row(slot, shared, pages[shared:cached])
         return duplicates
 
+    def _cache_groups(self, request: Request, groups: GroupRows, num_computed: int) -> np.ndarray:
+        """`cache_prefill` of a model with several cache groups."""
+        a, slot = self._table.arrays, request.slot
+        shared, whole = int(a.num_shared[slot]), num_computed // self.page_size
+        if not self.cache.reuses or (whole <= shared and not groups.has_checkpoints(slot, num_computed)):
+            return NO_WRITES[:0, 0]
+        whole = max(whole, shared)
+        row, tokens = a.page_table[slot], request.tokens[: whole * self.page_size]
+        offers = groups.offer(slot, whole, num_computed)
+        inserted = self.cache.insert(tokens, row[:whole], request.namespace, request.priority, offers)
+        self.cache.lock(inserted.handle)
+        self.cache.unlock(request.handle)
+        request.handle = inserted.handle
+        match: Match = self.cache.read(inserted.handle)
+        cached = max(shared, inserted.num_cached // self.page_size)
+        duplicates = row[shared:cached].copy()
+        self._write_row(slot, shared, match.pages[shared:cached])
+        a.num_shared[slot] = whole
+        groups.share_rows(slot, match)
+        return np.concatenate((duplicates, np.array(inserted.unused, np.int32)))
+
     def release_row(self, request: Request, tokens: np.ndarray, num_computed: int) -> np.ndarray:
         """End the row; the first `num_computed` of `tokens` stay in the prefix cache (0: none). ->
         pages that are no longer used."""
@@ -137,7 +186,12 @@ class KVCacheManager:
         row, shared = a.page_table[slot, : a.num_pages[slot]].copy(), int(a.num_shared[slot])
         whole = num_computed // self.page_size
         freed = row[shared:]
-        if whole > shared:
+        if self.groups is not None:
+            if whole:
+                freed = self._keep_groups(request, self.groups, tokens, num_computed)
+            else:
+                freed = np.concatenate((freed, self.groups.release_rows(slot, 0)))
+        elif whole > shared:
             kept = tokens[: whole * self.page_size]
             inserted = self.cache.insert(kept, row[:whole], request.namespace, request.priority)
             duplicates = row[shared : max(shared, inserted.num_cached // self.page_size)]
@@ -145,6 +199,22 @@ class KVCacheManager:
         self.unlock_prefix(request)
         a.num_pages[slot] = a.num_shared[slot] = 0
         return freed
+
+    def _keep_groups(self, request: Request, groups: GroupRows, tokens: np.ndarray, num_computed: int) -> np.ndarray:
+        """Insert what a request of a model with several cache groups has computed. -> the pages of
+        its rows that are no longer used."""
+        a, slot = self._table.arrays, request.slot
+        row, shared = a.page_table[slot, : a.num_pages[slot]].copy(), int(a.num_shared[slot])
+        whole, cached = num_computed // self.page_size, shared
+        unused: Sequence[int] = ()
+        if whole > shared or groups.has_checkpoints(slot, num_computed):
+            whole = max(whole, shared)
+            offers = groups.offer(slot, whole, num_computed)
+            kept = tokens[: whole * self.page_size]
+            inserted = self.cache.insert(kept, row[:whole], request.namespace, request.priority, offers)
+            cached, unused = max(shared, inserted.num_cached // self.page_size), inserted.unused
+        whole = max(whole, shared)
+        return np.concatenate((row[shared:cached], row[whole:], groups.release_rows(slot, whole), np.array(unused, np.int32)))
 
     def take_table_writes(self) -> np.ndarray:
         """Return the page-table writes since the last call, int32 [n, 3] of (slot, index in the
@@ -160,11 +230,20 @@ class KVCacheManager:
         the last ones."""
         for slot in np.unique(slots).tolist():
             self._write_row(slot, 0, self._table.arrays.page_table[slot, : self._table.arrays.num_pages[slot]])
+            if self.groups is not None:
+                self.groups.repeat_writes(slot)
+
+    def count_token_pages(self, pages: np.ndarray) -> int:
+        """How many of these pages are those of the `tokens` group."""
+        if self.groups is None:
+            return len(pages)
+        return int(np.count_nonzero(pages < self.groups.allocator.first_pages[1]))
 
     def private_pages(self, slot: int) -> np.ndarray:
         """The slot's pages that only its request holds, int32."""
         a = self._table.arrays
-        return a.page_table[slot, a.num_shared[slot] : a.num_pages[slot]]
+        own = a.page_table[slot, a.num_shared[slot] : a.num_pages[slot]]
+        return own if self.groups is None else np.concatenate((own, self.groups.private_pages(slot)))
 
     def shared_pages(self, slot: int) -> np.ndarray:
         """The slot's pages that the prefix cache owns, int32."""

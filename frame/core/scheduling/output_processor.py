@@ -249,11 +249,14 @@ class OutputProcessor:
 
     def _cache_prefills(self, sampled: SampledRows, record: StepRecord) -> None:
         """Insert the prefills that this step completes into the prefix cache, so that other
-        requests match them while these run.
+        requests match them while these run. With several cache groups, also the chunks before
+        them: a match can only end where a window or a state was kept.
 
         The prefill of a preempted or recovered request covers its output too. A run of forced
         tokens is not inserted here but when its request leaves.
         """
+        if self._running.kv_manager.groups is not None:
+            self._cache_chunks(record)
         for i in np.flatnonzero(sampled.rows >= record.num_decodes).tolist() if self._running.prefilling else ():
             slot, row = int(sampled.slots[i]), int(sampled.rows[i])
             if i in sampled.finishes or slot not in self._running.prefilling:
@@ -261,6 +264,15 @@ class OutputProcessor:
             request = self._running.prefilling.pop(slot)
             duplicates = self._running.kv_manager.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
             self._running.release_pages(slot, duplicates)
+
+    def _cache_chunks(self, record: StepRecord) -> None:
+        """Insert what this step computed of prompts that it does not complete."""
+        is_chunk = ~record.samples & (self._table.arrays.epoch[record.slots] == record.epochs)
+        for row in np.flatnonzero(is_chunk).tolist():
+            request = self._running.prefilling.get(int(record.slots[row]))
+            if request is not None:
+                num_computed = int(record.num_computed[row]) + int(record.num_scheduled[row])
+                self._running.release_pages(request.slot, self._running.kv_manager.cache_prefill(request, num_computed))
 
     def _collect_prompt_logprobs(self, record: StepRecord, chunks: list[PromptLogprobs | None]) -> None:
         live = self._table.arrays.epoch[record.slots] == record.epochs

@@ -74,6 +74,8 @@ class StepPlanner:
         """Plan step number `step` at the time `now` (seconds, monotonic). Counters, pages and
         page-table rows are advanced as if the step had run."""
         self._step = step
+        if self._kv_manager.groups is not None:
+            self._kv_manager.groups.trim_rows()
         if self._suspects and (retry := self._plan_suspect(now)):
             return retry
         if self._config.preemption and not self._suspects and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
@@ -150,7 +152,7 @@ class StepPlanner:
             crossing = slots[crosses]
             if not crossing.size or self._kv_manager.grow_rows(crossing):
                 break
-            coming = self._kv_manager.num_available + self._running.num_deferred_pages
+            coming = self._kv_manager.num_growable + self._running.num_deferred_pages
             if coming >= crossing.size or not self._preempt_one(now):
                 slots, computed = slots[~crosses], computed[~crosses]  # these slots wait for deferred pages
                 break
@@ -159,6 +161,8 @@ class StepPlanner:
         a.num_tokens[slots] = total
         a.can_decode[slots] = total < a.max_num_tokens[slots]
         a.last_step[slots] = self._step
+        if self._kv_manager.groups is not None:
+            self._kv_manager.groups.save_decodes(slots, computed + 1)
         return slots
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
@@ -224,12 +228,17 @@ class StepPlanner:
         `whole_prompts` the whole prompt or nothing."""
         a, slot = self._running.table.arrays, request.slot
         start, end = int(a.num_computed_tokens[slot]), len(request.tokens)
-        room = (int(a.num_pages[slot]) + self._kv_manager.num_available) * self._config.page_size - start
+        room = (int(a.num_pages[slot]) + self._kv_manager.num_growable) * self._config.page_size - start
         count = min(end - start, plan.budget, room)
+        groups = self._kv_manager.groups
+        if groups is not None and count > 0:
+            count = groups.limit_chunk(start, count, end, request.branch)
         if self._config.whole_prompts and count < end - start:
             return
         if count <= 0 or not self._kv_manager.grow_row(slot, start + count):
             return
+        if groups is not None:
+            groups.save_chunk(slot, start + count)
         plan.chunks.append((request, start, count))
         plan.budget -= count
         self._usage.add_tokens(request.tenant, count)
@@ -320,6 +329,8 @@ class StepPlanner:
         if other is None:
             return False
         shared -= shared % self._config.page_size
+        if self._kv_manager.groups is not None:  # the other prompt may leave neither a window nor a state at the end of the prefix
+            return False
         if self._count_unscheduled(other) > max(self._config.token_budget, 2 * shared):
             return False
         return prefills.is_worth_waiting(shared, request.num_tokens - self._count_uncached(request), request.num_tokens)
@@ -338,7 +349,9 @@ class StepPlanner:
         request.tokens = request.all_tokens()
         cached = self._kv_manager.lock_prefix(request)
         need = self._count_pages_for(request) - len(cached)
-        if len(self._running) and reserved + need > self._kv_manager.num_available:
+        groups = self._kv_manager.groups
+        is_full = len(self._running) and reserved + need > self._kv_manager.num_available
+        if is_full or (groups is not None and not groups.has_room(request.num_tokens, self._growth_reserve, len(cached))):
             self._kv_manager.unlock_prefix(request)
             return None
         self._queue.remove(request)
@@ -446,9 +459,9 @@ class StepPlanner:
         that are not in `cached`."""
         if not leaving:
             return 0
-        kv_manager, is_freed = self._kv_manager, np.zeros(self._config.num_pages, np.bool_)
+        kv_manager, a, is_freed = self._kv_manager, self._running.table.arrays, np.zeros(self._config.num_pages, np.bool_)
         for request in leaving:
-            is_freed[kv_manager.shared_pages(request.slot)] = is_freed[kv_manager.private_pages(request.slot)] = True
+            is_freed[a.page_table[request.slot, : a.num_pages[request.slot]]] = True
         for request in self._running.requests:
             if request not in leaving:
                 is_freed[kv_manager.shared_pages(request.slot)] = False

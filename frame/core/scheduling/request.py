@@ -82,7 +82,8 @@ class Request:
     slot: int = -1  # while running
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # int32; all_tokens() at the last admission or jump
     unreported: list[int] = field(default_factory=list)  # the end of `output` that was not sent yet: tokens that a grammar forced
-    match: Match | None = None  # the cached prefix; set only while a policy that needs matches orders the queue
+    match: Match | None = None  # the cached prefix; set while a policy that needs matches orders the queue, and during admission
+    branch: int = 0  # of models with states: tokens at the last admission that were cached, perhaps without a state
     handle: Any = None  # the prefix cache's lock, while running
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache at the first admission; -1: not admitted yet
     is_reported: bool = False  # some of its tokens were sent

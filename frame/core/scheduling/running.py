@@ -58,8 +58,8 @@ class RunningSet:
 
     @property
     def num_deferred_pages(self) -> int:
-        """Pages that become free when the steps in flight are committed."""
-        return sum(len(pages) for record in self.in_flight for pages in record.deferred_pages)
+        """Pages of the `tokens` group that become free when the steps in flight are committed."""
+        return sum(self.kv_manager.count_token_pages(pages) for record in self.in_flight for pages in record.deferred_pages)
 
     @property
     def num_deferred_slots(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from frame.core.errors import ConfigurationError
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.grammars.jump_forward import JumpForward
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
@@ -212,7 +213,11 @@ class Scheduler:
 
     def enable_speculation(self, drafter: Drafter, num_steps: int) -> None:
         """Verify up to `num_steps` drafted tokens in a row from now on. Called before the first
-        request."""
+        request. Raises ConfigurationError for a model with recurrent states: one that has read a
+        rejected token cannot go back."""
+        groups = self._running.kv_manager.groups
+        if groups is not None and groups.snapshot is not None:
+            raise ConfigurationError("speculation cannot be used with a model that keeps recurrent states; remove the drafter")
         self._planner.speculation.enable(drafter, num_steps)
 
     def publish_inflight(self, path: Path) -> None:
@@ -302,6 +307,8 @@ class Scheduler:
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
+        groups = running.kv_manager.groups
+        loads, saves = groups.take_states() if groups is not None else (None, None)
         batch = ScheduledBatch(
             step=self._step,
             num_decodes=num_decodes,
@@ -311,6 +318,9 @@ class Scheduler:
             token_ids=token_ids,
             samples=samples,
             new_pages=running.kv_manager.take_table_writes(),
+            group_pages=groups.take_writes() if groups is not None else [],
+            state_loads=loads,
+            state_saves=saves,
             setups=setups,
             released=released,
             prompt_logprobs=prompt_logprobs,

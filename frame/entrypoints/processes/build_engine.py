@@ -232,7 +232,7 @@ def _build_engine(
         check_params=rank.processors.check_params,
     )
     engine = Engine(
-        build_scheduler(resolved, registry, capacity.num_pages, _join_callbacks(callbacks)),
+        build_scheduler(resolved, registry, capacity.pools, _join_callbacks(callbacks)),
         runner,
         transport,
         options,

@@ -6,14 +6,16 @@ Used by `build_engine` and by tests. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.cache import EvictionContext, PrefixCacheContext
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.cache import EvictionContext, PrefixCacheCapabilities, PrefixCacheContext
+from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.drafter import DrafterContext
 from frame.core.interfaces.scheduling import SchedulingContext
 from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
-from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -26,15 +28,24 @@ ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H
 
 
 def build_scheduler(
-    resolved: Resolved, registry: Registry, num_pages: int, on_finish: Callable[[Request, Finish], None] | None = None
+    resolved: Resolved,
+    registry: Registry,
+    pools: int | Sequence[PagePool],
+    on_finish: Callable[[Request, Finish], None] | None = None,
 ) -> Scheduler:
-    """The scheduler over `num_pages` KV pages, the reserved page included."""
+    """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
+    the pages of a model with one cache group, the reserved page included."""
     user = resolved.user
+    if isinstance(pools, int):
+        pools = (PagePool("tokens", pools, resolved.page_size),)
+    num_pages = pools[0].num_pages
+    _check_groups(resolved, registry, pools)
     eviction = resolved.plugins.get("eviction_policy")
     eviction_policy = (
         GuardedEvictionPolicy(registry.create(eviction[0], EvictionContext(resolved.page_size, num_pages))) if eviction else None
     )
-    cache = registry.create(resolved.choice("prefix_cache"), PrefixCacheContext(resolved.page_size, num_pages, eviction_policy))
+    cache_context = PrefixCacheContext(resolved.page_size, num_pages, eviction_policy, tuple(pools))
+    cache = registry.create(resolved.choice("prefix_cache"), cache_context)
     limits = SchedulingContext(
         max_running_requests=resolved.max_running_requests,
         token_budget=resolved.chunked_prefill_size,
@@ -63,7 +74,8 @@ def build_scheduler(
         jump_rows=ROWS_A_TOKEN,
         jump_tokens=resolved.cuda_graph_max_bs,
     )
-    scheduler = Scheduler(config, cache, PagedAllocator(num_pages), policy, on_finish=on_finish)
+    allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
+    scheduler = Scheduler(config, cache, allocator, policy, on_finish=on_finish)
     if drafters := resolved.plugins.get("drafter"):
         speculative = user.speculative
         context = DrafterContext(
@@ -75,3 +87,12 @@ def build_scheduler(
         )
         scheduler.enable_speculation(registry.create(drafters[0], context), speculative.num_steps)
     return scheduler
+
+
+def _check_groups(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> None:
+    """Raise ConfigurationError if the prefix cache does not serve models with several groups."""
+    name = resolved.choice("prefix_cache").name
+    capabilities = next(record.capabilities for record in registry.records("prefix_cache") if record.name == name)
+    if len(pools) > 1 and not (isinstance(capabilities, PrefixCacheCapabilities) and capabilities.groups):
+        kinds = ", ".join(pool.kind for pool in pools)
+        raise ConfigurationError(f"cache.prefix: {name} stores one cache group, and the model has {kinds}; try cache.prefix: radix")

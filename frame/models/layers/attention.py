@@ -94,6 +94,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows`: the batch's rows of the rotary table; None where a kernel reads the table by
         position."""
+        batch = batch.view(self.spec.layer)
         qkv = self.qkv_proj(x)
         if rows is None and self.kernel is not None:
             q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)

@@ -18,14 +18,14 @@ def register_prefix_caches(registry: KindRegistry) -> None:
     registry.add(
         "radix",
         f"{here}.radix:RadixCache",
-        capabilities=PrefixCacheCapabilities(),
+        capabilities=PrefixCacheCapabilities(groups=True),
         rank=50,
         summary="Reuses equal prefixes by a radix tree over pages.",
     )
     registry.add(
         "none",
         f"{here}.none:NoCache",
-        capabilities=PrefixCacheCapabilities(reuses=False, eviction_policy=False),
+        capabilities=PrefixCacheCapabilities(reuses=False, eviction_policy=False, groups=True),
         rank=-100,
         summary="Stores nothing: every prompt is computed.",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -30,8 +30,11 @@ class NoCache(PrefixCache):
 
     def unlock(self, handle: Any) -> None: ...
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted:
-        return Inserted(len(tokens) // self._page_size * self._page_size, None)
+    def insert(
+        self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0, groups: Sequence[np.ndarray] = ()
+    ) -> Inserted:
+        offered = np.concatenate([_NONE, *(given[:, 1] if given.ndim == 2 else given for given in groups)])
+        return Inserted(len(tokens) // self._page_size * self._page_size, None, offered[offered > 0].tolist())
 
     def evict(self, num_pages: int) -> np.ndarray:
         return _NONE

@@ -10,58 +10,21 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import CachedRun, Inserted, Match, PrefixCache, PrefixCacheContext, owner_of
+from frame.core.interfaces.cache import CachedRun, Inserted, Match, PrefixCache, PrefixCacheContext
+from frame.plugins.prefix_caches.radix_groups import WindowGroup, make_groups
+from frame.plugins.prefix_caches.radix_nodes import Handle, Node, outline_tree
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _NO_PAGES = np.empty(0, np.int32)
-_FIRST_IDS = 16  # tokens of a run that an outline shows
-_LOOKED_AT = 4096  # most nodes that an outline examines, because requests wait for it
 _AUDITED = 256  # nodes that one part of an audit checks: about a millisecond
-
-
-class Node:
-    """A run of whole pages. A node without a parent is a root, or was removed from the tree.
-
-    `end`: pages from the root to this node's end. `refs`: locks at or below this node. `version`:
-    incremented when the node's entry in the eviction heap becomes invalid.
-    """
-
-    __slots__ = (
-        "children", "created", "end", "hits", "key", "last_access", "namespace", "owner", "pages", "parent", "priority", "refs", "version",
-    )  # fmt: skip
-
-    def __init__(self, parent: Node | None, key: np.ndarray, pages: np.ndarray, namespace: str) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.namespace = namespace
-        self.owner: str = parent.owner if parent else owner_of(namespace)
-        self.end: int = (parent.end if parent else 0) + len(pages)
-        self.children: dict[bytes, Node] = {}
-        self.refs = 0
-        self.version = 0
-        self.last_access = 0
-        self.created = 0
-        self.hits = 0
-        self.priority = 0
-
-
-class Handle:
-    """The end of a prefix: `end` pages from the root, at or above the end of `node`."""
-
-    __slots__ = ("end", "node")
-
-    def __init__(self, node: Node, end: int) -> None:
-        self.node = node
-        self.end = end
 
 
 class RadixCache(PrefixCache):
@@ -90,6 +53,7 @@ class RadixCache(PrefixCache):
         self._num_nodes = 0
         self._num_evictable = 0
         self._num_locked = 0
+        self._groups = make_groups(context.pools, context.page_size)
 
     # PrefixCache ----------------------------------------------------------------------------------
 
@@ -98,7 +62,26 @@ class RadixCache(PrefixCache):
         if not path:
             return Match(0, _NO_PAGES, None)
         pages = np.concatenate([*(node.pages for node in path[:-1]), path[-1].pages[:last]])
+        if self._groups:
+            return self._match_groups(path, pages, len(tokens))
         return Match(len(pages) * self._page_size, pages, Handle(path[-1], len(pages)))
+
+    def _match_groups(self, path: list[Node], pages: np.ndarray, num_tokens: int) -> Match:
+        """The longest part of a match that all groups serve."""
+        served = np.ones(len(pages) + 1, np.bool_)
+        for group in self._groups:
+            group.mark_served(path, num_tokens, served)
+        end, longest = int(np.flatnonzero(served)[-1]), min(len(pages), (num_tokens - 1) // self._page_size) * self._page_size
+        if not end:
+            return Match(0, _NO_PAGES, None, longest=longest)
+        node = next(node for node in path if node.end >= end)
+        groups = tuple(group.read(path, end) for group in self._groups)
+        return Match(end * self._page_size, pages[:end], Handle(node, end), groups, longest)
+
+    def read(self, handle: Handle) -> Match:
+        path = self._path(handle.node)
+        groups = tuple(group.read(path, handle.end) for group in self._groups)
+        return Match(handle.end * self._page_size, np.concatenate([node.pages for node in path]), handle, groups)
 
     def lock(self, handle: Handle | None) -> None:
         if handle is None:
@@ -115,6 +98,19 @@ class RadixCache(PrefixCache):
             node.last_access = self._clock
             node.version += 1  # its heap entry, if any, is invalid now
             node = node.parent
+        for group in self._groups:
+            if isinstance(group, WindowGroup):
+                first = max(0, handle.end - group.width)
+                self._split_at(handle.node, first)
+                group.lock(self._locked_nodes(handle, first))
+                handle.windows.append(group.index)
+
+    def unlock_group(self, handle: Handle | None, index: int) -> None:
+        if handle is not None and index in handle.windows:
+            group = self._groups[index]
+            assert isinstance(group, WindowGroup)
+            handle.windows.remove(index)
+            group.unlock(self._locked_nodes(handle, max(0, handle.end - group.width)))
 
     def unlock(self, handle: Handle | None) -> None:
         if handle is None:
@@ -122,6 +118,8 @@ class RadixCache(PrefixCache):
         node: Node | None = handle.node
         if node is None or node.refs == 0 or node.end != handle.end:
             raise RuntimeError("a prefix is unlocked that is not locked")
+        for index in list(handle.windows):
+            self.unlock_group(handle, index)
         while node is not None and node.parent is not None:
             node.refs -= 1
             if node.refs == 0:
@@ -130,13 +128,15 @@ class RadixCache(PrefixCache):
                 self._push_if_evictable(node)
             node = node.parent
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0) -> Inserted:
+    def insert(
+        self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0, groups: Sequence[np.ndarray] = ()
+    ) -> Inserted:
         key = self._key(tokens)
         num_pages = len(key) // self._page_size
         if len(pages) < num_pages:
             raise ValueError(f"{len(tokens)} tokens fill {num_pages} pages, but {len(pages)} were given")
         if num_pages == 0:
-            return Inserted(0, None)
+            return Inserted(0, None, [page for _, page in chain.from_iterable(given.tolist() for given in groups if given.ndim == 2)])
         path, last = self._walk(key, namespace)
         if path and last < len(path[-1].pages):
             path[-1] = self._split(path[-1], last)
@@ -148,19 +148,31 @@ class RadixCache(PrefixCache):
             node.last_access = self._clock
             node.priority = max(node.priority, priority)
         self._push_if_evictable(path[-1])
-        return Inserted(cached * self._page_size, Handle(path[-1], num_pages))
+        unused = [page for group, given in zip(self._groups, groups, strict=False) for page in group.adopt(path, given)]
+        return Inserted(cached * self._page_size, Handle(path[-1], num_pages), unused)
+
+    def evict_group(self, index: int, num_pages: int) -> np.ndarray:
+        return self._groups[index].evict(num_pages)
+
+    def count_evictable(self, index: int) -> int:
+        return self._groups[index].num_evictable
+
+    def count_locked(self, index: int) -> int:
+        return self._groups[index].num_locked
 
     def evict(self, num_pages: int) -> np.ndarray:
         freed: list[np.ndarray] = []
         while num_pages > 0 and (found := self._next_victim()) is not None:
             node, most = found
-            if len(node.pages) > min(num_pages, most):
-                freed.append(self._trim(node, min(num_pages, most)))
+            keep = max(0, len(node.pages) - min(num_pages, most))
+            num_pages -= len(node.pages) - keep
+            freed += [group.cut(node, keep) for group in self._groups]
+            if keep:
+                freed.append(self._trim(node, keep))
             else:
                 heapq.heappop(self._heaps[node.owner])
                 freed.append(node.pages)
                 self._remove(node)
-            num_pages -= len(freed[-1])
         self._compact()
         return np.concatenate(freed) if freed else _NO_PAGES
 
@@ -184,45 +196,26 @@ class RadixCache(PrefixCache):
             del self._evictable_of[owner]
 
     def reset(self) -> np.ndarray:
-        return self.evict(self._num_evictable)
+        rest = [self.evict(self._num_evictable), *(group.evict(group.num_evictable) for group in self._groups)]
+        return np.concatenate(rest)
 
     def outline(self, limit: int) -> list[CachedRun]:
-        picked: list[tuple[Node, int]] = []
-        roots = _ends(self._roots, _LOOKED_AT // 4)
-        tops = [child for root in roots for child in _ends(root.children, _LOOKED_AT // (2 * len(roots)))]
-        queue, left = _latest(tops, limit, -1), _LOOKED_AT - len(tops)
-        while queue and len(picked) < limit:
-            *_, node, parent = heapq.heappop(queue)
-            children = _ends(node.children, left // 2)
-            left -= len(children)
-            for entry in _latest(children, limit, len(picked)):
-                heapq.heappush(queue, entry)
-            picked.append((node, parent))
-        shown = Counter(parent for _, parent in picked)
-        return [self._run(node, parent, len(node.children) - shown[place]) for place, (node, parent) in enumerate(picked)]
-
-    def _run(self, node: Node, parent: int, hidden: int) -> CachedRun:
-        return CachedRun(
-            parent=parent,
-            start=(node.end - len(node.pages)) * self._page_size,
-            tokens=len(node.pages) * self._page_size,
-            locks=node.refs,
-            hits=node.hits,
-            age=self._clock - node.last_access,
-            hidden=hidden,
-            namespace=node.namespace,
-            first_ids=node.key[:_FIRST_IDS].tolist(),
-        )
+        return outline_tree(self._roots, limit, self._page_size, self._clock)
 
     def relock(self, handles: Iterable[Any]) -> None:
         for node in self._nodes():
             node.refs = 0
             node.version += 1
+        for group in self._groups:
+            if isinstance(group, WindowGroup):
+                group.clear_locks(self._nodes())
         self._num_evictable, self._num_locked = self._num_evictable + self._num_locked, 0
         self._evictable_of = Counter()
         for node in self._nodes():
             self._evictable_of[node.owner] += len(node.pages)
         for handle in handles:
+            if handle is not None:
+                handle.windows = []
             self.lock(handle)
         self._rebuild_heaps()
 
@@ -241,6 +234,7 @@ class RadixCache(PrefixCache):
             offered.update(id(node) for _, _, version, node in part if version == node.version)
             yield _NO_PAGES
         evictable = locked = num_nodes = 0
+        held = [0] * len(self._groups)
         seen = np.zeros(64, np.bool_)  # by page
         while run := list(islice(nodes, _AUDITED)):
             for node in run:
@@ -251,7 +245,9 @@ class RadixCache(PrefixCache):
             seen[pages] = True
             unlocked = sum(len(node.pages) for node in run if node.refs == 0)
             evictable, locked, num_nodes = evictable + unlocked, locked + len(pages) - unlocked, num_nodes + len(run)
-            yield pages
+            further = [[group.list_pages(node) for node in run] for group in self._groups]
+            held = [count + sum(map(len, parts)) for count, parts in zip(held, further, strict=True)]
+            yield np.concatenate([pages, *chain.from_iterable(further)])
         _require(num_nodes == self._num_nodes, f"the tree has {num_nodes} nodes, counted {self._num_nodes}")
         _require(evictable == self._num_evictable, f"{evictable} pages are evictable, counted {self._num_evictable}")
         _require(locked == self._num_locked, f"{locked} pages are locked, counted {self._num_locked}")
@@ -260,6 +256,8 @@ class RadixCache(PrefixCache):
         entries = self._num_entries()
         _require(entries <= 2 * self._num_nodes + 64, f"the heaps hold {entries} entries for {self._num_nodes} nodes")
         _require(self._evictable_of.total() == evictable, "the evictable pages of all owners are not those of the tree")
+        counted = [group.num_evictable + group.num_locked for group in self._groups]
+        _require(held == counted, f"the nodes hold {held} pages of further groups, counted {counted}")
 
     def _check_node(self, node: Node, offered: set[int]) -> None:
         parent = _parent(node)
@@ -320,6 +318,25 @@ class RadixCache(PrefixCache):
         keep = handle.end - node.parent.end
         return self._split(node, keep) if keep < len(node.pages) else node
 
+    def _path(self, node: Node) -> list[Node]:
+        """The nodes from the root to `node`."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def _split_at(self, node: Node, end: int) -> None:
+        """Make `end` pages from the root the end of a node above `node`, or the root."""
+        while node.parent is not None and node.parent.end > end:
+            node = node.parent
+        if node.parent is not None and node.parent.end < end:
+            self._split(node, end - node.parent.end)
+
+    def _locked_nodes(self, handle: Handle, first: int) -> list[Node]:
+        """The nodes of a locked prefix after its first `first` pages."""
+        return [node for node in self._path(handle.node) if node.end > first]
+
     def _split(self, lower: Node, keep: int) -> Node:
         """Split `lower` after `keep` pages; returns the new upper node. Both parts are copies, so
         neither keeps the other's memory."""
@@ -331,6 +348,9 @@ class RadixCache(PrefixCache):
         lower.key, lower.pages, lower.parent = lower.key[cut:].copy(), lower.pages[keep:].copy(), upper
         upper.children[self._first(lower.key)] = lower
         self._num_nodes += 1
+        upper.parts = [None] * len(self._groups)
+        for group in self._groups:
+            group.split(upper, lower, keep)
         return upper
 
     def _append(self, parent: Node | None, key: np.ndarray, pages: np.ndarray, namespace: str, cached: int) -> Node:
@@ -339,6 +359,7 @@ class RadixCache(PrefixCache):
         num_pages = len(key) // self._page_size
         node = Node(parent, key[cached * self._page_size :].copy(), np.array(pages[cached:num_pages], np.int32), namespace)
         node.created = self._clock
+        node.parts = [group.empty(len(node.pages)) for group in self._groups]
         parent.children[self._first(node.key)] = node
         self._num_nodes += 1
         self._count_evictable(node.owner, len(node.pages))
@@ -356,13 +377,12 @@ class RadixCache(PrefixCache):
         elif not parent.children:
             self._roots.pop(parent.namespace, None)
 
-    def _trim(self, node: Node, num_pages: int) -> np.ndarray:
-        """Evict pages from the end of a leaf, which keeps its heap entry. -> the pages."""
-        keep = len(node.pages) - num_pages
+    def _trim(self, node: Node, keep: int) -> np.ndarray:
+        """Evict a leaf's pages past its first `keep`; it keeps its heap entry. -> the pages."""
         freed = node.pages[keep:]
         node.pages, node.key = node.pages[:keep].copy(), node.key[: keep * self._page_size].copy()
-        node.end -= num_pages
-        self._count_evictable(node.owner, -num_pages)
+        node.end -= len(freed)
+        self._count_evictable(node.owner, -len(freed))
         return freed
 
     def _nodes(self) -> Iterator[Node]:
@@ -405,19 +425,6 @@ def _parent(node: Node) -> Node:
     if node.parent is None:
         raise RuntimeError("a node that has left the radix tree is used")
     return node.parent
-
-
-def _ends(nodes: dict[Any, Node], most: int) -> list[Node]:
-    """All nodes, or, of more than `most`, the oldest and the newest ones: old nodes are still there
-    because they are used."""
-    if len(nodes) <= most:
-        return list(nodes.values())
-    return [*islice(nodes.values(), most // 2), *islice(reversed(nodes.values()), most - most // 2)]
-
-
-def _latest(nodes: Iterable[Node], limit: int, parent: int) -> list[tuple[int, int, Node, int]]:
-    """A heap of the `limit` most recently used nodes, each with its parent's index."""
-    return heapq.nsmallest(limit, ((-node.last_access, id(node), node, parent) for node in nodes))
 
 
 def _is_evictable(node: Node) -> bool:

@@ -77,7 +77,7 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
         runner = build_runner(resolved, load_parts(resolved, registry), group, HOST)
         if rank:
             return follow(runner, End(wires, rank))  # type: ignore[arg-type]
-        loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.num_pages), LeadingRunner(runner, wires))  # type: ignore[arg-type]
+        loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.pools), LeadingRunner(runner, wires))  # type: ignore[arg-type]
         try:
             return act(loop)
         finally:
@@ -97,7 +97,7 @@ class Model:
         self.folder = folder
         prepared = prepared_for(folder)
         runner = build_rank(prepared.resolved, prepared.registry)
-        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
         self.tokens = loop.generate(PROMPTS, TOKENS)
 
     def check(self, scratch: Path, tokens: int = 4096, **sections: Any) -> None:

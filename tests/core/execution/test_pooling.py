@@ -51,7 +51,7 @@ def prepared(folder: Path, **sections: dict[str, Any]) -> Prepared:
 def make_loop(folder: Path, **sections: dict[str, Any]) -> LocalLoop:
     found = prepared(folder, **sections)
     runner = build_rank(found.resolved, found.registry)
-    return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.num_pages), runner)
+    return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.pools), runner)
 
 
 def as_sentence_folder(folder: Path, mode: str, *more: dict[str, Any], longest: int = 128) -> Path:
@@ -184,7 +184,7 @@ def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
 
     def act(group):
         runner = build_runner(found.resolved, load_parts(found.resolved, found.registry), group, HOST)
-        return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.num_pages), runner).pool(each)
+        return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.pools), runner).pool(each)
 
     for got in on_ranks(2, act):
         np.testing.assert_allclose(got, want, atol=1e-5)

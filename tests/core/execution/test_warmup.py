@@ -77,6 +77,6 @@ def test_requests_after_idle_steps_have_the_tokens_that_they_have_without(overla
         if is_idle_first:
             for batch in (*idle_decodes(runner.inputs.table.padding_slot), *idle_prompts(runner.context.limits)):
                 runner.launch(batch).wait()
-        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
         outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
     assert outputs[0] == outputs[1]

@@ -74,10 +74,10 @@ def test_the_layers_of_a_model_form_groups():
     assert geometry.bytes_per_token == (2 * 2 * 16 + 40) * 2 + 8
     assert geometry.count_bytes(1) == 6 * 3 * 2 + 2 * 4 * 4 * 4
     pool = KVPool(geometry, (5, 3), torch.device("cpu"))
-    assert [tensor.shape for tensor in pool.layer(0)] == [(3, 6, 3), (3, 2, 4, 4)]
+    assert [tensor.shape for tensor in pool.layer(0)] == [(4, 6, 3), (4, 2, 4, 4)]  # and the page that padding writes to
     assert pool.layer(0)[1].dtype == torch.float32
     assert pool.layer(2)[0].shape == (5, 4, 8)
-    assert pool.num_bytes == 5 * 4 * geometry.bytes_per_token + 3 * geometry.count_bytes(1)
+    assert pool.num_bytes == 5 * 4 * geometry.bytes_per_token + 4 * geometry.count_bytes(1)
 
 
 def test_one_layer_has_one_cache():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
@@ -73,6 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_shared_tokens=st.sampled_from([2, 4, 256]),
         drafts=st.sampled_from(["none", "right", "wrong", "mixed"]),
         num_steps=st.integers(1, 5),
+        window=st.sampled_from([None, None, 1, 9]),
+        states=st.sampled_from([0, 0, 1, 4]),
     )
     def start(
         self,
@@ -92,7 +95,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_shared_tokens: int,
         drafts: str,
         num_steps: int,
+        window: int | None,
+        states: int,
     ) -> None:
+        further = []
+        if window is not None:
+            further.append(PagePool("window", 1 + (2 * window + pool // 2) // page_size + 4, page_size, window))
+        if states:
+            further.append(PagePool("snapshot", 1 + states, 0))
         config = SchedulerConfig(
             page_size=page_size,
             num_pages=1 + pool // page_size,
@@ -114,8 +124,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             EVICTION_POLICIES[eviction](EVICTION),
             prefix_cache=prefix_cache,
             is_invalid=is_invalid if invalid else None,
+            further=further,
         )
-        if drafts != "none":
+        if drafts != "none" and not states:
             self.rig.enable_drafts(SCRIPTS[drafts], num_steps)
 
     @rule(

@@ -12,6 +12,7 @@ import pytest
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy, PrefixCacheContext
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches import radix as radix_cache
+from frame.plugins.prefix_caches import radix_nodes
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.conformance import Setting, Subject
@@ -45,14 +46,14 @@ def test_suite(name: str) -> None:
 
 def test_an_outline_of_a_large_tree_examines_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
-    latest = radix_cache._latest
+    latest = radix_nodes._latest
 
     def counted(nodes: list[Any], limit: int, parent: int) -> Any:
         looked_at.extend(nodes)
         return latest(nodes, limit, parent)
 
-    monkeypatch.setattr(radix_cache, "_latest", counted)
-    monkeypatch.setattr(radix_cache, "_LOOKED_AT", 64)
+    monkeypatch.setattr(radix_nodes, "_latest", counted)
+    monkeypatch.setattr(radix_nodes, "_LOOKED_AT", 64)
     cache = RadixCache(PrefixCacheContext(1, 4096, POLICIES["lru"](EVICTION)))
     for page in range(0, 800, 2):
         token = page // 2 % 200
@@ -65,7 +66,7 @@ def test_an_outline_of_a_large_tree_examines_a_part_of_it(monkeypatch: pytest.Mo
     ]  # fmt: skip
 
 
-BREACHES: dict[str, tuple[Callable[[radix_cache.Node], None], str]] = {
+BREACHES: dict[str, tuple[Callable[[radix_nodes.Node], None], str]] = {
     "child": (lambda node: node.key.__setitem__(0, 70_000), "not its parent's child"),
     "end": (lambda node: setattr(node, "end", node.end + 1), "ends elsewhere"),
     "tokens": (lambda node: setattr(node, "key", np.append(node.key, np.int32(1))), "do not fill"),

@@ -1,0 +1,130 @@
+"""`GroupInputs`: the page tables of the cache groups besides `tokens`, and the views of a step's
+batch that their layers get.
+
+Used by the input batch, for models with several cache groups only. Must not know a request, a model
+or the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import SequenceStates
+from frame.core.kv_cache.kv_pool import PageTable
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
+    from frame.core.kv_cache.kv_pool import DeviceTable, KVPool
+
+
+class GroupInputs:
+    """One page table for each further group. In a step: `write_tables`; `find_places` and
+    `list_moves`, whose arrays travel to the device; `begin_step`; `make_views`; the forward pass;
+    `save_states`."""
+
+    def __init__(self, pool: KVPool, table: DeviceTable, device: torch.device) -> None:
+        geometry = pool.geometry
+        self._pool = pool
+        self._groups = geometry.groups[1 : geometry.num_pools]
+        rows = table.num_slots + 1
+        self._tables = [
+            PageTable(rows, table.max_pages, table.page_size, device) if group.page_size else PageTable(rows, 1, 0, device)
+            for group in self._groups
+        ]
+        self._saves: torch.Tensor | None = None
+        for index, found in enumerate(self._tables, 1):
+            if not found.page_size:  # slots without a request, and rows of padding, write to the spare page
+                found.fill(pool.num_pages[index])
+
+    @staticmethod
+    def has_moves(batch: ScheduledBatch) -> bool:
+        """Whether the batch writes to a table of a further group, or copies states."""
+        return batch.state_loads is not None or batch.state_saves is not None or any(len(writes) for writes in batch.group_pages)
+
+    def write_tables(self, batch: ScheduledBatch) -> None:
+        """Write the batch's pages to the host's tables."""
+        for table, writes in zip(self._tables, batch.group_pages, strict=False):
+            table.write_host(writes)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether rows of one slot depend on each other within a step."""
+        return any(not table.page_size for table in self._tables)
+
+    @property
+    def padding(self) -> dict[str, np.generic]:
+        """The names of `find_places`, with the values of rows of padding."""
+        values = (np.int64(0 if table.page_size else self._pool.num_pages[index]) for index, table in enumerate(self._tables, 1))
+        return {self._name(index): value for index, value in enumerate(values)}
+
+    def find_places(
+        self, batch: ScheduledBatch, slots: np.ndarray, token_slots: np.ndarray, positions: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Where each token is stored in a window group, int64 [tokens], and the page of each row's
+        state, int64 [rows]. `slots`: int64 [rows]; `token_slots`, `positions`: int64 [tokens]."""
+        return {
+            self._name(index): table.find_kv_slots(batch, token_slots, positions)
+            if table.page_size
+            else table.host_pages[slots, 0].astype(np.int64)
+            for index, table in enumerate(self._tables)
+        }
+
+    def list_moves(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """The writes to the device's tables and the copies of states; empty in most steps."""
+        arrays: dict[str, np.ndarray] = {}
+        for index, table in enumerate(self._tables):
+            if not table.is_shared and batch.group_pages and len(batch.group_pages[index]):
+                writes = table.flat_writes(batch.group_pages[index])
+                arrays |= {f"{self._name(index)}_{name}": array for name, array in writes.items()}
+        for name, copies in (("group_loads", batch.state_loads), ("group_saves", batch.state_saves)):
+            if copies is not None:
+                arrays[name] = np.ascontiguousarray(copies.T, np.int64)
+        return arrays
+
+    def begin_step(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take the arrays of `list_moves` from `tensors`: write the tables and copy the states that
+        the step begins with."""
+        if (loads := tensors.pop("group_loads", None)) is not None:
+            self._copy_states(loads)
+        self._saves = tensors.pop("group_saves", None)
+        for index, table in enumerate(self._tables):
+            self._write_device(index, table, tensors)
+
+    def make_views(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]) -> ForwardBatch:
+        """The batch with a planned view for each window group. `places`: the arrays of
+        `find_places`."""
+        views: dict[int, ForwardBatch] = {}
+        for index, (group, table) in enumerate(zip(self._groups, self._tables, strict=True)):
+            if not group.page_size:
+                batch.extensions[SequenceStates] = SequenceStates(places[self._name(index)])
+                continue
+            host = replace(batch.host, page_table=table.host_pages)
+            view = replace(batch, kv_slots=places[self._name(index)], page_table=table.pages, host=host, group=index + 1)
+            view = replace(view, plan=plan(view))
+            views |= dict.fromkeys((layer.layer for layer in group.layers), view)
+        return replace(batch, views=views)
+
+    @staticmethod
+    def _name(index: int) -> str:
+        return f"group_{index}"
+
+    def save_states(self) -> None:
+        """Copy the states that are kept, after the step's forward pass."""
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            self._copy_states(saves)
+
+    def _write_device(self, index: int, table: PageTable, tensors: dict[str, torch.Tensor]) -> None:
+        names = {name: f"{self._name(index)}_{name}" for name in ("new_places", "new_pages")}
+        if names["new_places"] in tensors:
+            table.write_device(**{name: tensors.pop(key) for name, key in names.items()})
+
+    def _copy_states(self, copies: torch.Tensor) -> None:
+        for group in self._groups:
+            for layer in group.layers if not group.page_size else ():
+                self._pool.copy_pages(layer.layer, copies[0], copies[1])

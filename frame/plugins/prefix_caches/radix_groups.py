@@ -1,0 +1,283 @@
+"""What the nodes of a radix tree hold of further cache groups: window pages and states.
+
+A node of the tree always has the pages of the `tokens` group. Of a `window` group it has some of
+its pages, or none: the others are tombstones. Of a `snapshot` group it has states at some of its
+positions. Each group has its own order of eviction, least recently used first. Used by
+`frame.plugins.prefix_caches.radix`. Must not know requests, devices or layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.cache_groups import PagePool
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class GroupedNode(Protocol):
+    """The fields of a tree's node that groups use. `parts`: one entry for each further group."""
+
+    pages: np.ndarray
+    end: int
+    parts: list[Any]
+
+
+class Group(ABC):
+    """One further group: `index` is its place in `Node.parts`."""
+
+    num_evictable = 0  # pages that `evict` could return
+    num_locked = 0
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    @abstractmethod
+    def empty(self, num_pages: int) -> Any:
+        """The part of a node of `num_pages` pages that holds nothing of the group."""
+
+    @abstractmethod
+    def mark_served(self, path: Sequence[GroupedNode], num_tokens: int, served: np.ndarray) -> None:
+        """Clear the entries of `served`, bool [pages of the path + 1], at which a match of a
+        sequence of `num_tokens` tokens cannot end. Entry 0 is never cleared."""
+
+    @abstractmethod
+    def read(self, path: Sequence[GroupedNode], end: int) -> np.ndarray:
+        """The group's pages of a match that ends after `end` pages; see `Match.groups`."""
+
+    @abstractmethod
+    def adopt(self, path: Sequence[GroupedNode], offered: np.ndarray) -> list[int]:
+        """Keep the offered pages where the path has none. -> those that are not kept."""
+
+    @abstractmethod
+    def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
+        """`upper` gets the first `keep` pages of `lower`, whose fields are already those of its
+        rest."""
+
+    @abstractmethod
+    def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
+        """Remove what the node holds past its first `keep` pages. Called before its fields
+        change."""
+
+    @abstractmethod
+    def evict(self, num_pages: int) -> np.ndarray:
+        """Remove up to `num_pages` pages that are not locked, the least recently used first."""
+
+    @abstractmethod
+    def list_pages(self, node: GroupedNode) -> np.ndarray:
+        """All pages that the node holds, int32."""
+
+
+class WindowPart:
+    """`pages`: int32, one entry for each page of the node; 0: tombstone."""
+
+    __slots__ = ("pages", "refs")
+
+    def __init__(self, pages: np.ndarray, refs: int = 0) -> None:
+        self.pages = pages
+        self.refs = refs
+
+    @property
+    def count(self) -> int:
+        return int(np.count_nonzero(self.pages))
+
+
+class WindowGroup(Group):
+    """A match ends where the pages of the window before it are all present."""
+
+    def __init__(self, index: int, window: int, page_size: int) -> None:
+        super().__init__(index)
+        self.width = -(-window // page_size)  # pages that a match needs, at most
+        self._order: OrderedDict[GroupedNode, None] = OrderedDict()  # nodes with pages and without locks
+
+    def empty(self, num_pages: int) -> WindowPart:
+        return WindowPart(np.zeros(num_pages, np.int32))
+
+    def mark_served(self, path: Sequence[GroupedNode], num_tokens: int, served: np.ndarray) -> None:
+        pages = np.concatenate([self._part(node).pages for node in path])[: len(served) - 1]
+        ends = np.arange(1, len(pages) + 1)
+        last_absent = np.maximum.accumulate(np.where(pages == 0, ends, 0))
+        served[1:] &= ends - last_absent >= np.minimum(ends, self.width)
+
+    def read(self, path: Sequence[GroupedNode], end: int) -> np.ndarray:
+        pages = np.concatenate([self._part(node).pages for node in path])[:end]
+        pages[: max(0, end - self.width)] = 0
+        return pages
+
+    def adopt(self, path: Sequence[GroupedNode], offered: np.ndarray) -> list[int]:
+        unused: list[int] = []
+        for node in path:
+            part, given = self._part(node), offered[node.end - len(node.pages) : node.end]
+            if given.any():
+                takes = (part.pages == 0) & (given > 0)
+                unused += given[(given > 0) & ~takes].tolist()
+                self._count(part, int(np.count_nonzero(takes)))
+                part.pages[takes] = given[takes]
+            self._touch(node, part)
+        return unused
+
+    def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
+        part = self._part(lower)
+        upper.parts[self.index] = above = WindowPart(part.pages[:keep].copy(), part.refs)
+        part.pages = part.pages[keep:].copy()
+        self._touch(upper, above)
+        self._touch(lower, part)
+
+    def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
+        part = self._part(node)
+        gone, part.pages = part.pages[keep:], part.pages[:keep].copy()
+        gone = gone[gone > 0]
+        self._count(part, -len(gone))
+        self._touch(node, part)
+        return gone
+
+    def evict(self, num_pages: int) -> np.ndarray:
+        freed: list[np.ndarray] = []
+        while num_pages > 0 and self._order:
+            node = next(iter(self._order))
+            part = self._part(node)
+            places = np.flatnonzero(part.pages)[:num_pages]  # the end of a run serves more matches than its beginning
+            freed.append(part.pages[places])
+            part.pages[places] = 0
+            num_pages -= len(places)
+            self.num_evictable -= len(places)
+            if not part.pages.any():
+                del self._order[node]
+        return np.concatenate(freed) if freed else _NO_PAGES
+
+    def list_pages(self, node: GroupedNode) -> np.ndarray:
+        pages = self._part(node).pages
+        return pages[pages > 0]
+
+    def lock(self, nodes: Sequence[GroupedNode]) -> None:
+        for node in nodes:
+            part = self._part(node)
+            if part.refs == 0:
+                self._move(part.count)
+                self._order.pop(node, None)
+            part.refs += 1
+
+    def unlock(self, nodes: Sequence[GroupedNode]) -> None:
+        for node in nodes:
+            part = self._part(node)
+            part.refs -= 1
+            if part.refs == 0:
+                self._move(-part.count)
+            self._touch(node, part)
+
+    def clear_locks(self, nodes: Iterator[GroupedNode]) -> None:
+        for node in nodes:
+            part = self._part(node)
+            if part.refs:
+                part.refs = 0
+                self._move(-part.count)
+                self._touch(node, part)
+
+    def _part(self, node: GroupedNode) -> WindowPart:
+        part: WindowPart = node.parts[self.index]
+        return part
+
+    def _move(self, count: int) -> None:
+        """`count` pages become locked."""
+        self.num_evictable -= count
+        self.num_locked += count
+
+    def _count(self, part: WindowPart, change: int) -> None:
+        if part.refs:
+            self.num_locked += change
+        else:
+            self.num_evictable += change
+
+    def _touch(self, node: GroupedNode, part: WindowPart) -> None:
+        """Make the node the most recently used one, if its pages may be evicted."""
+        if part.refs == 0 and part.pages.any():
+            self._order[node] = None
+            self._order.move_to_end(node)
+        else:
+            self._order.pop(node, None)
+
+
+class SnapshotGroup(Group):
+    """A match ends where a state was saved. `Node.parts`: page of the state by its position, in
+    pages from the root."""
+
+    def __init__(self, index: int, page_size: int) -> None:
+        super().__init__(index)
+        self._page_size = page_size
+        self._order: OrderedDict[int, tuple[GroupedNode, int]] = OrderedDict()  # by page: its node and position
+
+    def empty(self, num_pages: int) -> dict[int, int]:
+        return {}
+
+    def mark_served(self, path: Sequence[GroupedNode], num_tokens: int, served: np.ndarray) -> None:
+        has_state = np.zeros(len(served), np.bool_)
+        # the last token of a sequence is always computed, from the state before it
+        most = min(len(served) - 1, (num_tokens - 1) // self._page_size)
+        has_state[[end for node in path for end in self._part(node) if end <= most]] = True
+        served[1:] &= has_state[1:]
+
+    def read(self, path: Sequence[GroupedNode], end: int) -> np.ndarray:
+        page = next((part[end] for part in map(self._part, reversed(path)) if end in part), None)
+        if page is None:
+            return _NO_PAGES
+        self._order.move_to_end(page)
+        return np.array([page], np.int32)
+
+    def adopt(self, path: Sequence[GroupedNode], offered: np.ndarray) -> list[int]:
+        unused: list[int] = []
+        for num_tokens, page in offered.tolist():
+            end, rest = divmod(num_tokens, self._page_size)
+            node = next((node for node in path if node.end - len(node.pages) < end <= node.end), None)
+            if rest or node is None or end in self._part(node):
+                unused.append(page)
+                continue
+            self._part(node)[end] = page
+            self._order[page] = (node, end)
+            self.num_evictable += 1
+        return unused
+
+    def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
+        part = self._part(lower)
+        upper.parts[self.index] = above = {end: page for end, page in part.items() if end <= upper.end}
+        for end, page in above.items():
+            del part[end]
+            self._order[page] = (upper, end)
+
+    def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
+        part, most = self._part(node), node.end - len(node.pages) + keep
+        gone = [end for end in part if end > most]
+        pages = [part.pop(end) for end in gone]
+        for page in pages:
+            del self._order[page]
+        self.num_evictable -= len(pages)
+        return np.array(pages, np.int32)
+
+    def evict(self, num_pages: int) -> np.ndarray:
+        pages: list[int] = []
+        while len(pages) < num_pages and self._order:
+            page, (node, end) = self._order.popitem(last=False)
+            del self._part(node)[end]
+            pages.append(page)
+        self.num_evictable -= len(pages)
+        return np.array(pages, np.int32)
+
+    def list_pages(self, node: GroupedNode) -> np.ndarray:
+        return np.array(list(self._part(node).values()), np.int32)
+
+    def _part(self, node: GroupedNode) -> dict[int, int]:
+        part: dict[int, int] = node.parts[self.index]
+        return part
+
+
+def make_groups(pools: Sequence[PagePool], page_size: int) -> list[Group]:
+    """The groups of all pools but the first, which is that of the tokens."""
+    return [
+        WindowGroup(index, pool.window, page_size) if pool.window is not None else SnapshotGroup(index, page_size)
+        for index, pool in enumerate(pools[1:])
+    ]
