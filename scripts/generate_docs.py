@@ -1,5 +1,5 @@
 """Writes docs/reference/ from the code: configuration, hooks, capabilities, conformance, plugins,
-command line.
+building blocks of models, command line.
 
 `--check` writes nothing and fails when a page is out of date. Imports no torch: records, schemas
 and docstrings hold everything.
@@ -267,6 +267,24 @@ def _verdict(result: Mapping[str, str]) -> str:
     return code(result["killed_by"]) if result["killed_by"] else f"none: {result['survives']}"
 
 
+# ---- building blocks of models -------------------------------------------------------------------
+
+
+def model_blocks() -> str:
+    """The classes and functions that model plugins are built from."""
+    from scripts.model_blocks import blocks, introduction
+
+    parts = [
+        "# Building blocks of models",
+        NOTE,
+        "This page is for authors of model plugins: what `frame.models.layers` offers, with its promise of stability.",
+        introduction(),
+    ]
+    for name, text in blocks():
+        parts += [f"## {name}", text]
+    return "\n\n".join(parts) + "\n"
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -286,6 +304,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "config.md": configuration,
     "conformance.md": conformance,
     "hooks.md": hooks,
+    "model_blocks.md": model_blocks,
     "plugins.md": plugins,
 }
 

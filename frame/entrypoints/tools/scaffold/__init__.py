@@ -28,7 +28,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
-    "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",), tensor_parallel=False)'),
+    "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",))'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'DispatcherCapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "platform": (
