@@ -25,7 +25,6 @@ SKIPPED = {
     "grammar_backend": 2,  # cases of other kinds of grammar
     "model": 1,  # transformers does not have it
     "platform": 11,  # streams, events, graphs and the allocator of a device
-    "stat_logger": 2,  # metrics as text
     "tool_call_parser": 4,  # texts of a grammar
     "weight_format": 1,  # rounded weights of a checkpoint
 }
