@@ -138,6 +138,7 @@ class Heartbeat(Message, frozen=True):
     used_pages: int = 0
     total_pages: int = 0
     evictable_pages: int = 0
+    groups: list[dict[str, Any]] = []  # of cache groups besides `tokens`: "group" (its name), and the pages as above
     preempted: int = 0  # counter: preemptions
     cached_tokens: int = 0  # counter: prompt tokens found in the prefix cache
     prompt_tokens: int = 0  # counter

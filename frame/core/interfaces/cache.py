@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from frame.core.interfaces.plugin import Reason
@@ -56,6 +56,7 @@ class CachedRun:
     hidden: int  # children that the list leaves out
     namespace: str
     first_ids: list[int]  # its first tokens
+    groups: dict[str, int] = field(default_factory=dict)  # pages of further cache groups, by `PagePool.name`
 
 
 def owner_of(namespace: str) -> str:

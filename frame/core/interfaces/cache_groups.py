@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-GroupKind = Literal["tokens", "window", "snapshot", "sidecar", "write_once"]
+GroupKind = Literal["tokens", "window", "snapshot", "sidecar"]
 """How long a group keeps what its layers store.
 
 - `tokens`: every token of the sequence, in pages. The first group of a model, even without layers.
 - `window`: the tokens that later ones can still attend to; pages before them are freed.
 - `snapshot`: one recurrent state a sequence, overwritten by each step; a page is one state.
 - `sidecar`: further tensors of every token, in the pages of the `tokens` group (indexer keys).
-- `write_once`: tensors that a sequence's first step writes and later steps read; a page holds those
-  of one sequence (encoder output).
 """
 
 
@@ -30,7 +28,7 @@ GroupKind = Literal["tokens", "window", "snapshot", "sidecar", "write_once"]
 class CacheTensor:
     """One tensor of a layer's cache on this rank."""
 
-    shape: tuple[int, ...]  # of one token; of `snapshot` and `write_once`: of one sequence
+    shape: tuple[int, ...]  # of one token; of `snapshot`: of one sequence
     dtype: torch.dtype | None = None  # None: the dtype of the KV cache
 
 
@@ -56,5 +54,10 @@ class PagePool:
 
     kind: GroupKind
     num_pages: int  # the reserved page 0 included
-    page_size: int  # tokens; of `snapshot` and `write_once` 0: a page holds one sequence
+    page_size: int  # tokens; of `snapshot` 0: a page holds the state of one sequence
     window: int | None = None  # tokens
+
+    @property
+    def name(self) -> str:
+        """Its kind, with the window's size: for metrics and display."""
+        return self.kind if self.window is None else f"{self.kind}_{self.window}"

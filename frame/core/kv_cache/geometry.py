@@ -25,7 +25,6 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-_PER_SEQUENCE: tuple[GroupKind, ...] = ("snapshot", "write_once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class CacheGroup:
 
     kind: GroupKind
     layers: tuple[LayerCache, ...]
-    page_size: int  # tokens; of `snapshot` and `write_once` 0: a page holds one sequence
+    page_size: int  # tokens; of `snapshot` 0: a page holds the state of one sequence
     pool: int  # index of the group whose pages it uses: its own, or for `sidecar` 0
     window: int | None = None  # tokens
 
@@ -58,7 +57,7 @@ class KVGeometry:
         return sum(group.pool == index for index, group in enumerate(self.groups))
 
     def count_bytes(self, pool: int) -> int:
-        """Bytes of one token in a pool, or of one page where a page holds one sequence."""
+        """Bytes of one token in a pool, or of one state."""
         layers = (layer for group in self.groups if group.pool == pool for layer in group.layers)
         return sum(math.prod(tensor.shape) * self.dtype_of(tensor).itemsize for layer in layers for tensor in layer.tensors)
 
@@ -100,7 +99,7 @@ def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtyp
     own = {key: found for key, found in members.items() if key[0] != "sidecar"}
     sidecars = {key: found for key, found in members.items() if key[0] == "sidecar"}
     groups = [
-        CacheGroup(kind, tuple(found), 0 if kind in _PER_SEQUENCE else page_size, 0 if kind == "sidecar" else index, window)
+        CacheGroup(kind, tuple(found), 0 if kind == "snapshot" else page_size, 0 if kind == "sidecar" else index, window)
         for index, ((kind, window), found) in enumerate((own | sidecars).items())
     ]
     return KVGeometry(tuple(groups), page_size, dtype)

@@ -9,6 +9,7 @@ models with several groups only. Must not know policies, budgets or messages.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,15 @@ class GroupRows:
             if slots.size and missing + own > self.count_available(rows.index):
                 return False
         return True
+
+    def describe_load(self) -> list[dict[str, Any]]:
+        """The pages of each group, as `Heartbeat.groups`."""
+        load = []
+        for index, pool in enumerate(self.allocator.pools[1:]):
+            total, evictable = pool.num_pages - 1, self.cache.count_evictable(index)
+            used = total - self.allocator.count_free(index + 1) - evictable
+            load.append({"group": pool.name, "used_pages": used, "total_pages": total, "evictable_pages": evictable})
+        return load
 
     def _allocate(self, index: int, num_pages: int) -> np.ndarray | None:
         short = num_pages - self.allocator.count_free(index + 1)

@@ -252,6 +252,7 @@ class Scheduler:
             "used_pages": total - kv_manager.allocator.num_free - evictable,
             "total_pages": total,
             "evictable_pages": evictable,
+            "groups": [] if kv_manager.groups is None else kv_manager.groups.describe_load(),
             "preempted": self._planner.num_preempted,
             "cached_tokens": self._planner.num_cached_tokens,
             "prompt_tokens": self._num_prompt_tokens,

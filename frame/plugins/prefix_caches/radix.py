@@ -200,7 +200,10 @@ class RadixCache(PrefixCache):
         return np.concatenate(rest)
 
     def outline(self, limit: int) -> list[CachedRun]:
-        return outline_tree(self._roots, limit, self._page_size, self._clock)
+        def count_pages(node: Node) -> dict[str, int]:
+            return {group.name: len(group.list_pages(node)) for group in self._groups}
+
+        return outline_tree(self._roots, limit, self._page_size, self._clock, count_pages)
 
     def relock(self, handles: Iterable[Any]) -> None:
         for node in self._nodes():

@@ -35,8 +35,9 @@ class Group(ABC):
     num_evictable = 0  # pages that `evict` could return
     num_locked = 0
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, name: str) -> None:
         self.index = index
+        self.name = name  # `PagePool.name`
 
     @abstractmethod
     def empty(self, num_pages: int) -> Any:
@@ -91,8 +92,8 @@ class WindowPart:
 class WindowGroup(Group):
     """A match ends where the pages of the window before it are all present."""
 
-    def __init__(self, index: int, window: int, page_size: int) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, name: str, window: int, page_size: int) -> None:
+        super().__init__(index, name)
         self.width = -(-window // page_size)  # pages that a match needs, at most
         self._order: OrderedDict[GroupedNode, None] = OrderedDict()  # nodes with pages and without locks
 
@@ -207,8 +208,8 @@ class SnapshotGroup(Group):
     """A match ends where a state was saved. `Node.parts`: page of the state by its position, in
     pages from the root."""
 
-    def __init__(self, index: int, page_size: int) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, name: str, page_size: int) -> None:
+        super().__init__(index, name)
         self._page_size = page_size
         self._order: OrderedDict[int, tuple[GroupedNode, int]] = OrderedDict()  # by page: its node and position
 
@@ -278,6 +279,6 @@ class SnapshotGroup(Group):
 def make_groups(pools: Sequence[PagePool], page_size: int) -> list[Group]:
     """The groups of all pools but the first, which is that of the tokens."""
     return [
-        WindowGroup(index, pool.window, page_size) if pool.window is not None else SnapshotGroup(index, page_size)
+        SnapshotGroup(index, pool.name, page_size) if pool.window is None else WindowGroup(index, pool.name, pool.window, page_size)
         for index, pool in enumerate(pools[1:])
     ]

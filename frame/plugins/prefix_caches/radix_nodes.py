@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -61,9 +61,11 @@ class Handle:
         self.windows: list[int] = []
 
 
-def outline_tree(all_roots: dict[str, Node], limit: int, page_size: int, clock: int) -> list[CachedRun]:
-    """Up to `limit` nodes below the roots, parents before children, the most recently used
-    first."""
+def outline_tree(
+    all_roots: dict[str, Node], limit: int, page_size: int, clock: int, count_pages: Callable[[Node], dict[str, int]]
+) -> list[CachedRun]:
+    """Up to `limit` nodes below the roots, parents before children, the most recently used first.
+    `count_pages`: pages of further groups that a node holds, by group."""
     picked: list[tuple[Node, int]] = []
     roots = _ends(all_roots, _LOOKED_AT // 4)
     tops = [child for root in roots for child in _ends(root.children, _LOOKED_AT // (2 * len(roots)))]
@@ -76,21 +78,21 @@ def outline_tree(all_roots: dict[str, Node], limit: int, page_size: int, clock: 
             heapq.heappush(queue, entry)
         picked.append((node, parent))
     shown = Counter(parent for _, parent in picked)
-    return [_run(node, parent, len(node.children) - shown[place], page_size, clock) for place, (node, parent) in enumerate(picked)]
-
-
-def _run(node: Node, parent: int, hidden: int, page_size: int, clock: int) -> CachedRun:
-    return CachedRun(
-        parent=parent,
-        start=(node.end - len(node.pages)) * page_size,
-        tokens=len(node.pages) * page_size,
-        locks=node.refs,
-        hits=node.hits,
-        age=clock - node.last_access,
-        hidden=hidden,
-        namespace=node.namespace,
-        first_ids=node.key[:_FIRST_IDS].tolist(),
-    )
+    return [
+        CachedRun(
+            parent=parent,
+            start=(node.end - len(node.pages)) * page_size,
+            tokens=len(node.pages) * page_size,
+            locks=node.refs,
+            hits=node.hits,
+            age=clock - node.last_access,
+            hidden=len(node.children) - shown[place],
+            namespace=node.namespace,
+            first_ids=node.key[:_FIRST_IDS].tolist(),
+            groups=count_pages(node),
+        )
+        for place, (node, parent) in enumerate(picked)
+    ]
 
 
 def _ends(nodes: dict[Any, Node], most: int) -> list[Node]:

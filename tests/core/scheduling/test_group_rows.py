@@ -159,3 +159,13 @@ def test_ten_thousand_random_lengths() -> None:
     done, seed = 0, 1000
     while done < 10_000:
         done, seed = done + run_random_requests(seed), seed + 1
+
+
+def test_load_and_outline_name_the_pages_of_every_group() -> None:
+    rig = make(WINDOW, STATES, token_budget=16)
+    cached(rig, prompt(38))
+    window, states = rig.scheduler.get_load()["groups"]
+    assert window == {"group": "window_10", "used_pages": 0, "total_pages": 40, "evictable_pages": 9}
+    assert (states["group"], states["used_pages"], states["total_pages"], states["evictable_pages"]) == ("snapshot", 0, 8, 2)
+    runs = rig.scheduler.outline_cache(9)["runs"]
+    assert {name: sum(run["groups"][name] for run in runs) for name in runs[0]["groups"]} == {"window_10": 9, "snapshot": 2}

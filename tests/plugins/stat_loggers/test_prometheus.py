@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import promql_parser
 import pytest
 from click.testing import CliRunner
@@ -34,6 +35,8 @@ ENDED = RequestRecord("r", "m", "", "stop", 20, 0, 5, 4.0, 0.5, 2.0, 0.1, infere
 def services() -> Any:
     stats = ClientStats(finished={"stop": 3, "abort": 1}, prompt_tokens=40, generated_tokens=12, cached_tokens=10)
     load = Heartbeat(process="engine", step=7, running=2, waiting=1, used_pages=5, total_pages=10, cached_tokens=10, prompt_tokens=40)
+    groups = [{"group": "window_128", "used_pages": 3, "total_pages": 8, "evictable_pages": 2}]
+    load = msgspec.structs.replace(load, groups=groups)
     resolved = SimpleNamespace(model=SimpleNamespace(architecture="A"), device="cpu", dtype="float32", page_size=16)
     client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
     watch = ResourceMonitor(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
@@ -50,6 +53,12 @@ def test_what_processes_hold() -> None:
     assert found["frame_process_open_files{process=engine}"] == 20
     assert {name for name in found if "device" in name} >= {"frame_process_device_memory_bytes{process=engine}"}
     assert "frame_process_device_memory_bytes{process=main}" not in found
+
+
+def test_pages_of_cache_groups() -> None:
+    found = scraped()
+    pages = [found[f"frame_kv_group_{name}_pages{{group=window_128}}"] for name in ("used", "evictable", "total")]
+    assert pages == [3, 2, 8]
 
 
 def make_logger(aliases: tuple[str, ...] = ()) -> Prometheus:

@@ -42,6 +42,11 @@ HELD = (
     ("process_open_files", "files", "Files and sockets that a process has open."),
     ("process_device_memory_bytes", "device_memory", "Device memory that a process holds."),
 )
+GROUP_GAUGES = {
+    "used_pages": "Pages or states of a cache group that running requests hold.",
+    "evictable_pages": "Pages or states of a cache group that the prefix cache could give up.",
+    "total_pages": "Pages or states of a cache group.",
+}
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -140,6 +145,8 @@ class ServerMetrics:
             return
         for name, source, text in GAUGES:
             yield _gauge(name, text, getattr(load, source))
+        for source, text in GROUP_GAUGES.items():
+            yield _labelled(f"kv_group_{source}", text, "group", {group["group"]: group[source] for group in load.groups})
         yield _gauge("kv_tokens_used", "Tokens whose pages of the KV cache running requests hold.", load.used_pages * page_size)
         yield _gauge("kv_tokens", "Tokens that the KV cache has room for.", load.total_pages * page_size)
         sizes = (str(page_size), str(load.total_pages))

@@ -30,6 +30,16 @@ class ProfileResult(ControlResult):
     path: str
 
 
+class GroupLoad(TypedDict):
+    """The pages of a cache group besides that of all tokens. `group`: "window_" and its tokens, or
+    "snapshot"."""
+
+    group: str
+    used_pages: int
+    total_pages: int
+    evictable_pages: int
+
+
 class EngineLoad(TypedDict):
     """Gauges, and counters since the start of the engine."""
 
@@ -39,6 +49,7 @@ class EngineLoad(TypedDict):
     used_pages: int
     total_pages: int
     evictable_pages: int
+    groups: list[GroupLoad]
     preempted: int
     cached_tokens: int
     prompt_tokens: int
@@ -80,7 +91,7 @@ class LiveStatus(TypedDict):
 
 class CachedRunInfo(TypedDict):
     """A run of the prefix cache. `parent`: its place in the list, -1 for none; `age` in uses of the
-    cache."""
+    cache; `groups`: its pages of further cache groups."""
 
     parent: int
     start: int
@@ -91,6 +102,7 @@ class CachedRunInfo(TypedDict):
     hidden: int
     namespace: int
     text: str
+    groups: dict[str, int]
 
 
 class CacheOutline(TypedDict):

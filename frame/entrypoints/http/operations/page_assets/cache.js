@@ -26,6 +26,7 @@ function described(run) {
     `tokens ${count(run.start)} to ${count(run.start + run.tokens)}`,
     run.locks ? `in use by ${count(run.locks)} request${run.locks > 1 ? "s" : ""}` : "not in use",
     `used ${count(run.hits)} times, last ${count(run.age)} accesses ago`,
+    ...Object.entries(run.groups).map(([group, pages]) => `${group}: ${count(pages)} page${pages === 1 ? "" : "s"}`),
     run.hidden ? `${count(run.hidden)} further continuations are not drawn` : null,
   ].filter(Boolean);
 }
@@ -81,7 +82,8 @@ export function startCache() {
     tree.replaceChildren(drawn("svg", { viewBox: `0 0 ${WIDTH + 2} ${height}`, role: "img", "aria-label": "the prefix cache as a tree" }, ...scale(longest, x, height), ...bars));
     const tokens = runs.reduce((sum, run) => sum + run.tokens, 0);
     const used = runs.reduce((sum, run) => sum + (run.locks ? run.tokens : 0), 0);
-    summary.textContent = `${count(runs.length)} runs shown, ${count(tokens)} tokens, ${count(used)} of them in use; pages of ${count(data.page_size)} tokens`;
+    const groups = Object.keys(runs[0].groups).map((group) => `; ${group}: ${count(runs.reduce((sum, run) => sum + run.groups[group], 0))} pages`);
+    summary.textContent = `${count(runs.length)} runs shown, ${count(tokens)} tokens, ${count(used)} of them in use; pages of ${count(data.page_size)} tokens${groups.join("")}`;
   }
 
   let before = "";
