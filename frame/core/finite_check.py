@@ -39,6 +39,8 @@ def check_finite(runner: TorchModelRunner) -> None:
     if all(result.invalid is None for result in results[1:]):
         names = runner.processors.describe_all()
         raise PluginError(f"One of these yields NaN or infinity in a warm-up step: {names}; correct it, or exclude its package.")
+    if runner.context.pipeline is not None:  # the other stages do not repeat the step
+        raise PluginError("The model yields NaN or infinity in a warm-up step; check the weights, or find the plugin with parallel.pp: 1.")
     first = next(number for number, result in enumerate(results) if number and result.invalid is not None)
     raise PluginError(_search(runner, batches[first]))
 

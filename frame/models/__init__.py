@@ -66,7 +66,7 @@ _ENCODERS = (
 def register_models(registry: KindRegistry) -> None:
     """Add the in-tree models."""
     for name, target, architectures, summary in _DECODERS:
-        capabilities = ModelCapabilities(architectures, tasks=_TASKS)
+        capabilities = ModelCapabilities(architectures, tasks=_TASKS, pipeline_parallel=True)
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:
         capabilities = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)

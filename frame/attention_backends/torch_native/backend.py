@@ -36,18 +36,18 @@ class StepGroups:
         self._batch, self._dtype = batch, dtype
         self._by_view: dict[MaskView, Groups] = {}
 
-    def get_groups(self, view: MaskView) -> Groups:
-        """The groups of a view."""
+    def get_groups(self, view: MaskView, layer: int) -> Groups:
+        """The groups of a view. `layer`: one that has it."""
         groups = self._by_view.get(view)
         if groups is None:
             window, causal = view
-            grouping = Grouping(self._batch, window, self._dtype, self._token_bytes() if causal else 0)
+            grouping = Grouping(self._batch, window, self._dtype, self._token_bytes(layer) if causal else 0)
             groups = grouping.make_groups(self._batch.num_decodes) if causal else grouping.make_bidirectional_groups()
             self._by_view[view] = groups
         return groups
 
-    def _token_bytes(self) -> int:
-        return sum(part[0, 0].numel() * part.element_size() for part in self._batch.kv.layer(0))
+    def _token_bytes(self, layer: int) -> int:
+        return sum(part[0, 0].numel() * part.element_size() for part in self._batch.kv.layer(layer))
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -57,12 +57,12 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._views: set[MaskView] = set()  # the views of this model's layers, collected in the first step
+        self._views: dict[MaskView, int] = {}  # the views of this model's layers, each with a layer, collected in the first step
 
     def plan(self, batch: ForwardBatch) -> StepGroups:
         groups = StepGroups(batch, self.context.dtype)
-        for view in self._views:
-            groups.get_groups(view)
+        for view, layer in self._views.items():
+            groups.get_groups(view, layer)
         return groups
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -160,9 +160,9 @@ class TorchNativeBackend(AttentionBackend):
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
         view = (spec.sliding_window, spec.causal)
-        self._views.add(view)
+        self._views.setdefault(view, spec.layer)
         plan: StepGroups = batch.plan
-        return plan.get_groups(view)
+        return plan.get_groups(view, spec.layer)
 
 
 def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

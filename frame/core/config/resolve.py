@@ -279,13 +279,14 @@ class _Solver:
     def _model(self, task: Task) -> Pooling | None:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
-        requirements = ModelRequirements(self.model_config.architecture, self.config.parallel.tp, task)
+        requirements = ModelRequirements(self.model_config.architecture, self.config.parallel.tp, task, self.config.parallel.pp)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             capabilities = record.capabilities
             return (isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None, *by_rank(record))
 
         subject = f"No model plugin serves {requirements.architecture} for {task} on {requirements.tp} tensor-parallel rank(s)"
+        subject += f" and {requirements.pp} stages" if requirements.pp > 1 else ""
         found = self._select("model", requirements, self.config.model.implementation, subject, exact_first)
         capabilities = found.record.capabilities
         if self.model_config.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:

@@ -78,18 +78,18 @@ def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory
     real number is computed after loading (`frame.core.kv_cache.capacity`)."""
     if config.cache.max_total_tokens is not None:
         return config.cache.max_total_tokens
-    tp, bytes_a_value = config.parallel.tp, _BYTES[kv_dtype]
+    tp, pp, bytes_a_value = config.parallel.tp, config.parallel.pp, _BYTES[kv_dtype]
     if model_config.kind == "mla" and model_config.latent is not None:
-        token = model_config.num_layers * sum(model_config.latent) * bytes_a_value
+        token = -(-model_config.num_layers // pp) * sum(model_config.latent) * bytes_a_value
     else:
         token = (
-            model_config.num_layers
+            -(-model_config.num_layers // pp)
             * max(1, model_config.num_kv_heads // tp)
             * (model_config.head_dim + model_config.v_head_dim)
             * bytes_a_value
         )
     share = 0.9 if config.cache.mem_fraction is None else config.cache.mem_fraction
-    return max(0, int(memory * share - _estimate_weights(model_config) / tp)) // token
+    return max(0, int(memory * share - _estimate_weights(model_config) / (tp * pp))) // token
 
 
 def _estimate_weights(model_config: ModelConfig) -> int:
@@ -130,26 +130,27 @@ def budgets(
 ) -> list[tuple[str, Any, Any, str]]:
     """(setting, user's value, default, reason) of each size that follows from the machine's cores
     and memory."""
-    scheduler, tp, on_cpu = config.scheduler, config.parallel.tp, get_capabilities(platform).is_host
+    scheduler, ranks, on_cpu = config.scheduler, config.parallel.tp * config.parallel.pp, get_capabilities(platform).is_host
     memory = min((a.memory_bytes for a in hardware.of(platform.name)), default=hardware.memory_bytes)
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192
     running, room = RUNNING_ON_CPU, f"as many as {machine} runs well"
     if not on_cpu:
         running, room = _choose_running(estimate_cache_tokens(config, model_config, memory, kv_dtype))
-    threads = max(1, (hardware.cpu_cores - hardware.busy_cores) // tp) if on_cpu else None
+    threads = max(1, (hardware.cpu_cores - hardware.busy_cores) // ranks) if on_cpu else None
     if on_cpu:
         overlap, memory_share = "host and model share the cores, so overlap gains nothing", "leaves half the memory to others"
+        overlap = "a stage computes while the next one does" if config.parallel.pp > 1 else overlap
     else:
         overlap, memory_share = "the host schedules while the device computes", "leaves a tenth for workspaces"
     # Threads that meet at barriers wait for each other most of the time if another process uses
     # their cores.
     kept = f", {hardware.busy_cores} of them for HTTP and text" if hardware.busy_cores else ""
-    cores = f"{hardware.cpu_cores} core(s) for {tp} rank(s){kept}" if on_cpu else "left to torch: the model runs on the device"
+    cores = f"{hardware.cpu_cores} core(s) for {ranks} rank(s){kept}" if on_cpu else "left to torch: the model runs on the device"
     return [
         ("scheduler.chunked_prefill_size", scheduler.chunked_prefill_size, chunk, f"keeps decodes going on {machine}"),
         ("scheduler.max_running_requests", scheduler.max_running_requests, running, room),
-        ("scheduler.overlap", scheduler.overlap, not on_cpu, overlap),
+        ("scheduler.overlap", scheduler.overlap, not on_cpu or config.parallel.pp > 1, overlap),
         ("cache.mem_fraction", config.cache.mem_fraction, 0.5 if on_cpu else 0.9, memory_share),
         ("execution.threads", config.execution.threads, threads, cores),
     ]
@@ -160,10 +161,12 @@ def graph_sizes(
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
     none. Raises ResolveError if the user sets a size where nothing can be captured."""
+    several = f"parallel.pp is {config.parallel.pp}, and stages exchange tensors in the middle of a step" if config.parallel.pp > 1 else ""
     execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
     obstacles = {
-        "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
-        "prompt_graph_max_tokens": graph_obstacle(chosen, platform, task, kinds)
+        "cuda_graph_max_bs": several or graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
+        "prompt_graph_max_tokens": several
+        or graph_obstacle(chosen, platform, task, kinds)
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else ""),
     }
     most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}

@@ -17,7 +17,7 @@ from frame.core.interfaces.plugin import PluginRecord
 
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
-    return ParallelPlan(tp=config.parallel.tp, ep=config.parallel.ep)
+    return ParallelPlan(tp=config.parallel.tp, pp=config.parallel.pp, ep=config.parallel.ep)
 
 
 def find_conflicts(plan: ParallelPlan, model_config: ModelConfig, platform: PluginRecord, hardware: Hardware) -> Iterator[ResolveError]:
@@ -25,13 +25,19 @@ def find_conflicts(plan: ParallelPlan, model_config: ModelConfig, platform: Plug
     devices = hardware.of(platform.name)
     is_host, available = get_capabilities(platform).is_host, len(devices)
     if not is_host and plan.num_ranks > available:
-        yield ResolveError(
-            f"parallel.tp is {plan.tp}, but this machine has {available} {platform.name} device(s).", change=f"parallel.tp: {available}"
-        )
+        size, change = f"parallel.tp is {plan.tp}", f"parallel.tp: {available}"
+        if plan.pp > 1:
+            size, change = f"parallel.tp {plan.tp} x parallel.pp {plan.pp} = {plan.num_ranks} ranks", f"parallel.pp: {available // plan.tp}"
+        yield ResolveError(f"{size}, but this machine has {available} {platform.name} device(s).", change=change)
     problems = indivisible(model_config, plan)
     if problems:
         fitting = max(size for size in range(1, plan.tp) if not indivisible(model_config, ParallelPlan(tp=size)))
         yield ResolveError(f"parallel.tp is {plan.tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
+    if plan.pp > model_config.num_layers:
+        yield ResolveError(
+            f"parallel.pp is {plan.pp}, more stages than the model has layers ({model_config.num_layers}).",
+            change=f"parallel.pp: {model_config.num_layers}",
+        )
     if plan.ep > 1:
         yield from _find_expert_conflicts(plan, model_config)
     if not is_host and devices:

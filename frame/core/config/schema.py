@@ -145,6 +145,7 @@ class ParallelSection(Section):
     """Distribution of the model over devices."""
 
     tp: int = setting(1, "Number of tensor-parallel ranks.", flag="tp", ge=1, le=64)
+    pp: int = setting(1, "Number of pipeline stages, each with parallel.tp ranks and a range of the layers.", flag="pp", ge=1, le=64)
     ep: int = setting(
         1,
         "Number of ranks among which whole experts are divided, parallel.tp or 1; 1: each rank holds a slice of every expert.",

@@ -21,6 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
+from frame.core.execution.stage_runner import StageRunner
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.finite_check import check_finite
 from frame.core.interfaces.build import BuildContext, Collective, Limits
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
-    from frame.core.interfaces.rank_context import RankContext
+    from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.core.interfaces.weights import WeightSource
@@ -109,7 +110,9 @@ def limits_of(resolved: Resolved) -> Limits:
     )
 
 
-def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Platform) -> BuildContext:
+def build_context(
+    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None
+) -> BuildContext:
     """The context of one rank, with its attention backend, weight format, MoE runner and MoE
     dispatcher."""
     base = BuildContext(
@@ -117,6 +120,7 @@ def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Pl
         device=platform.device,
         dtype=DTYPES[resolved.dtype],
         tp=tp,
+        pipeline=pipeline,
         limits=limits_of(resolved),
         task=resolved.task,
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
@@ -148,16 +152,19 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
     return [part.build(context) for part in parts.processors]
 
 
-def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Platform) -> TorchModelRunner:
-    """Build one rank's runner: load the weights and size the KV cache. Raises CheckpointError for
-    invalid weights and CapacityError if memory does not suffice."""
+def build_runner(
+    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None
+) -> TorchModelRunner:
+    """Build one rank's runner, of one stage of a pipeline: load the weights and size the
+    KV cache. Raises CheckpointError for invalid weights and CapacityError if memory does not
+    suffice."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
     device = platform.device
     platform.activate()
     platform.seed(resolved.user.model.seed)
-    context = build_context(resolved, parts, tp, platform)
+    context = build_context(resolved, parts, tp, platform, pipeline)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
@@ -165,17 +172,21 @@ def build_runner(resolved: Resolved, parts: Parts, tp: Collective, platform: Pla
     phases.update(report.seconds)
     clock = time.perf_counter()
     geometry = model_geometry(model, kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype))
-    memory = measure(platform, report.bytes, activation_bytes(model_config, context.limits, context.dtype), tp.size)
+    memory = measure(platform, report.bytes, activation_bytes(model_config, context.limits, context.dtype), resolved.plan.num_ranks)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
-    pages = _least_of_ranks(pages, tp, device)
+    for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
+        pages = _least_of_ranks(pages, group, device)
     further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
+    if further and pipeline is not None:
+        raise ConfigurationError("the layers of this model store different kinds of caches, which stages cannot share: set parallel.pp to 1")
     pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)
     slots = context.limits.max_running_requests
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, further)
     if resolved.pooling is None:
         processors = Processors(build_processors(parts, model_config, slots, device), slots)
-        runner = TorchModelRunner(model, model_config, context, pool, processors, capacity)
+        make = TorchModelRunner if pipeline is None else StageRunner
+        runner = make(model, model_config, context, pool, processors, capacity)
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
@@ -214,8 +225,9 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
         phases["prompt_graphs"] = time.perf_counter() - clock
 
 
-def _least_of_ranks(pages: int, tp: Collective, device: torch.device) -> int:
-    """The minimum page count over all ranks: rank 0's scheduler assigns the pages of all."""
-    if tp.size == 1:
+def _least_of_ranks(pages: int, group: Collective, device: torch.device) -> int:
+    """The minimum page count over the ranks of a group: rank 0's scheduler assigns the pages of
+    all."""
+    if group.size == 1:
         return pages
-    return int(tp.all_gather(torch.tensor([pages], device=device), dim=0).min())
+    return int(group.all_gather(torch.tensor([pages], device=device), dim=0).min())

@@ -244,8 +244,7 @@ class InputBatch:
 
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Sets up and releases slots, plans the step, and moves its inputs to the device."""
-        self.sampling.update(batch.setups, batch.released)
-        self._processors.update(batch.setups, batch.released)
+        self.update_slots(batch)
         layout = compute_layout(batch)
         sampling = self.sampling.plan(batch, layout)
         plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
@@ -257,6 +256,11 @@ class InputBatch:
         if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
             return self._prepare_replay(batch, layout, plans)
         return self._prepare_forward(batch, layout, plans)
+
+    def update_slots(self, batch: ScheduledBatch) -> None:
+        """Sets up and releases slots: all that a batch without rows does."""
+        self.sampling.update(batch.setups, batch.released)
+        self._processors.update(batch.setups, batch.released)
 
     def build_forward_batch(
         self,

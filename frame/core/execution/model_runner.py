@@ -62,7 +62,8 @@ class TorchModelRunner(ModelRunner):
         platform = context.platform
         self._stream = platform.create_stream()
         self._set_stream = platform.set_stream
-        self.inputs = InputBatch(context, pool, processors, selects_tokens=model.supports_token_selection)
+        is_last = context.pipeline is None or context.pipeline.is_last
+        self.inputs = InputBatch(context, pool, processors, selects_tokens=is_last and model.supports_token_selection)
         self.processors = processors
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None

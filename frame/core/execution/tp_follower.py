@@ -1,5 +1,5 @@
-"""Tensor-parallel steps: `follow` runs rank 0's batches on the ranks >= 1, and `LeadingRunner`
-sends them from rank 0.
+"""Steps of several ranks: `follow` runs rank 0's batches on the ranks >= 1, and `LeadingRunner`
+sends them from rank 0. In a pipeline, the last stage sends rank 0 the results.
 
 Only rank 0 has a scheduler, so ranks cannot diverge. Must not know a request or a client.
 """
@@ -7,17 +7,20 @@ Only rank 0 has a scheduler, so ranks cannot diverge. Must not know a request or
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from typing import TYPE_CHECKING, Protocol
 
+from frame.core.blame import explain
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError, UnsampledStep
-from frame.core.ipc.transport import Profile, SwitchBackend, Traced
+from frame.core.ipc.transport import GrammarMask, Profile, SwitchBackend, Traced
 
 if TYPE_CHECKING:
     import numpy as np
 
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import PendingStep, ProfileRequest
-    from frame.core.ipc.transport import BatchReceiver, BatchSender
+    from frame.core.ipc.transport import BatchReceiver, BatchSender, ResultSender
 
 
 log = logging.getLogger(__name__)
@@ -28,17 +31,21 @@ class LeadingRunner(ModelRunner):
     ranks compute at the same time.
 
     A step that fails on one rank leaves the others waiting in a collective, so every failure raises
-    DeviceLost.
+    DeviceLost. `has_remote_results`: another rank sends the results of steps.
     """
 
-    def __init__(self, runner: ModelRunner, followers: BatchSender) -> None:
+    def __init__(self, runner: ModelRunner, followers: BatchSender, *, has_remote_results: bool = False) -> None:
         self._runner = runner
         self._followers = followers
+        self._has_remote_results = has_remote_results
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         self._followers.send(batch)
         try:
             step = self._runner.launch(batch)
+            if self._has_remote_results:
+                make = RemoteUnsampledStep if batch.has_deferred_grammar_mask else RemoteStep
+                return make(step, self._followers, batch.step)
             return LedUnsampledStep(step) if isinstance(step, UnsampledStep) else LedStep(step)
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
@@ -81,6 +88,29 @@ class LedStep:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
 
+class RemoteStep(LedStep):
+    """A step whose result another rank sends."""
+
+    def __init__(self, step: PendingStep, followers: BatchSender, number: int) -> None:
+        super().__init__(step)
+        self._followers = followers
+        self._number = number
+
+    def wait(self) -> StepResult:
+        super().wait()
+        try:
+            return self._followers.receive_result(self._number)
+        except Exception as error:
+            raise DeviceLost(f"step {self._number} failed on the rank that samples: {error}") from error
+
+
+class RemoteUnsampledStep(RemoteStep, UnsampledStep):
+    """A step whose tokens another rank draws."""
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        self._followers.send_order(GrammarMask(mask))
+
+
 class LedUnsampledStep(LedStep, UnsampledStep):
     """A step that all ranks run and whose tokens only this rank draws."""
 
@@ -105,14 +135,43 @@ class RankObserver(Protocol):
         """Called when rank 0 has ended a traced request."""
 
 
-def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None) -> None:
+class ResultThread:
+    """Waits for steps in a thread and sends their results, so that the next step can be launched
+    meanwhile."""
+
+    def __init__(self, sender: ResultSender) -> None:
+        self._sender = sender
+        self._steps: queue.Queue[PendingStep | None] = queue.Queue(maxsize=2)
+        self._thread = threading.Thread(target=self._run, name="results", daemon=True)
+        self._thread.start()
+
+    def add(self, step: PendingStep) -> None:
+        """Send the result of a step once it is there. Waits where two steps are in flight."""
+        self._steps.put(step)
+
+    def close(self) -> None:
+        self._steps.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._sender.send(step.wait())
+            except Exception as error:
+                log.exception("a step failed")
+                self._sender.send_failure(explain(error))
+        self._sender.close()
+
+
+def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None, results: ResultSender | None = None) -> None:
     """Run batches until rank 0 stops. Each step is awaited after the next launch, as rank 0 does
-    with overlap.
+    with overlap. `results`: this rank's results count, and are sent.
 
     Raises the error of a failed step: a rank that missed a step cannot rejoin the others, so its
     process ends.
     """
     in_flight: PendingStep | None = None
+    thread = None if results is None else ResultThread(results)
     try:
         while (batch := batches.receive()) is not None:
             if isinstance(batch, Profile):
@@ -128,13 +187,24 @@ def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver |
                 if observer is not None:
                     observer.on_end(batch)
                 continue
+            if isinstance(batch, GrammarMask):
+                if thread is not None and isinstance(in_flight, UnsampledStep):
+                    in_flight.sample(batch.mask)
+                    thread.add(in_flight)
+                    in_flight = None
+                continue
             if observer is not None:
                 observer.on_launch(batch)
             launched = runner.launch(batch)
+            if thread is not None and not isinstance(launched, UnsampledStep):
+                thread.add(launched)
+                continue
             if in_flight is not None:
                 in_flight.wait()
             in_flight = launched
     finally:
+        if thread is not None:
+            thread.close()
         runner.close()
         batches.close()
 

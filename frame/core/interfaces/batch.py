@@ -148,6 +148,13 @@ class SelectedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class StageInput:
+    """Extension on all stages of a pipeline but the first: what the stage before computed."""
+
+    hidden: torch.Tensor  # [tokens, hidden_size]; the residual stream after its last layer
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceStates:
     """Extension for models with layers of kind `snapshot`: where their rows' states are.
 

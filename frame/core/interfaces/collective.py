@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from frame.core.interfaces.platform import HOST, Platform
 from frame.core.interfaces.plugin import Reason
@@ -61,7 +61,9 @@ class CollectiveContext:
     address: where the ranks meet, the same for all of them and new for each start: "file:///path"
     (a file that no rank has made yet, for ranks of one host) or "tcp://host:port" (rank 0 listens
     there). host: the address of the network interface that this rank is reached at. timeout:
-    seconds, for joining and for each operation.
+    seconds, for joining and for each operation. name: of the group, where several groups meet at
+    one address. listens: the process of this rank listens at a "tcp://" address; None: the group's
+    rank 0 does.
     """
 
     rank: int = 0
@@ -70,6 +72,23 @@ class CollectiveContext:
     platform: Platform = field(default=HOST)
     host: str = LOOPBACK
     timeout: float = 300.0
+    name: str = ""
+    listens: bool | None = None
+
+
+class Transfer(Protocol):
+    """A send in progress."""
+
+    def wait(self) -> None:
+        """Return when the tensor may be written again; on a device, order the current stream after
+        the send. Raises RuntimeError if the other rank does not receive it."""
+        ...
+
+
+class SentTransfer:
+    """A send that has ended."""
+
+    def wait(self) -> None: ...
 
 
 class Collective(ABC):
@@ -102,6 +121,12 @@ class Collective(ABC):
     @abstractmethod
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send to one rank, which calls `recv`. Returns when `tensor` may be written again."""
+
+    def start_send(self, tensor: torch.Tensor, target: int) -> Transfer:
+        """Send to one rank without waiting for its `recv`, where the collective can. `tensor` must
+        not be written before the transfer's `wait`."""
+        self.send(tensor, target)
+        return SentTransfer()
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:

@@ -122,6 +122,7 @@ class ModelCapabilities:
 
     architectures: tuple[str, ...] | None  # names in config.json; None: any (the fallback)
     tensor_parallel: bool = True
+    pipeline_parallel: bool = False  # builds the layers of `BuildContext.pipeline` alone, and reads `StageInput`
     expands_mla: bool = False  # caches the expanded K and V of latent attention: the cache and the backend see an mha model
     tasks: tuple[Task, ...] = ("generate",)  # tasks that the plugin implements; `checkpoint_tasks` says what a checkpoint can do
     encoder: bool = False  # bidirectional attention, whole prompts in one step, no KV cache
@@ -134,6 +135,10 @@ class ModelCapabilities:
             reasons.append(Reason(f"implements {', '.join(self.architectures)}, not {requirements.architecture}"))
         if requirements.tp > 1 and not self.tensor_parallel:
             reasons.append(Reason("has no tensor parallelism", "parallel.tp: 1"))
+        if requirements.pp > 1 and not self.pipeline_parallel:
+            reasons.append(Reason("has no pipeline parallelism", "parallel.pp: 1"))
+        if requirements.pp > 1 and requirements.task != "generate":
+            reasons.append(Reason(f"has no pipeline parallelism for the task {requirements.task}", "parallel.pp: 1"))
         if requirements.task not in self.tasks:
             reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {requirements.task}", f"model.task: {self.tasks[0]}"))
         return reasons
@@ -146,6 +151,7 @@ class ModelRequirements:
     architecture: str
     tp: int = 1  # tensor-parallel ranks
     task: Task = "generate"
+    pp: int = 1  # stages
 
 
 def is_classifier(architecture: str) -> bool:

@@ -12,19 +12,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """`tp`: ranks that share the tensors of each layer. `ep`: ranks among which whole experts are
-    divided; 1: each expert's tensors are divided like the other layers'."""
+    """`tp`: ranks that share the tensors of each layer. `pp`: stages, each with `tp` ranks and a
+    range of the layers. `ep`: ranks of a stage among which whole experts are divided; 1: each
+    expert's tensors are divided like the other layers'.
+
+    Rank r is rank `r % tp` of stage `r // tp`.
+    """
 
     tp: int = 1
+    pp: int = 1
     ep: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the engine."""
-        return self.tp
+        return self.tp * self.pp
+
+    @property
+    def result_rank(self) -> int:
+        """The rank whose results count: the first one of the last stage."""
+        return self.tp * (self.pp - 1)
+
+    def find_layers(self, stage: int, num_layers: int) -> range:
+        """The layers of a stage. The first stages have one more where they cannot be equal."""
+        each, more = divmod(num_layers, self.pp)
+        first = stage * each + min(stage, more)
+        return range(first, first + each + (stage < more))
 
     def __str__(self) -> str:
-        return f"tp {self.tp}" + (f", ep {self.ep}" if self.ep > 1 else "")
+        sizes = (("pp", self.pp), ("ep", self.ep))
+        return ", ".join([f"tp {self.tp}", *(f"{name} {size}" for name, size in sizes if size > 1)])
 
 
 ONE_RANK = ParallelPlan()

@@ -39,12 +39,34 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """This rank's place in a pipeline of `size` stages. The two groups connect the ranks of all
+    stages that have the same tensor-parallel rank: `hidden` from each stage to the next one,
+    `tokens` from the last stage to the first."""
+
+    index: int  # of the stage
+    size: int
+    layers: range  # of this stage
+    hidden: Collective
+    tokens: Collective
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """What is fixed before a rank's backends and model are built."""
 
     device: torch.device
     dtype: torch.dtype  # of the model's computations
-    tp: Collective  # the tensor-parallel group
+    tp: Collective  # the tensor-parallel group, of one stage
+    pipeline: Pipeline | None = None  # None: this rank has all layers
     limits: Limits
     task: Task = "generate"
     load_code: LoadCode | None = None  # None: model.trust_remote_code is false

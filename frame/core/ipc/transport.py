@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import ProfileRequest
 from frame.core.messages import AnyMessage, Message, decode, encode
 
@@ -270,6 +270,7 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 _batch_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _batch_decoder = msgspec.msgpack.Decoder(ScheduledBatch, dec_hook=_decode_array)
+_result_decoder = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array)
 
 
 def encode_batch(batch: ScheduledBatch) -> bytes:
@@ -280,6 +281,16 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
 def decode_batch(data: bytes) -> ScheduledBatch:
     """Decode a batch; its arrays own their memory. Raises msgspec.ValidationError."""
     return _batch_decoder.decode(data)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """As `encode_batch`."""
+    return _batch_encoder.encode(result)
+
+
+def decode_result(data: bytes) -> StepResult:
+    """Decode a result; its arrays own their memory. Raises msgspec.ValidationError."""
+    return _result_decoder.decode(data)
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
@@ -300,6 +311,13 @@ class SwitchBackend(msgspec.Struct, frozen=True, tag=True):
     """Order to the followers: call `ModelRunner.switch_backend`."""
 
 
+class GrammarMask(msgspec.Struct, frozen=True, tag=True):
+    """Order to the rank that samples: the mask of the last batch, which has
+    `has_deferred_grammar_mask`."""
+
+    mask: np.ndarray | None
+
+
 class OrderReply(msgspec.Struct, frozen=True):
     """A follower's answer to order `number`. `error`: one sentence; empty if the order was carried
     out."""
@@ -309,22 +327,24 @@ class OrderReply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-Order = Profile | Traced | SwitchBackend
+Order = Profile | Traced | SwitchBackend | GrammarMask
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
+RESULT, FAILURE = b"result", b"failure"  # the first frame of what rank 0 receives from the rank whose results count
 REPLY_TIMEOUT = 30.0  # seconds that a follower may take to answer an order
-_order_encoder = msgspec.msgpack.Encoder()
-_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_decode_array)
 _reply_decoder = msgspec.msgpack.Decoder(OrderReply)
 
 
 class BatchSender:
     """Rank 0's side: sends the same bytes to every follower (ranks 1 and up), in order. A single
-    empty frame means stop. Followers answer at the address `replies`."""
+    empty frame means stop. Followers answer at the address `replies`; the last stage of a pipeline
+    sends the results of steps to the address `results`."""
 
-    def __init__(self, addresses: list[str], replies: str) -> None:
+    def __init__(self, addresses: list[str], replies: str, results: str | None = None) -> None:
         self._context = zmq.Context(io_threads=1)
         self._sockets = [_push(self._context, address) for address in addresses]
         self._replies = _pull(self._context, replies)
+        self._results = None if results is None else _pull(self._context, results)
         self._number = 0
 
     def send(self, batch: ScheduledBatch) -> None:
@@ -333,7 +353,7 @@ class BatchSender:
     def send_order(self, order: Order) -> None:
         """Send an order to the followers, in order with the batches."""
         self._number += 1
-        self._send_all(_order_encoder.encode(order), ORDER, str(self._number).encode())
+        self._send_all(_batch_encoder.encode(order), ORDER, str(self._number).encode())
 
     def ask(self, order: Order, timeout: float = REPLY_TIMEOUT) -> list[str]:
         """Send an order and wait for every follower's answer, up to `timeout` seconds. -> one
@@ -352,9 +372,24 @@ class BatchSender:
                 problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
         return problems + [f"rank {rank} did not answer within {timeout:g} s" for rank in sorted(silent)]
 
+    def receive_result(self, step: int) -> StepResult:
+        """Wait for the result of a step; results come in the order of the steps. Raises
+        RuntimeError for a step that failed, or a result of another step."""
+        if self._results is None:
+            raise RuntimeError("no other rank sends results")
+        kind, data = self._results.recv_multipart()
+        if kind == FAILURE:
+            raise RuntimeError(data.decode(errors="replace"))
+        result = decode_result(data)
+        if result.step != step:
+            raise RuntimeError(f"the result of step {result.step} came where that of step {step} was expected")
+        return result
+
     def close(self) -> None:
         """Tell the followers to stop."""
         self._send_all(b"")
+        if self._results is not None:
+            self._results.close(linger=0)
         for socket in self._sockets:
             socket.close()
         self._replies.close(linger=0)
@@ -403,6 +438,25 @@ class BatchReceiver:
     def close(self) -> None:
         self._socket.close(linger=0)
         self._replies.close()
+        self._context.term()
+
+
+class ResultSender:
+    """The side of the rank whose results count. Used by one thread."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = _push(self._context, address)
+
+    def send(self, result: StepResult) -> None:
+        self._socket.send_multipart((RESULT, encode_result(result)))
+
+    def send_failure(self, error: str) -> None:
+        """Tell rank 0 that a step failed here: one sentence."""
+        self._socket.send_multipart((FAILURE, error.encode()))
+
+    def close(self) -> None:
+        self._socket.close()
         self._context.term()
 
 

@@ -81,7 +81,7 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
     admin = AdminListener(resolved.user.server)
     listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
     layout = layout or configured_layout(resolved)
-    report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, tp {layout.tp}")
+    report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
     raise_file_limit(resolved.user.server.max_connections)
     deployment = Deployment(resolved, layout, prepared.registry)
     try:
@@ -128,7 +128,7 @@ def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.proce
     """The processes that a configuration asks for."""
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
     detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"
-    return Layout(resolved.user.parallel.tp, detokenizer, text.tokenizer_workers if has_text else 0, module)
+    return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module)
 
 
 def _run(main: Any) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,19 +21,18 @@ from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_r
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.interfaces.collective import LOOPBACK, CollectiveContext
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
+from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder
 from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
-    from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.runner import ModelRunner
     from frame.core.ipc.transport import BatchSender, Transport
@@ -42,18 +41,6 @@ if TYPE_CHECKING:
     from frame.core.scheduling.request import Request
     from frame.entrypoints.tracing import Tracing
     from frame.plugins.registry import Registry
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's number among `size` tensor-parallel ranks, the address where they meet, the
-    index of its device among those of its host, and the host's address."""
-
-    rank: int = 0
-    size: int = 1
-    rendezvous: str = ""
-    local_index: int = 0
-    host: str = LOOPBACK
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
@@ -104,7 +91,8 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
     platform.activate()
 
     def build(parts: Parts) -> TorchModelRunner:
-        return build_runner(resolved, parts, join_group(resolved, registry, place, platform), platform)
+        groups = join_groups(resolved, registry, place, platform)
+        return build_runner(resolved, parts, groups.tp, platform, groups.pipeline)
 
     if not platform.is_asynchronous:
         return build(load_parts(resolved, registry)), None
@@ -125,14 +113,6 @@ def create_platform(resolved: Resolved, registry: Registry, place: Place) -> Pla
     target, options = registry.choose(resolved.choice("platform"))
     platform: Platform = target(PlatformContext(place.local_index, resolved.threads), options)
     return platform
-
-
-def join_group(resolved: Resolved, registry: Registry, place: Place, platform: Platform) -> Collective:
-    """The rank's member of the tensor-parallel group. Raises RuntimeError if other ranks do not
-    join in time."""
-    context = CollectiveContext(place.rank, place.size, place.rendezvous, platform, place.host)
-    group: Collective = registry.create(resolved.choice("collective"), context)
-    return group
 
 
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
@@ -209,7 +189,7 @@ def _build_engine(
     capacity = rank.capacity
     runner = add_profiling(resolved, rank, place)
     if followers is not None:
-        runner = LeadingRunner(runner, followers)
+        runner = LeadingRunner(runner, followers, has_remote_results=resolved.plan.result_rank > 0)
     found = find_observers(registry)
     on_finish = found.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []

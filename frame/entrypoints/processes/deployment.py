@@ -38,7 +38,7 @@ LOG_TIMEOUT = 0.5  # seconds to relay the last log lines of children that ended
 class Layout:
     """The child processes to start."""
 
-    tp: int  # tensor-parallel ranks
+    ranks: int  # of the model
     detokenizer: bool
     tokenizers: int
     module: str = "frame.entrypoints.processes.worker"  # tests run engines with fake models instead
@@ -89,7 +89,7 @@ class Deployment:
         except OSError as error:
             raise ConfigurationError(f"the folder for sockets cannot be created ({error}); free disk space, or set TMPDIR") from error
         self._resolved = resolved
-        self._launcher: Launcher = registry.create(resolved.choice("launcher"), LauncherContext(layout.tp, self._sockets.path))
+        self._launcher: Launcher = registry.create(resolved.choice("launcher"), LauncherContext(layout.ranks, self._sockets.path))
         self._placement: Placement | None = None  # of the ranks' latest start
         self.children: dict[str, Child] = {}
         writer = configured_writer()
@@ -113,9 +113,9 @@ class Deployment:
     def _plan(self, resolved: Resolved) -> None:
         threads = {"OMP_NUM_THREADS": str(resolved.threads)} if resolved.threads else {}
         engine = ["--detokenizer"] if self.layout.detokenizer else []
-        group = ["--tp", str(self.layout.tp)]
+        group = ["--ranks", str(self.layout.ranks)]
         self._add("engine", "scheduler", *group, *engine, environment=threads, rank=0)
-        for rank in range(1, self.layout.tp):
+        for rank in range(1, self.layout.ranks):
             self._add(f"rank-{rank}", "follower", *group, "--rank", str(rank), environment=threads, rank=rank)
         if self.layout.detokenizer:
             self._add("detokenizer", "detokenizer")

@@ -49,11 +49,11 @@ class Session(Protocol):
 
 
 def open_session(prepared: Prepared) -> Session:
-    """Start an engine for offline use: in a thread for tp 1, else in processes. Raises
+    """Start an engine for offline use: in a thread for one rank, else in processes. Raises
     ConfigurationError, or the error of the start."""
     tokenizer = load_tokenizer(prepared.resolved)
     collector = Collector(None if tokenizer is None else Detokenizer(tokenizer))
-    kind = ThreadSession if prepared.resolved.user.parallel.tp == 1 else ProcessSession
+    kind = ThreadSession if prepared.resolved.plan.num_ranks == 1 else ProcessSession
     return kind(prepared, collector, tokenizer)
 
 
@@ -137,7 +137,7 @@ class ProcessSession:
     def __init__(self, prepared: Prepared, collector: Collector, tokenizer: Tokenizer | None) -> None:
         self.collector = collector
         self.tokenizer = tokenizer
-        layout = Layout(tp=prepared.resolved.user.parallel.tp, detokenizer=False, tokenizers=0)
+        layout = Layout(ranks=prepared.resolved.plan.num_ranks, detokenizer=False, tokenizers=0)
         self._deployment = Deployment(prepared.resolved, layout, prepared.registry)
         try:
             self.info = wait_ready(self._deployment)
@@ -223,8 +223,9 @@ def select_classes(config: FrameConfig, classes: Sequence[type]) -> FrameConfig:
     chosen: dict[str, dict[str, Any]] = {}
     for target in classes:
         kind, name = name_class(target)
-        if config.parallel.tp > 1 or (kind.name == "grammar_backend" and config.sampling.grammar_workers):
-            change = "parallel.tp: 1" if config.parallel.tp > 1 else "sampling.grammar_workers: 0"
+        is_parallel = config.parallel.tp > 1 or config.parallel.pp > 1
+        if is_parallel or (kind.name == "grammar_backend" and config.sampling.grammar_workers):
+            change = "parallel.tp: 1 and parallel.pp: 1" if is_parallel else "sampling.grammar_workers: 0"
             sentence = f"{target.__qualname__} is a class of this process, which the processes of the engine cannot import"
             raise PluginError(f"{sentence}; set {change}, or write it to a file and set plugins.paths")
         section, _, field = kind.key.partition(".")

@@ -29,7 +29,7 @@ from frame.core.errors import ConfigurationError, PluginError
 from frame.core.interfaces.collective import LOOPBACK
 from frame.core.ipc.child_process import EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
-from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
+from frame.core.ipc.transport import BatchReceiver, BatchSender, ResultSender, SocketDirectory, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION
@@ -90,13 +90,15 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
 
 def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     clock = time.perf_counter()
-    from frame.entrypoints.processes.build_engine import Place, build_engine
+    from frame.entrypoints.processes.build_engine import build_engine
+    from frame.entrypoints.processes.join_groups import Place
 
     imports = round(time.perf_counter() - clock, 3)
     sockets = SocketDirectory(options.sockets)
-    batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.tp)]
-    followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
-    place = Place(0, options.tp, options.rendezvous, options.local_index, options.host)
+    batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.ranks)]
+    results = sockets.address("rank-results") if resolved.plan.result_rank else None
+    followers = BatchSender(batches, sockets.address("rank-replies"), results) if batches else None
+    place = Place(0, options.ranks, options.rendezvous, options.local_index, options.host)
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
     info["phases"] = {"imports": imports, **info["phases"]}
@@ -113,16 +115,18 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.execution.tp_follower import follow
-    from frame.entrypoints.processes.build_engine import Place, add_profiling, build_rank
+    from frame.entrypoints.processes.build_engine import add_profiling, build_rank
+    from frame.entrypoints.processes.join_groups import Place
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
-    place = Place(options.rank, options.tp, options.rendezvous, options.local_index, options.host)
+    place = Place(options.rank, options.ranks, options.rendezvous, options.local_index, options.host)
     runner = add_profiling(resolved, build_rank(resolved, registry_of(resolved), place), place)
     tracing = open_tracing(resolved.user.server, name)
+    results = ResultSender(sockets.address("rank-results")) if options.rank == resolved.plan.result_rank else None
     transport.send(Ready(process=name, pid=os.getpid()))
     try:
-        follow(runner, batches, None if tracing is None else RankSpans(tracing))
+        follow(runner, batches, None if tracing is None else RankSpans(tracing), results)
     finally:
         if tracing is not None:
             tracing.close()
@@ -233,7 +237,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sockets", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--death-signal", action="store_true")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--rendezvous", default="")
     parser.add_argument("--host", default=LOOPBACK)

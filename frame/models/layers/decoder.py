@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from frame.core.interfaces.batch import HiddenStateTaps, SelectedTokens
+from frame.core.interfaces.batch import HiddenStateTaps, SelectedTokens, StageInput
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear
@@ -158,11 +158,17 @@ class Decoder(CausalLM, nn.Module):
         self.context = context
         self.tied = bool(model_config.config.get("tie_word_embeddings", self.ties_by_default))
         self.rotary = self.build_rotary()
-        self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", model_config.vocab_size, model_config.hidden_size)
-        self.layers = nn.ModuleList(self.build_layer(index, f"model.layers.{index}") for index in range(model_config.num_layers))
-        self.rotaries = tuple(self.get_rotary(index) for index in range(model_config.num_layers))
-        self.norm = self.build_norm("model.norm")
-        self.head = self._head()
+        stage = context.pipeline
+        own = range(model_config.num_layers) if stage is None else stage.layers
+        self.first_layer = own.start
+        self.is_first, self.is_last = stage is None or stage.is_first, stage is None or stage.is_last
+        if self.is_first or (self.is_last and self.tied):
+            self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", model_config.vocab_size, model_config.hidden_size)
+        self.layers = nn.ModuleList(self.build_layer(index, f"model.layers.{index}") for index in own)
+        self.rotaries = tuple(self.get_rotary(index) for index in own)
+        self.norm = self.build_norm("model.norm") if self.is_last else None
+        self.head = self._head() if self.is_last else None
+        self.foreign_weights = tuple(self._find_foreign_weights(own))
 
     @abstractmethod
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
@@ -195,23 +201,28 @@ class Decoder(CausalLM, nn.Module):
         return RMSNorm(self.context, name, self.model_config.hidden_size, self.model_config.config.get("rms_norm_eps", 1e-6))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `Model.forward`; on all stages of a pipeline but the last, the residual stream after
+        the stage's layers."""
         # None: each layer's kernel reads the table by position
         reads_table = self.rotary.fused and not torch.compiler.is_compiling()
         rows = {rotary: None if reads_table else rotary.gather_rows(batch.positions) for rotary in dict.fromkeys(self.rotaries)}
-        x, residual = self.embed(batch.token_ids), None
+        given = batch.get(StageInput)
+        x, residual = self.embed(batch.token_ids) if given is None else given.hidden, None
         *body, last = zip(self.layers, self.rotaries, strict=True)
-        taps = batch.get(HiddenStateTaps)
-        for index, (layer, rotary) in enumerate(body):
+        taps, first = batch.get(HiddenStateTaps), self.first_layer
+        for index, (layer, rotary) in enumerate(body, first):
             if taps is not None:
                 taps.add_state(index, x, residual)
             x, residual = layer(x, residual, rows[rotary], batch)
-        selected = batch.get(SelectedTokens)
+        selected = batch.get(SelectedTokens) if self.is_last else None
         if taps is not None:
-            taps.add_state(len(body), x, residual)
+            taps.add_state(first + len(body), x, residual)
         x, residual = last[0](x, residual, rows[last[1]], batch, None if selected is None else selected.indices)
+        if self.norm is None:
+            return (x if x.dim() == 2 else x.sum(1)) + residual
         hidden = self.norm.add_residual(x, residual)[0] if len(x) else x
         if taps is not None:
-            taps.add_state(len(self.layers), hidden)
+            taps.add_state(first + len(self.layers), hidden)
         return hidden
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -221,7 +232,7 @@ class Decoder(CausalLM, nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
-            raise TypeError(f"{type(self).__name__} was built for task embed and has no head")
+            raise TypeError(f"{type(self).__name__} was built for task embed, or a stage before the last, and has no head")
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
@@ -241,6 +252,16 @@ class Decoder(CausalLM, nn.Module):
         # A checkpoint with tied embeddings may still contain the head; like transformers, use the
         # embedding.
         return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")
+
+    def _find_foreign_weights(self, own: range) -> Iterator[str]:
+        """Regular expressions of the weights that other stages load; see `load_parameters`."""
+        others = [str(layer) for layer in range(self.model_config.num_layers) if layer not in own]
+        if others:
+            yield rf"model\.layers\.(?:{'|'.join(others)})\."
+        if not hasattr(self, "embed_tokens"):
+            yield r"model\.embed_tokens\."
+        if not self.is_last:
+            yield r"(?:model\.norm|lm_head)\."
 
     def _needs_own_head(self) -> bool:
         """Whether the checkpoint must contain a head over the vocabulary."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.collective import Collective, CollectiveContext
+from frame.core.interfaces.collective import Collective, CollectiveContext, Transfer
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -65,6 +66,10 @@ class TorchGroup(Collective):
     def send(self, tensor: torch.Tensor, target: int) -> None:
         self._groups[0].send([tensor.contiguous()], target, 0).wait()
 
+    def start_send(self, tensor: torch.Tensor, target: int) -> Transfer:
+        tensor = tensor.contiguous()
+        return Sending(tensor, self._groups[0].send([tensor], target, 0))
+
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         self._groups[0].recv([tensor], source, 0).wait()
         return tensor
@@ -73,15 +78,29 @@ class TorchGroup(Collective):
         self._finalizer()
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A send in progress, and its tensor."""
+
+    tensor: torch.Tensor
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
 def open_store(context: CollectiveContext) -> Any:
     """The store in which the ranks exchange their addresses. Raises ConfigurationError for an
     address of another form."""
     limit = timedelta(seconds=context.timeout)
     address, path = urlsplit(context.address), context.address.removeprefix("file://")
     if address.scheme == "file" and path.startswith("/"):  # taken as it is: folders may hold # and ?
-        store: Any = dist.FileStore(path, context.size)
+        store: Any = dist.FileStore(f"{path}.{context.name}" if context.name else path, context.size)
     elif address.scheme == "tcp" and address.hostname and address.port:
-        store = dist.TCPStore(address.hostname, address.port, context.size, is_master=context.rank == 0, timeout=limit)
+        listens = context.rank == 0 if context.listens is None else context.listens
+        size = None if context.name else context.size
+        store = dist.TCPStore(address.hostname, address.port, size, listens, limit, wait_for_workers=not context.name, multi_tenant=True)
+        store = dist.PrefixStore(context.name, store) if context.name else store
     else:
         raise ConfigurationError(f"the rendezvous address {context.address!r} is neither file:///PATH nor tcp://HOST:PORT")
     store.set_timeout(limit)

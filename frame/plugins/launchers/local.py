@@ -15,7 +15,8 @@ class LocalLauncher(Launcher):
 
     def place(self) -> Placement:
         meeting = self.context.folder / "ranks"
-        meeting.unlink(missing_ok=True)
+        for left_over in self.context.folder.glob(f"{meeting.name}*"):  # one file a group
+            left_over.unlink(missing_ok=True)
         places = tuple(RankPlace(rank, LOOPBACK, rank) for rank in range(self.context.size))
         return Placement(places, f"file://{meeting}")
 

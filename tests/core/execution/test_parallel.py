@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from frame.core.config.resolve import ResolveError
 from frame.core.config.schema import FrameConfig
 from frame.core.execution.components import build_runner
 from frame.core.execution.tp_follower import LeadingRunner, follow
+from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.platform import HOST
-from frame.core.ipc.transport import decode_batch, encode_batch
+from frame.core.ipc.transport import decode_batch, decode_result, encode_batch, encode_result
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import Place, build_rank, build_scheduler, join_group, load_parts
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler, load_parts
+from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import greedy, random_prompts
@@ -32,7 +34,8 @@ class Wires:
     """Carries batches from rank 0 to the others, as encoded bytes."""
 
     def __init__(self, size: int) -> None:
-        self.queues: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(size)]
+        self.queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+        self.results: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def send(self, batch: Any) -> None:
         for each in self.queues[1:]:
@@ -40,11 +43,21 @@ class Wires:
 
     def receive(self, rank: int) -> Any:
         data = self.queues[rank].get(timeout=60)
-        return None if data is None else decode_batch(data)
+        return decode_batch(data) if isinstance(data, bytes) else data
 
     def close(self) -> None:
         for each in self.queues:
             each.put(None)
+
+
+    def send_order(self, order: Any) -> None:
+        for each in self.queues[1:]:
+            each.put(order)
+
+    def receive_result(self, step: int) -> StepResult:
+        result = decode_result(self.results.get(timeout=60))
+        assert result.step == step
+        return result
 
 
 class End:
@@ -52,6 +65,7 @@ class End:
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.receive = lambda: wires.receive(rank)
+        self.send = lambda result: wires.results.put(encode_result(result))
 
     def close(self) -> None: ...
 
@@ -73,20 +87,28 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
     wires = Wires(size)
 
     def run(rank: int) -> Any:
-        group = join_group(resolved, registry, Place(rank, size, f"file://{scratch / 'ranks'}"), HOST)
-        runner = build_runner(resolved, load_parts(resolved, registry), group, HOST)
+        groups = join_groups(resolved, registry, Place(rank, size, f"file://{scratch / 'ranks'}"), HOST)
+        try:
+            return serve(rank, groups)
+        finally:
+            groups.close()  # ranks that wait for this one raise
+
+    def serve(rank: int, groups: Groups) -> Any:
+        runner = build_runner(resolved, load_parts(resolved, registry), groups.tp, HOST, groups.pipeline)
+        end: Any = End(wires, rank)
         if rank:
-            return follow(runner, End(wires, rank))  # type: ignore[arg-type]
-        loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.pools), LeadingRunner(runner, wires))  # type: ignore[arg-type]
+            return follow(runner, end, results=end if rank == resolved.plan.result_rank else None)
+        leader = LeadingRunner(runner, wires, has_remote_results=resolved.plan.result_rank > 0)  # type: ignore[arg-type]
+        loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.pools), leader)
         try:
             return act(loop)
         finally:
             loop.runner.close()
-            group.close()  # ranks that wait for this one raise
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
-        results = [future.result(timeout=120) for future in futures]
+        done, _ = wait(futures, timeout=120, return_when=FIRST_EXCEPTION)
+        results = [future.result() for future in futures if future in done]
     return results[0]
 
 
@@ -114,7 +136,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    names = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
+    names = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
     return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("model"))) for name in names}
 
 
@@ -125,10 +147,24 @@ def test_whole_experts_on_two_ranks(models: dict[str, Model], architecture: str,
 
 
 @pytest.mark.parametrize(
+    ("architecture", "parallel", "overlap"),
+    [
+        ("LlamaForCausalLM", {"pp": 2}, True),
+        ("LlamaForCausalLM", {"pp": 2}, False),
+        ("DeepseekV3ForCausalLM", {"tp": 2, "pp": 2, "ep": 2}, True),
+    ],
+)
+def test_two_stages(models: dict[str, Model], architecture: str, parallel: Any, overlap: bool, tmp_path: Path) -> None:
+    scheduler = {"max_running_requests": 8, "chunked_prefill_size": 32, "overlap": overlap}
+    models[architecture].check(tmp_path, parallel=parallel, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
     ("architecture", "parallel", "dispatcher", "words"),
     [
         ("LlamaForCausalLM", {"tp": 2, "ep": 2}, None, "parallel.ep is 2, but LlamaForCausalLM has no experts"),
         ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 4}, None, "experts are divided among all tensor-parallel ranks or none"),
+        ("LlamaForCausalLM", {"pp": 3}, None, r"parallel.pp is 3, more stages than the model has layers \(2\)"),
         ("Qwen3MoeForCausalLM", {"tp": 2}, "all_to_all", r"needs whole experts on each rank \(try parallel.ep: 2\)"),
     ],
 )

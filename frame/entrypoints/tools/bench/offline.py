@@ -75,5 +75,5 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
         from frame.entrypoints.tools.bench.clock import measured_ceilings
 
         one = measured_ceilings(open_platform(resolved.device).device, getattr(torch, resolved.dtype))
-    ranks = 1 if open_platform(resolved.device).measure_memory().is_shared else resolved.user.parallel.tp
+    ranks = 1 if open_platform(resolved.device).measure_memory().is_shared else resolved.plan.num_ranks
     return Floors(Ceilings(one.read * ranks, one.operations * ranks, one.copy * ranks), source, cost)

@@ -1,0 +1,152 @@
+"""`StageRunner`: runs one stage of a pipeline. A step is computed in micro-batches, so that all
+stages compute at the same time.
+
+Hidden states go to the next stage, and sampled tokens from the last stage to the first, in
+asynchronous sends. With overlapping steps, the first stage computes the next step's first
+micro-batch while the last stage computes the second one of this step. Must not know a request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from frame.core.execution.input_batch import ForwardInputs
+from frame.core.execution.micro_batches import MicroBatch, join_results, split_batch, whole_batch
+from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.interfaces.batch import ScheduledBatch, StageInput, StepResult
+from frame.core.interfaces.runner import UnsampledStep
+
+if TYPE_CHECKING:
+    from frame.core.execution.input_batch import StepPlans
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.collective import Collective, Transfer
+    from frame.core.interfaces.model import Model, ModelConfig
+    from frame.core.interfaces.runner import PendingStep
+    from frame.core.kv_cache.capacity import Capacity
+    from frame.core.kv_cache.kv_pool import KVPool
+    from frame.core.sampling.logits_pipeline import Processors
+    from frame.core.sampling.prompt_logprobs import PromptScores
+    from frame.core.sampling.sampler import Sampled
+
+ALL = -1  # the number of a micro-batch that is the whole batch
+
+
+class Sends:
+    """Asynchronous sends to one rank of a group, in order."""
+
+    def __init__(self, group: Collective, target: int) -> None:
+        self._group = group
+        self._target = target
+        # Tokens of each micro-batch may wait for the first stage, which receives them before it
+        # computes one of the same number.
+        self._most = 2 * group.size + 2
+        self._transfers: deque[Transfer] = deque()
+
+    def start(self, tensor: torch.Tensor) -> None:
+        """Send a tensor, which must not be written again. Waits where many sends are in
+        progress."""
+        if len(self._transfers) == self._most:
+            self._transfers.popleft().wait()
+        self._transfers.append(self._group.start_send(tensor, self._target))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """Tokens that the last stage samples: the number of the micro-batch, and their slots, int64."""
+
+    number: int
+    slots: np.ndarray
+
+
+class StageRunner(TorchModelRunner):
+    """One rank's runner of a stage. The results of steps are those of the last stage; on others
+    they are empty."""
+
+    def __init__(
+        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
+    ) -> None:
+        super().__init__(model, model_config, context, pool, processors, capacity)
+        if context.pipeline is None:
+            raise ValueError("a stage runner needs a context with a pipeline")
+        self._pipeline = stage = context.pipeline
+        self._hidden_size = model_config.hidden_size
+        self._sends = Sends(stage.tokens, 0) if stage.is_last else Sends(stage.hidden, stage.index + 1)
+        self._expected: deque[ExpectedTokens] = deque()
+
+    def _execute(self, batch: ScheduledBatch) -> PendingStep:
+        # The other ranks of the last stage wait for tokens that are drawn with a deferred mask, and
+        # cannot compute another micro-batch meanwhile.
+        parts = [whole_batch(batch, ALL)] if batch.has_deferred_grammar_mask else split_batch(batch, self._pipeline.size)
+        if not parts:
+            self.inputs.update_slots(batch)
+        steps = [self._run_part(part) for part in parts]
+        if any(isinstance(step, UnsampledStep) for step in steps):
+            return UnsampledStageStep(batch, parts, steps)
+        return StageStep(batch, parts, steps)
+
+    def _run_part(self, part: MicroBatch) -> PendingStep | None:
+        """Compute a micro-batch. -> None unless this is the last stage."""
+        stage = self._pipeline
+        if stage.is_last:
+            return super()._execute(part.batch)
+        if stage.is_first:
+            self._receive_tokens(part.number)
+        inputs = self.inputs.prepare(part.batch)
+        if not isinstance(inputs, ForwardInputs):
+            raise TypeError("a stage has no decode graphs")
+        self._sends.start(self.forward(self._with_hidden(inputs).batch))
+        if stage.is_first and len(part.samples):
+            self._expected.append(ExpectedTokens(part.number, part.batch.slots[part.batch.samples].astype(np.int64)))
+        return None
+
+    def _forward_logits(self, inputs: ForwardInputs) -> tuple[torch.Tensor | None, PromptScores | None]:
+        return super()._forward_logits(self._with_hidden(inputs))
+
+    def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
+        sampled = super()._sample(logits, plans, tensors)
+        if len(sampled.token_ids):
+            self._sends.start(sampled.token_ids)
+        return sampled
+
+    def _with_hidden(self, inputs: ForwardInputs) -> ForwardInputs:
+        """The inputs with the hidden states of the stage before; unchanged on the first stage."""
+        stage, batch = self._pipeline, inputs.batch
+        if stage.is_first:
+            return inputs
+        hidden = torch.empty(batch.num_tokens, self._hidden_size, dtype=self.context.dtype, device=self.context.device)
+        stage.hidden.recv(hidden, stage.index - 1)
+        return replace(inputs, batch=replace(batch, extensions={**batch.extensions, StageInput: StageInput(hidden)}))
+
+    def _receive_tokens(self, number: int) -> None:
+        """Store the tokens of all earlier micro-batches of this number in the last-token table."""
+        while any(ALL in (number, each.number) or each.number == number for each in self._expected):
+            slots = torch.from_numpy(self._expected.popleft().slots).to(self.context.device, non_blocking=True)
+            token_ids = self._pipeline.tokens.recv(torch.empty_like(slots), self._pipeline.size - 1)
+            self.inputs.table.last_token.index_copy_(0, slots, token_ids)
+
+
+class StageStep:
+    """A step of a stage, in flight."""
+
+    def __init__(self, batch: ScheduledBatch, parts: list[MicroBatch], steps: list[PendingStep | None]) -> None:
+        self._batch, self._parts, self._steps = batch, parts, steps
+
+    def wait(self) -> StepResult:
+        results = [step.wait() for step in self._steps if step is not None]
+        if not results:
+            return StepResult(step=self._batch.step, token_ids=np.empty(0, np.int32))
+        return join_results(self._batch, self._parts, results)
+
+
+class UnsampledStageStep(StageStep, UnsampledStep):
+    """A step of the last stage with a deferred grammar mask."""
+
+    def sample(self, mask: np.ndarray | None) -> None:
+        for part, step in zip(self._parts, self._steps, strict=True):
+            if isinstance(step, UnsampledStep):
+                step.sample(None if mask is None else mask[part.samples])

@@ -1,0 +1,67 @@
+"""The groups of a rank's parallel plan: which ranks are members of each, and where they meet.
+
+Used by `build_engine`. Must not know a collective by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.collective import LOOPBACK, Collective, CollectiveContext, LocalGroup
+from frame.core.interfaces.rank_context import Pipeline
+
+if TYPE_CHECKING:
+    from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.platform import Platform
+    from frame.plugins.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's number among `size` ranks, the address where they meet, the index of its device
+    among those of its host, and the host's address."""
+
+    rank: int = 0
+    size: int = 1
+    rendezvous: str = ""
+    local_index: int = 0
+    host: str = LOOPBACK
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A rank's groups. `pipeline` None: there is one stage."""
+
+    tp: Collective
+    pipeline: Pipeline | None = None
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self.tp.close()
+        if self.pipeline is not None:
+            self.pipeline.hidden.close()
+            self.pipeline.tokens.close()
+
+
+def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: Platform) -> Groups:
+    """Join the groups of this rank; the order is the same on all ranks. Raises RuntimeError if
+    other ranks do not join in time."""
+    plan = resolved.plan
+    stage, tp_rank = divmod(place.rank, plan.tp)
+
+    def join(name: str, rank: int, size: int) -> Collective:
+        if name and size == 1:
+            return LocalGroup()
+        context = CollectiveContext(
+            rank, size, place.rendezvous, platform, place.host, name=name, listens=place.rank == 0 if name else None
+        )
+        group: Collective = registry.create(resolved.choice("collective"), context)
+        return group
+
+    if plan.pp == 1:
+        return Groups(join("", place.rank, place.size))
+    tp = join(f"tp{stage}", tp_rank, plan.tp)
+    hidden, tokens = (join(f"{name}{tp_rank}", stage, plan.pp) for name in ("hidden", "tokens"))
+    layers = plan.find_layers(stage, resolved.model.num_layers)
+    return Groups(tp, Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens))
