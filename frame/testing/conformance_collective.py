@@ -34,8 +34,8 @@ def suite(subject: Subject) -> Iterable[Check]:
     """The checks of a collective, on the device that the setting names."""
     for check in (
         _members_have_their_places, _sums, _sums_have_the_same_bits, _gathers, _broadcasts, _scatters_sums, _exchanges_rows,
-        _sends_in_order, _arguments_stay, _large_tensors, _operations_in_a_row, _groups_do_not_mix, _absent_ranks_end_the_wait,
-        _ends_are_noticed, _meets_by_tcp, _is_captured,
+        _sends_in_order, _starts_sends, _arguments_stay, _large_tensors, _operations_in_a_row, _groups_do_not_mix,
+        _absent_ranks_end_the_wait, _ends_are_noticed, _meets_by_tcp, _is_captured,
     ):  # fmt: skip
         yield Check(check.__name__.removeprefix("_"), partial(check, subject))
 
@@ -195,6 +195,25 @@ def _sends_in_order(subject: Subject) -> None:
         for number, each in enumerate(found):
             _same(each, _part((rank - 1) % size + 10 * number), f"message {number}")
         assert len(found) == 3
+
+
+def _starts_sends(subject: Subject) -> None:
+    _several(subject)
+    size = 2
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        found = []
+        for number in range(3):  # pairs take turns, so that collectives whose sends wait pass too
+            sends = [group.start_send(_part(group.rank + number).to(device), (group.rank + 1) % size)] if group.rank % 2 == 0 else []
+            found.append(group.recv(torch.empty(6, 4, device=device), (group.rank - 1) % size).cpu())
+            sends += [group.start_send(_part(group.rank + number).to(device), (group.rank + 1) % size)] if group.rank % 2 else []
+            for send in sends:
+                send.wait()
+        return found
+
+    for rank, found in enumerate(run_ranks(subject, act, 2)):
+        for number, each in enumerate(found):
+            _same(each, _part((rank - 1) % 2 + number), f"tensor {number} of a started send")
 
 
 def _arguments_stay(subject: Subject) -> None:

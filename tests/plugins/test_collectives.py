@@ -4,9 +4,11 @@ another package that serves."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,26 @@ def test_a_group_of_one_returns_its_arguments() -> None:
 def test_an_address_of_another_form_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="neither file:///PATH nor tcp://HOST:PORT"):
         subject("gloo").target(CollectiveContext(0, 2, "http://here"))
+
+
+def test_named_groups_meet_at_one_address() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+    groups: list[Any] = []
+    found: list[list[float]] = [[] for _ in range(4)]
+
+    def act(rank: int) -> None:
+        places = (("pair", rank % 2, 2), ("all", rank, 4)) if rank < 2 else (("other", rank % 2, 2), ("all", rank, 4))
+        for name, own, size in places:  # the groups are kept: rank 0's listens for all of them
+            context = CollectiveContext(own, size, address, timeout=10.0, name=name, listens=rank == 0)
+            groups.append(subject("gloo").target(context))
+            found[rank].append(float(groups[-1].all_reduce(torch.full((1,), 10.0**rank))))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(act, range(4)))
+    assert found == [[11.0, 1111.0]] * 2 + [[1100.0, 1111.0]] * 2
 
 
 RANK = """

@@ -19,35 +19,44 @@ from frame.core.interfaces.batch import StepResult
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
 
-_BY_ROW = ("slots", "num_computed", "num_scheduled", "samples", "prompt_logprobs", "skip_kv_store")
+_BY_ROW = ("slots", "num_computed", "num_scheduled", "samples", "prompt_logprobs", "skip_kv_store", "num_drafts")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`rows` of a batch, as a batch. `samples`: indices of its samples among those of the whole."""
+    """`rows` of a batch, as a batch. `samples` and `sampling_rows`: indices of its samples, and of
+    its rows that sample, among those of the whole (see `StepResult`)."""
 
     number: int
     batch: ScheduledBatch
     rows: np.ndarray
     samples: np.ndarray
+    sampling_rows: np.ndarray
 
 
 def whole_batch(batch: ScheduledBatch, number: int) -> MicroBatch:
     """All rows as one micro-batch."""
-    return MicroBatch(number, batch, np.arange(len(batch.slots)), np.arange(int(batch.samples.sum())))
+    return MicroBatch(number, batch, np.arange(len(batch.slots)), np.arange(count_samples(batch).sum()), np.arange(batch.samples.sum()))
+
+
+def count_samples(batch: ScheduledBatch) -> np.ndarray:
+    """The samples of each row, int64 [rows]."""
+    return batch.samples * (1 if batch.num_drafts is None else batch.num_drafts.astype(np.int64) + 1)
 
 
 def split_batch(batch: ScheduledBatch, count: int) -> list[MicroBatch]:
     """At most `count` micro-batches, of at least one row each; none for a batch without rows. The
     first one has the setups, releases and pages of all."""
     number_of = batch.slots % count
-    place = np.cumsum(batch.samples) - 1  # of each row's sample
+    sample_row = np.repeat(np.arange(len(batch.slots)), count_samples(batch))  # the row of each sample
+    place = np.cumsum(batch.samples) - 1  # of each sampling row
     found: list[MicroBatch] = []
     for number in range(count):
         rows = np.flatnonzero(number_of == number)
         if len(rows):
-            samples = place[rows][batch.samples[rows]]
-            found.append(MicroBatch(number, _take_rows(batch, rows, samples, is_first=not found), rows, samples))
+            samples = np.flatnonzero(np.isin(sample_row, rows))
+            part = _take_rows(batch, rows, samples, is_first=not found)
+            found.append(MicroBatch(number, part, rows, samples, place[rows][batch.samples[rows]]))
     return found
 
 
@@ -68,7 +77,7 @@ def join_results(batch: ScheduledBatch, parts: Sequence[MicroBatch], results: Se
     """The result of the batch from those of its micro-batches."""
     if len(parts) == 1:
         return results[0]
-    total = int(batch.samples.sum())
+    total = int(count_samples(batch).sum())
     joined: dict[str, Any] = {"step": batch.step, "token_ids": np.zeros(total, np.int32)}
     prompts: list[Any] = [None] * len(batch.slots)
     faults: dict[int, str] = {}
@@ -76,6 +85,9 @@ def join_results(batch: ScheduledBatch, parts: Sequence[MicroBatch], results: Se
         for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "invalid"):
             if (value := getattr(result, name)) is not None:
                 joined[name] = _scatter(joined.get(name), value, part.samples, total)
+        if batch.num_drafts is not None:
+            counts = np.ones(len(part.sampling_rows), np.int32) if result.counts is None else result.counts
+            joined["counts"] = _scatter(joined.get("counts"), counts, part.sampling_rows, int(batch.samples.sum()))
         for row, found in zip(part.rows, result.prompt_logprobs or (), strict=False):
             prompts[row] = found
         faults |= {int(part.samples[sample]): why for sample, why in (result.faults or {}).items()}

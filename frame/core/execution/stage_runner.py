@@ -22,7 +22,7 @@ from frame.core.interfaces.batch import ScheduledBatch, StageInput, StepResult
 from frame.core.interfaces.runner import UnsampledStep
 
 if TYPE_CHECKING:
-    from frame.core.execution.input_batch import StepPlans
+    from frame.core.execution.input_batch import StepInputs
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.collective import Collective, Transfer
     from frame.core.interfaces.model import Model, ModelConfig
@@ -57,7 +57,8 @@ class Sends:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Tokens that the last stage samples: the number of the micro-batch, and their slots, int64."""
+    """The last tokens of rows that the last stage samples: the number of the micro-batch, and
+    their slots, int64."""
 
     number: int
     slots: np.ndarray
@@ -100,18 +101,19 @@ class StageRunner(TorchModelRunner):
         if not isinstance(inputs, ForwardInputs):
             raise TypeError("a stage has no decode graphs")
         self._sends.start(self.forward(self._with_hidden(inputs).batch))
-        if stage.is_first and len(part.samples):
+        if stage.is_first and len(part.sampling_rows):
             self._expected.append(ExpectedTokens(part.number, part.batch.slots[part.batch.samples].astype(np.int64)))
         return None
 
     def _forward_logits(self, inputs: ForwardInputs) -> tuple[torch.Tensor | None, PromptScores | None]:
         return super()._forward_logits(self._with_hidden(inputs))
 
-    def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
-        sampled = super()._sample(logits, plans, tensors)
+    def _fetch(self, step: int, inputs: StepInputs, sampled: Sampled, prompts: PromptScores | None) -> PendingStep:
+        pending = super()._fetch(step, inputs, sampled, prompts)
+        slots = inputs.tensors["sampling_slots" if inputs.plans.verification is None else "verify.slots"]
         if len(sampled.token_ids):
-            self._sends.start(sampled.token_ids)
-        return sampled
+            self._sends.start(self.inputs.table.last_token.index_select(0, slots))
+        return pending
 
     def _with_hidden(self, inputs: ForwardInputs) -> ForwardInputs:
         """The inputs with the hidden states of the stage before; unchanged on the first stage."""
