@@ -87,6 +87,7 @@ UNTESTED: dict[str, str] = {
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",
+    "frame.core.parallel.stage_runner": "tests/core/parallel/test_parallel.py compares its tokens with those of one rank",
     "frame.core.execution.pooler": "every vector in tests/core/execution/test_pooling.py comes out of it",
     "frame.core.execution.pooling_runner": "runs every prompt in tests/core/execution/test_pooling.py",
     "frame.entrypoints.http.chat.tools": "tests/clients/test_openai_chat.py asks for all that it allows and refuses",

@@ -18,11 +18,11 @@ import torch
 
 from frame.core.config.schema import FrameConfig
 from frame.core.execution.components import build_runner
-from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import decode_batch, encode_batch
 from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler, load_parts
 from frame.testing.checkpoints import load_reference, make_checkpoint

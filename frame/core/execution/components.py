@@ -21,7 +21,6 @@ from frame.core.errors import ConfigurationError
 from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
-from frame.core.execution.stage_runner import StageRunner
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.finite_check import check_finite
 from frame.core.interfaces.build import BuildContext, Collective, Limits
@@ -34,6 +33,7 @@ from frame.core.kv_cache.geometry import DTYPES, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.remote_code import load_class
+from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.runner import ProfileRequest
 from frame.core.messages import AnyMessage, Message, decode, encode
 
@@ -132,10 +132,10 @@ class ZmqTransport:
         is_outbox: bool = False,
     ) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._pull = _pull(self._context, inbox, sources)
-        pushes = {address: _push(self._context, address) for address in (routes or {}).values()}
+        self._pull = open_pull(self._context, inbox, sources)
+        pushes = {address: open_push(self._context, address) for address in (routes or {}).values()}
         if default and default not in pushes:
-            pushes[default] = _push(self._context, default, is_outbox)
+            pushes[default] = open_push(self._context, default, is_outbox)
         self._pushes = pushes
         self._default = pushes[default] if default else None
         self._routes = {kind: pushes[address] for kind, address in (routes or {}).items()}
@@ -190,7 +190,7 @@ class ZmqTransport:
             old = self._pushes.get(address)
             if old is None:
                 return
-            new = self._pushes[address] = _push(self._context, address)
+            new = self._pushes[address] = open_push(self._context, address)
             old.close(linger=0)
             self._default = new if self._default is old else self._default
             self._routes = {kind: new if socket is old else socket for kind, socket in self._routes.items()}
@@ -208,7 +208,7 @@ class ZmqSender:
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.Context(io_threads=1)
-        self._socket = _push(self._context, address)
+        self._socket = open_push(self._context, address)
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
@@ -216,7 +216,7 @@ class ZmqSender:
     def reconnect(self) -> None:
         """Connect to a new listener, and drop messages that were not delivered to the old one.
         Raises zmq.ZMQError, without any change."""
-        new = _push(self._context, self._address)
+        new = open_push(self._context, self._address)
         self._socket.close(linger=0)
         self._socket = new
 
@@ -225,7 +225,8 @@ class ZmqSender:
         self._context.term()
 
 
-def _push(context: zmq.Context[zmq.Socket[bytes]], address: str, is_bound: bool = False) -> zmq.Socket[bytes]:
+def open_push(context: zmq.Context[zmq.Socket[bytes]], address: str, is_bound: bool = False) -> zmq.Socket[bytes]:
+    """A socket that sends; `is_bound`: it listens at the address. Raises zmq.ZMQError."""
     socket = context.socket(zmq.PUSH)
     try:
         socket.set_hwm(0)
@@ -237,7 +238,8 @@ def _push(context: zmq.Context[zmq.Socket[bytes]], address: str, is_bound: bool 
     return socket
 
 
-def _pull(context: zmq.Context[zmq.Socket[bytes]], address: str | None, sources: Sequence[str] = ()) -> zmq.Socket[bytes]:
+def open_pull(context: zmq.Context[zmq.Socket[bytes]], address: str | None, sources: Sequence[str] = ()) -> zmq.Socket[bytes]:
+    """A socket that listens at the address, and receives from listening `sources`."""
     socket = context.socket(zmq.PULL)
     socket.set_hwm(0)
     if address is not None:
@@ -250,7 +252,8 @@ def _pull(context: zmq.Context[zmq.Socket[bytes]], address: str | None, sources:
 # ScheduledBatch to the other ranks ----------------------------------------------------------------
 
 
-def _encode_array(value: Any) -> Any:
+def encode_array(value: Any) -> Any:
+    """An array as (dtype, shape, raw bytes): the hook of encoders."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
     if isinstance(value, np.integer | np.floating | np.bool_):
@@ -258,7 +261,8 @@ def _encode_array(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to another rank")
 
 
-def _decode_array(kind: type, value: Any) -> Any:
+def decode_array(kind: type, value: Any) -> Any:
+    """The hook of decoders for `encode_array`. The array owns its memory."""
     if kind is not np.ndarray:
         raise TypeError(f"{kind.__name__} cannot be received from another rank")
     dtype, shape, data = value
@@ -268,9 +272,8 @@ def _decode_array(kind: type, value: Any) -> Any:
     return np.frombuffer(data, dtype=parsed).reshape(shape).copy()
 
 
-_batch_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_batch_decoder = msgspec.msgpack.Decoder(ScheduledBatch, dec_hook=_decode_array)
-_result_decoder = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array)
+_batch_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_batch_decoder = msgspec.msgpack.Decoder(ScheduledBatch, dec_hook=decode_array)
 
 
 def encode_batch(batch: ScheduledBatch) -> bytes:
@@ -281,16 +284,6 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
 def decode_batch(data: bytes) -> ScheduledBatch:
     """Decode a batch; its arrays own their memory. Raises msgspec.ValidationError."""
     return _batch_decoder.decode(data)
-
-
-def encode_result(result: StepResult) -> bytes:
-    """As `encode_batch`."""
-    return _batch_encoder.encode(result)
-
-
-def decode_result(data: bytes) -> StepResult:
-    """Decode a result; its arrays own their memory. Raises msgspec.ValidationError."""
-    return _result_decoder.decode(data)
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
@@ -329,22 +322,19 @@ class OrderReply(msgspec.Struct, frozen=True):
 
 Order = Profile | Traced | SwitchBackend | GrammarMask
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
-RESULT, FAILURE = b"result", b"failure"  # the first frame of what rank 0 receives from the rank whose results count
 REPLY_TIMEOUT = 30.0  # seconds that a follower may take to answer an order
-_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_decode_array)
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
 _reply_decoder = msgspec.msgpack.Decoder(OrderReply)
 
 
 class BatchSender:
     """Rank 0's side: sends the same bytes to every follower (ranks 1 and up), in order. A single
-    empty frame means stop. Followers answer at the address `replies`; the last stage of a pipeline
-    sends the results of steps to the address `results`."""
+    empty frame means stop. Followers answer at the address `replies`."""
 
-    def __init__(self, addresses: list[str], replies: str, results: str | None = None) -> None:
+    def __init__(self, addresses: list[str], replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._sockets = [_push(self._context, address) for address in addresses]
-        self._replies = _pull(self._context, replies)
-        self._results = None if results is None else _pull(self._context, results)
+        self._sockets = [open_push(self._context, address) for address in addresses]
+        self._replies = open_pull(self._context, replies)
         self._number = 0
 
     def send(self, batch: ScheduledBatch) -> None:
@@ -372,24 +362,9 @@ class BatchSender:
                 problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
         return problems + [f"rank {rank} did not answer within {timeout:g} s" for rank in sorted(silent)]
 
-    def receive_result(self, step: int) -> StepResult:
-        """Wait for the result of a step; results come in the order of the steps. Raises
-        RuntimeError for a step that failed, or a result of another step."""
-        if self._results is None:
-            raise RuntimeError("no other rank sends results")
-        kind, data = self._results.recv_multipart()
-        if kind == FAILURE:
-            raise RuntimeError(data.decode(errors="replace"))
-        result = decode_result(data)
-        if result.step != step:
-            raise RuntimeError(f"the result of step {result.step} came where that of step {step} was expected")
-        return result
-
     def close(self) -> None:
         """Tell the followers to stop."""
         self._send_all(b"")
-        if self._results is not None:
-            self._results.close(linger=0)
         for socket in self._sockets:
             socket.close()
         self._replies.close(linger=0)
@@ -405,8 +380,8 @@ class BatchReceiver:
 
     def __init__(self, address: str, rank: int, replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._socket = _pull(self._context, address)
-        self._replies = _push(self._context, replies)
+        self._socket = open_pull(self._context, address)
+        self._replies = open_push(self._context, replies)
         self._rank = rank
         self._number = 0  # of the last order
 
@@ -438,25 +413,6 @@ class BatchReceiver:
     def close(self) -> None:
         self._socket.close(linger=0)
         self._replies.close()
-        self._context.term()
-
-
-class ResultSender:
-    """The side of the rank whose results count. Used by one thread."""
-
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context(io_threads=1)
-        self._socket = _push(self._context, address)
-
-    def send(self, result: StepResult) -> None:
-        self._socket.send_multipart((RESULT, encode_result(result)))
-
-    def send_failure(self, error: str) -> None:
-        """Tell rank 0 that a step failed here: one sentence."""
-        self._socket.send_multipart((FAILURE, error.encode()))
-
-    def close(self) -> None:
-        self._socket.close()
         self._context.term()
 
 

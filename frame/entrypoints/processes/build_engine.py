@@ -19,12 +19,12 @@ from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.tp_follower import LeadingRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
+from frame.core.parallel.tp_follower import LeadingRunner
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
     from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.runner import ModelRunner
+    from frame.core.ipc.results import ResultReceiver
     from frame.core.ipc.transport import BatchSender, Transport
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.messages import Finish
@@ -168,11 +169,12 @@ def build_engine(
     followers: BatchSender | None = None,
     heartbeat: float | None = None,
     tracing: Tracing | None = None,
+    results: ResultReceiver | None = None,
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine of rank 0, and the data of its `Ready` message. Raises PluginError for the fault
     of a plugin."""
     with blaming("at start"):
-        return _build_engine(resolved, registry, transport, place, followers, heartbeat, tracing)
+        return _build_engine(resolved, registry, transport, place, followers, heartbeat, tracing, results)
 
 
 def _build_engine(
@@ -183,13 +185,14 @@ def _build_engine(
     followers: BatchSender | None,
     heartbeat: float | None,
     tracing: Tracing | None,
+    results: ResultReceiver | None,
 ) -> tuple[Engine, dict[str, Any]]:
     clock = time.perf_counter()
     rank, kernels = _build_rank(resolved, registry, place or Place())
     capacity = rank.capacity
     runner = add_profiling(resolved, rank, place)
     if followers is not None:
-        runner = LeadingRunner(runner, followers, has_remote_results=resolved.plan.result_rank > 0)
+        runner = LeadingRunner(runner, followers, results)
     found = find_observers(registry)
     on_finish = found.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []

@@ -29,7 +29,8 @@ from frame.core.errors import ConfigurationError, PluginError
 from frame.core.interfaces.collective import LOOPBACK
 from frame.core.ipc.child_process import EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
-from frame.core.ipc.transport import BatchReceiver, BatchSender, ResultSender, SocketDirectory, ZmqTransport
+from frame.core.ipc.results import ResultReceiver, ResultSender
+from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION
@@ -96,11 +97,11 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     imports = round(time.perf_counter() - clock, 3)
     sockets = SocketDirectory(options.sockets)
     batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.ranks)]
-    results = sockets.address("rank-results") if resolved.plan.result_rank else None
-    followers = BatchSender(batches, sockets.address("rank-replies"), results) if batches else None
+    followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
+    results = ResultReceiver(sockets.address("rank-results")) if resolved.plan.result_rank else None
     place = Place(0, options.ranks, options.rendezvous, options.local_index, options.host)
     tracing = open_tracing(resolved.user.server, name)
-    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing)
+    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing, results)
     info["phases"] = {"imports": imports, **info["phases"]}
     engine.scheduler.publish_inflight(sockets.path / INFLIGHT)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
@@ -114,7 +115,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
-    from frame.core.execution.tp_follower import follow
+    from frame.core.parallel.tp_follower import follow
     from frame.entrypoints.processes.build_engine import add_profiling, build_rank
     from frame.entrypoints.processes.join_groups import Place
 

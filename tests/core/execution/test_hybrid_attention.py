@@ -18,7 +18,6 @@ from frame.core.engine import Engine, EngineOptions
 from frame.core.errors import ConfigurationError
 from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput
 from frame.core.interfaces.build import BuildContext, Limits
@@ -32,6 +31,7 @@ from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Control, Generate, StepTokens
+from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru

@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, StepResult
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -40,6 +39,7 @@ from frame.core.ipc.transport import (
     encode_batch,
 )
 from frame.core.messages import Abort, AbortAll, Heartbeat, StepTokens
+from frame.core.parallel.tp_follower import LeadingRunner, follow
 
 
 def test_in_process_keeps_order_and_wakes() -> None:

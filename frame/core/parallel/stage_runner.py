@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from frame.core.execution.input_batch import ForwardInputs
-from frame.core.execution.micro_batches import MicroBatch, join_results, split_batch, whole_batch
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import ScheduledBatch, StageInput, StepResult
 from frame.core.interfaces.runner import UnsampledStep
+from frame.core.parallel.micro_batches import MicroBatch, join_results, split_batch, whole_batch
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import StepInputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from frame.core.execution.micro_batches import count_samples, join_results, split_batch
 from frame.core.interfaces.batch import PromptLogprobs, ScheduledBatch, StepResult
+from frame.core.parallel.micro_batches import count_samples, join_results, split_batch
 
 
 def make_batch(drafts: bool) -> ScheduledBatch:

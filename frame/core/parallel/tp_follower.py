@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import PendingStep, ProfileRequest
-    from frame.core.ipc.transport import BatchReceiver, BatchSender, ResultSender
+    from frame.core.ipc.results import ResultReceiver, ResultSender
+    from frame.core.ipc.transport import BatchReceiver, BatchSender
 
 
 log = logging.getLogger(__name__)
@@ -31,21 +32,21 @@ class LeadingRunner(ModelRunner):
     ranks compute at the same time.
 
     A step that fails on one rank leaves the others waiting in a collective, so every failure raises
-    DeviceLost. `has_remote_results`: another rank sends the results of steps.
+    DeviceLost. `results`: those of steps come from another rank.
     """
 
-    def __init__(self, runner: ModelRunner, followers: BatchSender, *, has_remote_results: bool = False) -> None:
+    def __init__(self, runner: ModelRunner, followers: BatchSender, results: ResultReceiver | None = None) -> None:
         self._runner = runner
         self._followers = followers
-        self._has_remote_results = has_remote_results
+        self._results = results
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         self._followers.send(batch)
         try:
             step = self._runner.launch(batch)
-            if self._has_remote_results:
-                make = RemoteUnsampledStep if batch.has_deferred_grammar_mask else RemoteStep
-                return make(step, self._followers, batch.step)
+            if self._results is not None:
+                remote = RemoteStep(step, self._results, batch.step)
+                return RemoteUnsampledStep(remote, self._followers) if batch.has_deferred_grammar_mask else remote
             return LedUnsampledStep(step) if isinstance(step, UnsampledStep) else LedStep(step)
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
@@ -72,6 +73,8 @@ class LeadingRunner(ModelRunner):
 
     def close(self) -> None:
         self._followers.close()
+        if self._results is not None:
+            self._results.close()
         self._runner.close()
 
 
@@ -91,24 +94,31 @@ class LedStep:
 class RemoteStep(LedStep):
     """A step whose result another rank sends."""
 
-    def __init__(self, step: PendingStep, followers: BatchSender, number: int) -> None:
+    def __init__(self, step: PendingStep, results: ResultReceiver, number: int) -> None:
         super().__init__(step)
-        self._followers = followers
+        self._results = results
         self._number = number
 
     def wait(self) -> StepResult:
         super().wait()
         try:
-            return self._followers.receive_result(self._number)
+            return self._results.receive(self._number)
         except Exception as error:
             raise DeviceLost(f"step {self._number} failed on the rank that samples: {error}") from error
 
 
-class RemoteUnsampledStep(RemoteStep, UnsampledStep):
+class RemoteUnsampledStep(UnsampledStep):
     """A step whose tokens another rank draws."""
+
+    def __init__(self, step: RemoteStep, followers: BatchSender) -> None:
+        self._step = step
+        self._followers = followers
 
     def sample(self, mask: np.ndarray | None) -> None:
         self._followers.send_order(GrammarMask(mask))
+
+    def wait(self) -> StepResult:
+        return self._step.wait()
 
 
 class LedUnsampledStep(LedStep, UnsampledStep):

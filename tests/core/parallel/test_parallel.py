@@ -14,10 +14,11 @@ import pytest
 from frame.core.config.resolve import ResolveError
 from frame.core.config.schema import FrameConfig
 from frame.core.execution.components import build_runner
-from frame.core.execution.tp_follower import LeadingRunner, follow
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.platform import HOST
-from frame.core.ipc.transport import decode_batch, decode_result, encode_batch, encode_result
+from frame.core.ipc.results import decode_result, encode_result
+from frame.core.ipc.transport import decode_batch, encode_batch
+from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler, load_parts
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
@@ -54,10 +55,19 @@ class Wires:
         for each in self.queues[1:]:
             each.put(order)
 
-    def receive_result(self, step: int) -> StepResult:
-        result = decode_result(self.results.get(timeout=60))
+
+class Results:
+    """Rank 0's end of the results."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.get = wires.results.get
+
+    def receive(self, step: int) -> StepResult:
+        result = decode_result(self.get(timeout=60))
         assert result.step == step
         return result
+
+    def close(self) -> None: ...
 
 
 class End:
@@ -98,7 +108,7 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
         end: Any = End(wires, rank)
         if rank:
             return follow(runner, end, results=end if rank == resolved.plan.result_rank else None)
-        leader = LeadingRunner(runner, wires, has_remote_results=resolved.plan.result_rank > 0)  # type: ignore[arg-type]
+        leader = LeadingRunner(runner, wires, Results(wires) if resolved.plan.result_rank else None)  # type: ignore[arg-type]
         loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.pools), leader)
         try:
             return act(loop)

@@ -1,0 +1,1 @@
+"""Parallelism: steps of several ranks, pipeline stages and placement of experts."""
