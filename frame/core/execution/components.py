@@ -178,7 +178,7 @@ def build_runner(
         pages = _least_of_ranks(pages, group, device)
     further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
     if further and pipeline is not None:
-        raise ConfigurationError("the layers of this model store different kinds of caches, which stages cannot share: set parallel.pp to 1")
+        raise ConfigurationError("this model has several kinds of caches, which stages cannot share: set parallel.pp to 1")
     pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)
     slots = context.limits.max_running_requests
     phases["cache"] = time.perf_counter() - clock
