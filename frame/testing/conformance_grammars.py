@@ -83,6 +83,7 @@ def checks_of(run: Run) -> Iterator[Check]:
         masks_equal_a_reference,
         characters_may_be_split,
         accept_agrees_with_the_mask,
+        tokens_are_rolled_back,
         masks_are_written_whole,
         random_texts_follow_the_grammar,
         known_texts_are_judged,
@@ -190,6 +191,32 @@ def accept_agrees_with_the_mask(run: Run) -> None:
                 break
             tokens.append(dice.choice(continues))
             done += run.vocabulary.tokens[tokens[-1]]
+
+
+def tokens_are_rolled_back(run: Run) -> None:
+    """After `rollback_tokens` the masks and results are those before the tokens, whatever was asked
+    along them, and the text goes on from there. An end token is undone too."""
+    for case in run.of((*FINITE, *OPEN)):
+        for seed in range(WALKS):
+            dice, grammar, trail = random.Random(seed), run.start(case), []
+            for _ in range(12):
+                allowed, is_finished = run.allowed(grammar), grammar.is_finished()
+                trail.append((allowed, is_finished))
+                choices = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
+                ends = [token for token in run.vocabulary.ends if allowed[token]]
+                is_end = not choices or (bool(ends) and dice.random() < 0.3)
+                token = dice.choice(ends if is_end else choices)
+                assert grammar.accept_token(token), f"{case.name}: accept_token() refuses token {token}, which the mask has"
+                if is_end or dice.random() < 0.4:
+                    count = dice.randint(int(is_end), min(len(trail), 5))
+                    run.allowed(grammar)  # a mask that the backend may keep
+                    grammar.rollback_tokens(count)
+                    where = f"{case.name}: after rollback_tokens({count}) of {len(trail)} tokens"
+                    if count:
+                        allowed, is_finished = trail[-count]
+                        assert np.array_equal(run.allowed(grammar), allowed), f"{where} the mask is another than before them"
+                        assert grammar.is_finished() == is_finished, f"{where} is_finished() is {not is_finished}"
+                        del trail[-count:]
 
 
 def masks_are_written_whole(run: Run) -> None:

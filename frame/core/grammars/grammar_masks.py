@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from frame.core.blame import explain
+from frame.core.grammars.draft_masks import fill_draft_masks
 from frame.core.grammars.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
+from frame.core.interfaces.drafter import Drafts
 from frame.core.messages import Finish
 from frame.core.scheduling.request import GrammarState, queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
@@ -95,19 +97,22 @@ class MeteredGrammar:
         self.meter.charge(time.thread_time() - began)
         return is_finished
 
+    def rollback_tokens(self, count: int) -> None:
+        self._grammar.rollback_tokens(count)
+        self.meter.num_tokens -= count
+
 
 class GrammarCall(ThreadedCall):
-    """Accepts a token (None: none) and fills the next mask, int32 [words]. `end`: how the token
-    ends the request, if it does; `mask_error`: how the request ends when the mask could not be
-    filled."""
+    """Accepts tokens and fills the next mask, int32 [words]. `end`: how the last token ends the
+    request, if it does; `mask_error`: how the request ends when the mask could not be filled."""
 
-    def __init__(self, request: Request, token: int | None, words: int) -> None:
+    def __init__(self, request: Request, tokens: Sequence[int], words: int) -> None:
         super().__init__()
         self.request = request
         self.mask = np.empty(words, np.int32)
         self.end: Finish | None = None
         self.mask_error: Finish | None = None
-        self.token = token
+        self.tokens = tokens
         meter = getattr(request.grammar, "meter", None)
         self._meter: GrammarMeter | None = meter
         self._spent = 0.0 if meter is None else meter.spent
@@ -125,13 +130,34 @@ class GrammarCall(ThreadedCall):
     def execute(self) -> None:
         grammar = self.request.grammar
         assert grammar is not None
-        if self.token is not None:
-            self.end = accept_token(grammar, self.token, self.request.params)
-        if self.end is not None:
-            return
+        for token in self.tokens:
+            self.end = accept_token(grammar, token, self.request.params)
+            if self.end is not None:
+                return
         try:
             if not grammar.fill_mask(self.mask):
                 self.mask[:] = -1
+        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+            self.mask_error = grammar_error(error, self.request.params)
+
+
+class DraftCall(GrammarCall):
+    """Fills the masks along a draft and undoes it. `path`: int32 [k + 1, words]; `num_allowed`:
+    drafted tokens that the grammar allows."""
+
+    def __init__(self, request: Request, draft: Sequence[int], words: int) -> None:
+        super().__init__(request, (), words)
+        self.path = np.empty((len(draft) + 1, words), np.int32)
+        self.num_allowed = 0
+        self._draft, self._first = draft, get_grammar_state(request).mask
+
+    def execute(self) -> None:
+        assert self.request.grammar is not None
+        try:
+            self.num_allowed = fill_draft_masks(self.request.grammar, self._draft, self._first, self.path)
+            self.mask = self.path[0]
+            if self._meter is not None:
+                self._meter.spent = self._spent  # drafts do not use up the request's budget
         except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
             self.mask_error = grammar_error(error, self.request.params)
 
@@ -153,9 +179,9 @@ class GrammarCalls:
         """The number of held requests."""
         return len(self._held)
 
-    def accept_tokens(self, drawn: Sequence[tuple[Request, int]]) -> list[Finish | None]:
-        """Accept sampled tokens. Returns for each how it ends its request. None: the request
-        continues."""
+    def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]]) -> list[Finish | None]:
+        """Accept sampled tokens, of which only a request's last may end it. Returns for each
+        request how it ends. None: it continues."""
         calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if get_grammar_state(each[0]).error is None}
         self._run(list(calls.values()))
         return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
@@ -168,21 +194,48 @@ class GrammarCalls:
             return None
         mask = np.full((len(slots), self._words), -1, np.int32)
         calls: dict[int, GrammarCall] = {}
-        for i in constrained.tolist():
+        firsts = constrained[np.flatnonzero(np.diff(slots[constrained], prepend=-1))]  # a row with a draft has several samples
+        for i in firsts.tolist():
             request = table.requests[int(slots[i])]  # None: it has finished
             if request is None or request.grammar is None:
                 continue
             state = get_grammar_state(request)
-            if state.mask is not None:
+            if state.path is not None and i + 1 < len(slots) and slots[i + 1] == slots[i]:
+                samples = np.flatnonzero(slots[i : i + len(state.path)] == slots[i])  # fewer than masks if pages were short
+                mask[i + samples], state.path, state.mask = state.path[: len(samples)], None, None
+            elif state.mask is not None:
                 mask[i], state.mask = state.mask, None
-            elif state.error is None:
-                calls[i] = GrammarCall(request, None, self._words)
+            elif state.error is None and state.call is None:
+                calls[i] = GrammarCall(request, (), self._words)
         self._run(list(calls.values()))
         for i, call in calls.items():
             state = get_grammar_state(call.request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
         return mask
+
+    def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts) -> Drafts:
+        """Cut the drafts of slots with a grammar before the first token that it does not allow or
+        that ends it, and keep their masks for `fill_masks`. Forced tokens and slow grammars get no
+        draft."""
+        constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
+        if not constrained.size:
+            return drafts
+        counts, ends = drafts.counts.copy(), np.cumsum(drafts.counts)
+        calls: dict[int, DraftCall] = {}
+        for i in constrained.tolist():
+            request = table.get_request(int(slots[i]))
+            state, counts[i] = get_grammar_state(request), 0
+            state.path = None
+            if state.error is None and state.call is None and not state.is_slow and not getattr(request.grammar, "forced", ()):
+                calls[i] = DraftCall(request, drafts.token_ids[ends[i] - drafts.counts[i] : ends[i]].tolist(), self._words)
+        self._run(list(calls.values()))
+        for i, call in calls.items():
+            if call.is_finished and call.num_allowed and call.mask_error is None:
+                counts[i] = call.num_allowed
+                get_grammar_state(call.request).path = call.path[: call.num_allowed + 1]
+        offsets = np.arange(len(drafts.token_ids)) - np.repeat(ends - drafts.counts, drafts.counts)
+        return Drafts(drafts.token_ids[offsets < np.repeat(counts, drafts.counts)], counts)
 
     def take_stopped(self) -> list[Request]:
         """Remove and return the requests that must leave the device because of a slow call."""
@@ -217,7 +270,7 @@ class GrammarCalls:
         self._quick.close()
         self._slow.close()
 
-    def _run(self, calls: list[GrammarCall]) -> None:
+    def _run(self, calls: Sequence[GrammarCall]) -> None:
         """Run calls, and wait for those that were quick last time."""
         quick = []
         for call in calls:
@@ -241,7 +294,7 @@ class GrammarCalls:
     def _begin_slow(self, call: GrammarCall) -> GrammarCall:
         """Replace a call that did not start because all threads are busy; the new one runs when a
         thread is free."""
-        again = GrammarCall(call.request, call.token, self._words)
+        again = GrammarCall(call.request, call.tokens, self._words)
         self._slow.submit([again])
         return again
 
@@ -251,7 +304,8 @@ class GrammarCalls:
 
     def _note(self, call: GrammarCall, slow: float) -> None:
         state = get_grammar_state(call.request)
-        state.seconds, state.is_slow = call.seconds, call.seconds > slow
+        seconds = call.seconds / len(call.path) if isinstance(call, DraftCall) else call.seconds
+        state.seconds, state.is_slow = seconds, seconds > slow
         state.error = call.mask_error
         state.mask = call.mask if call.end is None and call.mask_error is None else None
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from frame.core.grammars.grammar_masks import get_grammar_state
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
+from frame.core.interfaces.sampling import MAX_ROLLBACK
 from frame.core.scheduling.request_slots import GRAMMAR
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class LookaheadGrammar:
 
     def __init__(self, grammar: Grammar) -> None:
         self.forced: deque[int] = deque()
+        self._taken: deque[int] = deque(maxlen=MAX_ROLLBACK)  # forced tokens since the last one that was not forced
         self._grammar = grammar
         self._next: np.ndarray | None = None  # the mask after `forced`, if computed
         self._ends: bool | None = None  # whether nothing may follow `forced`, if known
@@ -72,10 +74,22 @@ class LookaheadGrammar:
         if self.forced:
             if token_id != self.forced[0]:
                 return False
-            self.forced.popleft()
+            self._taken.append(self.forced.popleft())
             return True
+        if not self._grammar.accept_token(token_id):
+            return False
         self._next = self._ends = None
-        return self._grammar.accept_token(token_id)
+        self._taken.clear()
+        return True
+
+    def rollback_tokens(self, count: int) -> None:
+        while count and self._taken:
+            self.forced.appendleft(self._taken.pop())
+            count -= 1
+        if count:
+            self._grammar.rollback_tokens(count + len(self.forced))
+            self.forced.clear()
+            self._next = self._ends = self._error = None
 
     def is_finished(self) -> bool:
         if self.forced:
@@ -95,7 +109,7 @@ class LookaheadGrammar:
         if len(run) < fewest:
             return []
         for _ in run:
-            self.forced.popleft()
+            self._taken.append(self.forced.popleft())
         return run
 
     def _look_ahead(self, token: int | None, mask: np.ndarray) -> None:
@@ -137,13 +151,18 @@ class JumpForward:
 
     def apply_jumps(self, slots: np.ndarray) -> None:
         """Append forced tokens to the sampling rows of a step whose masks were just filled. All
-        steps before it must be committed. A row that jumps samples the first token of its run."""
+        steps before it must be committed. A row that jumps samples the first token of its run.
+        slots: one entry per sample; rows with a draft, which have several, do not jump."""
         if not self._fewest:
             return
         table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
         a = table.arrays
         room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)
-        for slot in slots[(a.special[slots] & GRAMMAR) != 0].tolist():
+        is_repeated = slots[1:] == slots[:-1]
+        can_jump = (a.special[slots] & GRAMMAR) != 0
+        can_jump[1:] &= ~is_repeated
+        can_jump[:-1] &= ~is_repeated
+        for slot in slots[can_jump].tolist():
             request = table.requests[slot]  # None: it has finished
             if request is None or not isinstance(request.grammar, LookaheadGrammar):
                 continue

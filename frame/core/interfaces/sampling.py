@@ -97,10 +97,15 @@ class LogitsProcessor(ABC):
     def remove_slot(self, slot: int) -> None: ...
 
 
+MAX_ROLLBACK = 512  # tokens that a grammar must be able to undo
+
+
 class Grammar(Protocol):
     """The constraint of one request; host state.
 
     `fill_mask` and `accept_token` may raise ValueError with one sentence, which ends the request.
+    With speculative decoding, drafted tokens are accepted, masks are filled along them, and
+    `rollback_tokens` undoes them.
     Any other error also ends it, as a fault of the backend. Calls for one request never overlap.
     Threads call `fill_mask` for different requests at once, so shared data must be thread-safe.
     """
@@ -116,6 +121,12 @@ class Grammar(Protocol):
 
     def is_finished(self) -> bool:
         """Whether only an end token may follow."""
+        ...
+
+    def rollback_tokens(self, count: int) -> None:
+        """Undo the last `count` tokens that `accept_token` took, end tokens included. count: 0 to
+        `MAX_ROLLBACK`, and no more than were taken. Masks and results are then as before these
+        tokens."""
         ...
 
 

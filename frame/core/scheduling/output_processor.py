@@ -209,7 +209,8 @@ class OutputProcessor:
         if not special.any():
             return
         rows = np.flatnonzero(special)
-        drawn: list[tuple[int, Request, int]] = []  # (i, request, token) for its grammar
+        drawn: list[tuple[int, Request, list[int]]] = []  # (i, request, tokens) for its grammar
+        runs = sampled.runs
         columns = [each[rows].tolist() for each in (sampled.slots, special, sampled.tokens, sampled.is_new)]
         for i, slot, flags, token, is_token_new in zip(
             rows.tolist(), *columns, strict=True
@@ -228,13 +229,13 @@ class OutputProcessor:
                 self.num_generated += len(request.unreported)
                 request.unreported = []
             if request.grammar is not None and i not in sampled.finishes and is_token_new:
-                drawn.append((i, request, token))
+                drawn.append((i, request, [token] if runs is None else runs.tokens[i, : runs.counts[i]].tolist()))
         for (i, _, _), finish in zip(drawn, self._grammars.accept_tokens([each[1:] for each in drawn]), strict=True):
             if finish is not None:
                 sampled.finishes[i] = finish
                 if finish.reason == "error":  # the token breaks the grammar
                     sampled.discarded.add(i)
-                    message.token_ids[i].clear()
+                    del message.token_ids[i][0 if runs is None else -1 :]  # a grammar allows all tokens of a draft
 
     def _add_first(self, request: Request, flags: int, i: int, message: StepTokens) -> None:
         """Add what is sent once, with a request's first token."""

@@ -82,9 +82,9 @@ class Scheduler:
         self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
-        speculation = Speculation(table, config.vocab_size)
-        self._planner = StepPlanner(config, self._running, self._queue, policy, speculation)
         self._grammars = GrammarCalls(config.vocab_size)
+        speculation = Speculation(table, config.vocab_size, self._grammars)
+        self._planner = StepPlanner(config, self._running, self._queue, policy, speculation)
         self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars, speculation)
         self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
         self._ended: list[tuple[str, Finish]] = []
@@ -152,7 +152,7 @@ class Scheduler:
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
-        if self._running.in_flight and self._planner.speculation.may_draft(self._running.in_flight[-1].slots):
+        if self._running.in_flight and self._planner.speculation.is_active:
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))

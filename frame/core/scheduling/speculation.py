@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from frame.core.blame import describe, remedy
+from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, Drafts
-from frame.core.scheduling.request_slots import GRAMMAR, RequestTable
+from frame.core.scheduling.request_slots import RequestTable
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,12 @@ class Speculation:
     """The drafter and the slots that it drafts for. Without a drafter `is_active` is false, and no
     method is called."""
 
-    def __init__(self, table: RequestTable, vocab_size: int) -> None:
+    def __init__(self, table: RequestTable, vocab_size: int, grammars: GrammarCalls) -> None:
         self.stats = SpeculationStats()
         self.num_steps = 0  # most tokens of a draft
         self._table = table
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._drafter: Drafter | None = None
         self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
 
@@ -81,19 +83,15 @@ class Speculation:
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
 
-    def may_draft(self, slots: np.ndarray) -> bool:
-        """Whether a drafter is used and one of these slots may get drafts."""
-        return self._drafter is not None and bool(((self._table.arrays.special[slots] & GRAMMAR) == 0).any())
-
     def propose(self, slots: np.ndarray) -> Drafts | None:
         """The drafts of slots whose next decode has been scheduled; None: there is none. A row has
-        a draft if its tokens are committed, its tokens are not bound to a grammar, and the request
-        may get more than one token. slots: intp [n]."""
+        a draft if its tokens are committed and the request may get more than one token; a grammar
+        cuts the draft. slots: intp [n]."""
         drafter, a = self._drafter, self._table.arrays
         if drafter is None or not slots.size:
             return None
         room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], self.num_steps)
-        can_draft = (room > 0) & (a.num_committed_tokens[slots] + 1 == a.num_tokens[slots]) & ((a.special[slots] & GRAMMAR) == 0)
+        can_draft = (room > 0) & (a.num_committed_tokens[slots] + 1 == a.num_tokens[slots])
         chosen = np.flatnonzero(can_draft)
         if not chosen.size:
             return None
@@ -106,6 +104,7 @@ class Speculation:
             return None
         finally:
             self.stats.seconds += time.perf_counter() - began
+        drafts = self._grammars.trim_drafts(self._table, slots[chosen], drafts)
         if not drafts.counts.any():
             return None
         counts = np.zeros(len(slots), np.int32)

@@ -74,6 +74,13 @@ class LLGrammar:
     def is_finished(self) -> bool:
         return self._is_ended or self._matcher.is_stopped()
 
+    def rollback_tokens(self, count: int) -> None:
+        if count and self._is_ended:  # the matcher has not consumed the end token
+            self._is_ended = False
+            count -= 1
+        if count:
+            self._matcher.rollback(count)
+
     def _check_limits(self) -> None:
         if self._matcher.is_stopped() and self._matcher.stop_reason() in _LIMITS:
             raise ValueError("the grammar takes more work for one token than the budget of its backend allows; simplify it")

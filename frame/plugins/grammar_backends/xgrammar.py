@@ -58,6 +58,11 @@ class XGrammar:
         self._next = words
         return not (words & self._vocabulary.others).any()
 
+    def rollback_tokens(self, count: int) -> None:
+        self._next = None
+        if count:
+            self._matcher.rollback(count)
+
 
 class Vocabulary:
     """The end tokens of a vocabulary. `others`: the bits of all other tokens, int32 [words]."""

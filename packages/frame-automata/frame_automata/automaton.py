@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.interfaces.sampling import MAX_ROLLBACK
 from frame_automata.mask_cache import Costs, LruCache, Mask
 from frame_automata.regular import Language, Node, form_of, rebuild
 from frame_automata.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
@@ -166,6 +168,7 @@ class AutomatonGrammar:
         self._fallback_grammar: Grammar | None = None
         self._language = compiled.language
         self._node = compiled.node
+        self._earlier: deque[Node] = deque(maxlen=MAX_ROLLBACK)
         self._masks = compiled.masks
         self._is_ended = False
 
@@ -199,6 +202,7 @@ class AutomatonGrammar:
         node = self._compiled.states.follow(self._node, text)
         if node is self._language.none or not text:
             return False
+        self._earlier.append(self._node)
         self._node = node
         self._tokens.append(token_id)
         return True
@@ -207,6 +211,17 @@ class AutomatonGrammar:
         if self._fallback_grammar is not None:
             return self._fallback_grammar.is_finished()
         return self._is_ended or self._node is self._language.empty
+
+    def rollback_tokens(self, count: int) -> None:
+        if self._fallback_grammar is not None:
+            self._fallback_grammar.rollback_tokens(count)
+            return
+        if count and self._is_ended:
+            self._is_ended = False
+            count -= 1
+        for _ in range(count):
+            self._node = self._earlier.pop()
+            self._tokens.pop()
 
 
 class AutomatonCompiled:

@@ -134,7 +134,7 @@ def test_a_grammar_that_raises_ends_its_request_alone(error: Exception) -> None:
     calls = GrammarCalls(40, 2)
     mask = calls.fill_masks(table, slots)
     assert mask is not None and mask[:, 0].tolist() == [-1, 2, -1]
-    assert calls.accept_tokens([(requests[0], 3), (requests[1], 1)]) == [expected, None]
+    assert calls.accept_tokens([(requests[0], [3]), (requests[1], [1])]) == [expected, None]
     calls.close()
 
 

@@ -33,3 +33,6 @@ class Script:
 
     def is_finished(self) -> bool:
         return len(self.taken) == len(self.widths)
+
+    def rollback_tokens(self, count: int) -> None:
+        del self.taken[len(self.taken) - count :]

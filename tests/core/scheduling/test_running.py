@@ -144,6 +144,7 @@ def test_a_result_of_the_wrong_size_is_refused() -> None:
     on = running()
     made = added(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
-    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, GrammarCalls(8), Speculation(on.table, 8))
+    grammars = GrammarCalls(8)
+    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, grammars, Speculation(on.table, 8, grammars))
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 samples"):
         processor.process_step(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

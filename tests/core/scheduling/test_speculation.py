@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.batch import SlotSetup
+from frame.core.messages import Finish
 from frame.testing.drafters import Script
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.scripted_grammar import Script as Grammar
 from tests.core.scheduling.small_rig import VOCAB, config, params, policy, prompt, rig
 
 
@@ -143,3 +145,64 @@ def test_counters_by_place() -> None:
     stats = used.scheduler._planner.speculation.stats
     assert stats.accepted_at == [stats.num_drafts, 0, 0]
     assert stats.num_accepted == stats.num_drafts == 4
+
+
+# grammars -----------------------------------------------------------------------------------------
+
+WIDTHS = [3, 2, 4, 3, 1, 1, 1, 5, 3, 2, 4, 2, 3, 1, 3]  # of scripted grammars; tokens 4 to 6 and 13 are forced
+
+
+def known(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    """The output, with the grammar's limits, and tokens after the grammar's end."""
+    grammar = Grammar(WIDTHS, VOCAB)
+    for token in tokens[setup.prompt_len :]:
+        grammar.accept_token(token)
+    right = [] if grammar.is_finished() else continuation(tokens, setup.params, setup.seed, VOCAB, most, grammar)
+    return [*right, *range(VOCAB)][:most]
+
+
+def partly_known(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+    """One token of the output, then others."""
+    return [*known(setup, tokens, most)[:1], *adversary(setup, tokens, most)[1:]]
+
+
+@pytest.mark.parametrize("jump_forward", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("script", [known, partly_known, adversary])
+def test_output_of_a_grammar_does_not_depend_on_drafts(script: Script, overlap: bool, jump_forward: int) -> None:
+    used = rig(num_pages=20, overlap=overlap, jump_forward=jump_forward)
+    used.enable_drafts(script, 4)
+    for start in range(5):
+        is_constrained = start != 2
+        asked = params(max_tokens=13 if start == 3 else 40 if is_constrained else 9, temperature=float(start % 2), seed=start)
+        used.add(prompt(5 + start, start), asked, grammar=(lambda: Grammar(WIDTHS, VOCAB)) if is_constrained else None)
+    used.run()  # compares the tokens with those of the grammar alone, and counts the pages
+    load = used.scheduler.get_load()
+    assert load["drafted_tokens"] > 0
+    assert load["accepted_tokens"] > 10 or script is not known
+
+
+def test_draft_ends_before_the_end_of_its_grammar() -> None:
+    used = rig()
+    used.enable_drafts(known, 4)
+    rid = used.add(prompt(5), params(max_tokens=40), grammar=lambda: Grammar(WIDTHS, VOCAB))
+    steps = count_steps(used)
+    assert used.requests[rid].finish == Finish("stop")
+    assert len(used.requests[rid].got) == len(WIDTHS)
+    assert steps == 1 + -(-(len(WIDTHS) - 1) // 5)  # a step for each 5 tokens after the first
+
+
+def test_grammar_that_cannot_be_rolled_back_ends_its_request_alone() -> None:
+    class Broken(Grammar):
+        def rollback_tokens(self, count: int) -> None:
+            raise RuntimeError("lost")
+
+    used = rig()
+    used.enable_drafts(known, 4)
+    rid = used.add(prompt(5), params(max_tokens=40), grammar=lambda: Broken(WIDTHS, VOCAB))
+    other = used.add(prompt(6), params(max_tokens=9))
+    while not used.scheduler.is_idle:
+        used.step()
+    finish = used.requests[rid].finish
+    assert finish is not None and finish.error is not None and "the grammar backend failed" in finish.error
+    assert used.requests[other].finish == Finish("length")

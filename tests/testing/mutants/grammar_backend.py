@@ -38,6 +38,9 @@ class Constraint:
     def is_finished(self) -> bool:
         return self.inner.is_finished()
 
+    def rollback_tokens(self, count: int) -> None:
+        self.inner.rollback_tokens(count)
+
 
 class Compiled:
     """A compiled grammar that starts a `Request` of the backend (`CompiledGrammar`)."""
@@ -256,6 +259,52 @@ class FinishesEarly(Wrapped):
             mask = np.zeros(65, np.int32)
             super().fill_mask(mask)
             return super().is_finished() or bool(mask[0] >> 1 & 1)
+
+
+@mutant
+class RollsBackTooFew(Wrapped):
+    """Undoes three tokens at most."""
+
+    class Request(Constraint):
+        def rollback_tokens(self, count: int) -> None:
+            super().rollback_tokens(min(count, 3))
+
+
+@mutant
+class KeepsItsMask(Wrapped):
+    """Keeps the mask that was computed before tokens were undone."""
+
+    class Request(Constraint):
+        kept: np.ndarray | None = None
+
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            if self.kept is not None:
+                mask[:] = self.kept
+                return True
+            found = super().fill_mask(mask)
+            self.kept = mask.copy() if found else None
+            return found
+
+        def accept_token(self, token_id: int) -> bool:
+            is_taken = super().accept_token(token_id)
+            self.kept = None if is_taken else self.kept
+            return is_taken
+
+
+@mutant
+class KeepsTheEnd(Wrapped):
+    """Does not undo an end token."""
+
+    class Request(Constraint):
+        num_ends = 0
+
+        def accept_token(self, token_id: int) -> bool:
+            is_taken = super().accept_token(token_id)
+            self.num_ends += is_taken and token_id in self.compiled.backend.ends
+            return is_taken
+
+        def rollback_tokens(self, count: int) -> None:
+            super().rollback_tokens(max(0, count - self.num_ends))
 
 
 @mutant
