@@ -65,6 +65,7 @@ SERVED = (
     "eviction_policy",
     "prefix_cache",
     "weight_source",
+    "drafter",
     "platform",
 )
 RANKED = ("collective", "launcher")  # those that serve with two ranks in processes of their own
@@ -75,6 +76,7 @@ NOT_COMPARED: Mapping[str, str] = MappingProxyType(
         "weight_format": "two formats store different weights, so the tokens differ",
         "logits_processor": "each changes the tokens of requests by parameters of its own",
         "http_extension": "each serves routes of its own and computes no tokens",
+        "cli_command": "each is a command of its own and computes no tokens",
         "stat_logger": "each writes figures to a place of its own and computes no tokens",
     }
 )
