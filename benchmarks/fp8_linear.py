@@ -13,10 +13,10 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
+from gpu_clock import seconds
 
 from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
 from frame.quantization.gemm.fp8_matmul import Fp8Matmul
@@ -30,29 +30,6 @@ LAYERS = {  # outputs, inputs of Llama 3.1 8B
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)
 SPREAD = 200 << 20  # bytes of weights that launches go through, so that none is found in the L2 cache
 LAUNCHES = 24
-
-
-def seconds(launch: Callable[[int], object], copies: int, repeats: int) -> float:
-    """Median seconds of `launch`, which is given the number of a weight."""
-    stream = torch.cuda.Stream()
-    count = max(copies, LAUNCHES)
-    with torch.cuda.stream(stream):
-        launch(0)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for number in range(count):
-                launch(number % copies)
-        graph.replay()
-        taken = []
-        for _ in range(repeats):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            stop.record(stream)
-            stop.synchronize()
-            taken.append(start.elapsed_time(stop) / 1000 / count)
-    return median(taken)
 
 
 def measure(name: str, rows_of: list[int], repeats: int) -> list[dict[str, object]]:
@@ -70,7 +47,10 @@ def measure(name: str, rows_of: list[int], repeats: int) -> list[dict[str, objec
     found: list[dict[str, object]] = []
     for rows in rows_of:
         x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-        times = {form: seconds(lambda number, act=act, x=x: act(number, x), many, repeats) for form, (act, many, _) in forms.items()}
+        times = {
+            form: seconds(lambda number, act=act, x=x: act(number, x), many, max(many, LAUNCHES), repeats)
+            for form, (act, many, _) in forms.items()
+        }
         for form, taken in times.items():
             read = outputs * inputs * forms[form][2] / taken / 1e12
             found.append(

@@ -15,14 +15,13 @@ import importlib
 import itertools
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_clock import seconds
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.kernels.linear import weight_only
@@ -53,28 +52,6 @@ SPREAD = 150 << 20  # bytes of weights that launches go through, so that none is
 LAUNCHES = 12
 LINE = "{layer:14}{form:15}{kernel:12}{rows:6}{us:10} us  bf16 {bf16 us:10} us  x{ratio:5}{TB/s:7} TB/s{TFLOP/s:8} TFLOP/s  error {error}"
 ALLOWED = 0.02  # error relative to the largest value
-
-
-def seconds(launch: Callable[[int], object], copies: int, launches: int = LAUNCHES, repeats: int = 3) -> float:
-    """Median seconds of `launch`, which is given the number of a weight."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch(0)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for number in range(launches):
-                launch(number % copies)
-        graph.replay()
-        taken = []
-        for _ in range(repeats):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            stop.record(stream)
-            stop.synchronize()
-            taken.append(start.elapsed_time(stop) / 1000 / launches)
-    return median(taken)
 
 
 def make(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, copies: int) -> list[PackedWeight]:

@@ -19,20 +19,18 @@ from frame.core.interfaces.weight_format import (
     LayerKind,
     PackedWeight,
     StoredTensor,
-    WeightFormat,
     WeightScheme,
 )
-from frame.quantization import IgnoreOptions
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_weights import BLOCK, FP8, coarsen, quantize_blocks, quantize_outputs
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
-from frame.quantization.rounding import IgnoredLayers
+from frame.quantization.rounding import RoundingFormat
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-class Fp8(WeightFormat):
+class Fp8(RoundingFormat):
     """fp8 for linear layers and experts: those that the checkpoint stores in fp8, or, in an
     unquantized checkpoint, all that the option `ignore` does not match."""
 
@@ -42,14 +40,14 @@ class Fp8(WeightFormat):
         if self._format is not None and self._format.input_scale:
             # dynamic per-token scales are finer than the checkpoint's one static scale
             self.ignored_weights = (rf".*\.{re.escape(self._format.input_scale)}$",)
-        self._ignored = IgnoredLayers(options if isinstance(options, IgnoreOptions) else IgnoreOptions())
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if kind == "head":
-            return PlainLayer(self.context.dtype)
-        if self._format is not None:
-            return Fp8Layer(self._format) if self._format.stores_layer(name) else PlainLayer(self.context.dtype)
-        return PlainLayer(self.context.dtype) if self._ignored.matches(name) else RoundedFp8Layer(kind == "experts")
+        if self._format is None or kind == "head":
+            return super().describe_layer(name, kind)
+        return Fp8Layer(self._format) if self._format.stores_layer(name) else PlainLayer(self.context.dtype)
+
+    def round_layer(self, kind: LayerKind) -> LayerFormat:
+        return RoundedFp8Layer(kind == "experts")
 
 
 @dataclass(frozen=True, slots=True)

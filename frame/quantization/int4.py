@@ -6,45 +6,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from frame.core.interfaces.weight_format import (
     BLOCK,
     Axis,
-    FormatContext,
     LayerFormat,
     LayerKind,
     PackedWeight,
     StoredTensor,
-    WeightFormat,
     WeightScheme,
     pack_nibbles,
 )
 from frame.quantization import Int4Options
-from frame.quantization.plain import OUTPUTS, PlainLayer
-from frame.quantization.rounding import IgnoredLayers
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from frame.quantization.plain import OUTPUTS
+from frame.quantization.rounding import RoundingFormat
 
 _SMALLEST = 1e-8
 
 
-class Int4(WeightFormat):
-    """Int4 for linear layers and experts whose checkpoint name matches no pattern of `ignore`."""
+class Int4(RoundingFormat):
+    """Int4 for linear layers and experts."""
 
-    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
-        super().__init__(context, options)
-        self._options = options if isinstance(options, Int4Options) else Int4Options()
-        self._ignored = IgnoredLayers(self._options)
+    options: Int4Options
+    options_class = Int4Options
 
-    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        dtype = self.context.dtype
-        if kind == "head" or self._ignored.matches(name):
-            return PlainLayer(dtype)
-        return RoundedInt4Layer(dtype, self._options.group_size)
+    def round_layer(self, kind: LayerKind) -> LayerFormat:
+        return RoundedInt4Layer(self.context.dtype, self.options.group_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,39 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
-from frame.core.interfaces.weight_format import (
-    FormatContext,
-    LayerFormat,
-    LayerKind,
-    PackedWeight,
-    StoredTensor,
-    WeightFormat,
-    WeightScheme,
-)
-from frame.quantization import IgnoreOptions
-from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
-from frame.quantization.rounding import IgnoredLayers
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightScheme
+from frame.quantization.plain import INPUTS, OUTPUTS
+from frame.quantization.rounding import RoundingFormat
 
 _SMALLEST = 1e-8
 
 
-class Int8(WeightFormat):
-    """Int8 for linear layers and experts whose checkpoint name matches no pattern of `ignore`."""
+class Int8(RoundingFormat):
+    """Int8 for linear layers and experts."""
 
-    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
-        super().__init__(context, options)
-        self._ignored = IgnoredLayers(options if isinstance(options, IgnoreOptions) else IgnoreOptions())
-
-    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        dtype = self.context.dtype
-        return PlainLayer(dtype) if kind == "head" or self._ignored.matches(name) else RoundedInt8Layer(dtype)
+    def round_layer(self, kind: LayerKind) -> LayerFormat:
+        return RoundedInt8Layer(self.context.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,36 @@
-"""The layers that formats which quantize while loading leave unquantized."""
+"""The base of the formats that quantize unquantized checkpoints while loading."""
 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
+from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, WeightFormat
 from frame.quantization import IgnoreOptions
+from frame.quantization.plain import PlainLayer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
-class IgnoredLayers:
-    """The layers that the option `ignore` excludes from quantization while loading."""
+class RoundingFormat(WeightFormat):
+    """Quantizes linear layers and experts whose checkpoint name matches no pattern of the option
+    `ignore`."""
 
-    def __init__(self, options: IgnoreOptions) -> None:
-        self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in options.ignore)) if options.ignore else None
+    options_class: ClassVar[type[IgnoreOptions]] = IgnoreOptions
 
-    def matches(self, name: str) -> bool:
-        return self._pattern is not None and self._pattern.search(name) is not None
+    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self.options = options if isinstance(options, self.options_class) else self.options_class()
+        ignored = self.options.ignore
+        self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored)) if ignored else None
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        if kind == "head" or (self._ignored is not None and self._ignored.search(name) is not None):
+            return PlainLayer(self.context.dtype)
+        return self.round_layer(kind)
+
+    @abstractmethod
+    def round_layer(self, kind: LayerKind) -> LayerFormat:
+        """The form of a layer that is quantized."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.plugin import Reason, list_device_obstacles
 from frame.core.interfaces.weight_format import Codes, PackedWeight
 
 if TYPE_CHECKING:
@@ -59,15 +59,7 @@ class GemmCapabilities:
     graphs: bool = True  # CUDA graphs can capture it
 
     def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
-        reasons = []
-        if requirements.device not in self.devices:
-            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {requirements.device}"))
-        if requirements.dtype not in self.dtypes:
-            reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
-        low = self.min_compute_capability
-        if low and requirements.compute_capability and requirements.compute_capability < low:
-            reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
-        return reasons
+        return list_device_obstacles(self, requirements)
 
 
 class Product(Protocol):

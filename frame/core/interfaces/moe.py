@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
-from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.plugin import Reason, list_device_obstacles
 
 if TYPE_CHECKING:
     import torch
@@ -88,14 +88,7 @@ class MoECapabilities:
     layouts: tuple[str, ...] = ("tokens",)  # of dispatched tokens that it produces or takes; "tokens": those of `DispatchOutput`
 
     def unsupported(self, requirements: MoERequirements) -> list[Reason]:
-        reasons = []
-        if requirements.device not in self.devices:
-            reasons.append(Reason(f"runs on {' or '.join(self.devices)}, not on {requirements.device}"))
-        if requirements.dtype not in self.dtypes:
-            reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {self.dtypes[0]}"))
-        low = self.min_compute_capability
-        if low and requirements.compute_capability and requirements.compute_capability < low:
-            reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
+        reasons = list_device_obstacles(self, requirements)
         plan = requirements.plan
         if plan.ep > 1 and not getattr(self, "whole_experts", False):
             reasons.append(Reason("does not exchange tokens between ranks that hold different experts", "parallel.ep: 1"))

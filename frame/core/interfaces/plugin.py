@@ -40,6 +40,20 @@ class Anything:
         return []
 
 
+def list_device_obstacles(able: Any, requirements: Any) -> list[Reason]:
+    """Why kernels cannot run: `devices`, `dtypes` and `min_compute_capability` of the capabilities
+    `able` against `device`, `dtype` and `compute_capability` of the requirements."""
+    reasons = []
+    if requirements.device not in able.devices:
+        reasons.append(Reason(f"runs on {' or '.join(able.devices)}, not on {requirements.device}"))
+    if requirements.dtype not in able.dtypes:
+        reasons.append(Reason(f"does not compute in {requirements.dtype}", f"model.dtype: {able.dtypes[0]}"))
+    low = able.min_compute_capability
+    if low and requirements.compute_capability and requirements.compute_capability < low:
+        reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
+    return reasons
+
+
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
     """One plugin, as listed, checked and explained. `target` is imported only when the plugin is
