@@ -122,7 +122,7 @@ def hooks() -> str:
         table(
             ["kind", "setting", "hook", "interface", "class to derive from", "context"],
             [
-                [code(text.replace(":", ".")) for text in (k.name, k.key, k.hook, k.api, k.interface_path, k.context_path)]
+                [code(text.replace(":", ".")) for text in (k.name, k.key or "frame NAME", k.hook, k.api, k.interface_path, k.context_path)]
                 for k in KINDS.values()
             ],
         ),

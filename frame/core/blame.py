@@ -36,6 +36,8 @@ class Origin:
     def remedy(self) -> str:
         """What a user can do about a fault of the plugin."""
         kind = KINDS[self.kind]
+        if not kind.key:
+            return f"update or uninstall {self.distribution or 'the plugin'}, or report the fault to its authors"
         change = f"leave it out of {kind.key}" if kind.is_list else f"name another plugin with {kind.key}"
         return f"{change}, or report the fault to the authors of {self.distribution or 'the plugin'}"
 

@@ -29,6 +29,8 @@ from frame.plugins.renames import describe_hook, describe_import
 
 __all__ = ["OWN_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
 
+COMMANDS = "frame_commands"  # the entry-point group of subcommands
+GROUPS = (hookspecs.PROJECT, COMMANDS)
 EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
 
 _REMEDY = "update or uninstall the package, or exclude it with plugins.deny"
@@ -40,7 +42,23 @@ def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Re
     """Return all plugins that a configuration allows, its `plugins.paths` and `classes` included.
     Raises PluginError for a file or a class that cannot be read."""
     registry = load_registry(plugins.allow, plugins.deny)
-    for path in plugins.paths:
+    _add_files(registry, plugins.paths)
+    add_classes(registry, classes)
+    return registry
+
+
+def load_commands(plugins: PluginsSection) -> Registry:
+    """Return the subcommands of the packages and files that a configuration allows. Reads no
+    manifest of a package. Raises PluginError for a file that cannot be read."""
+    registry = _make_registry(plugins.deny)
+    is_allowed = _make_filter(plugins.allow, plugins.deny)
+    _add_commands(registry, [(owner, entry) for owner, entry in _entry_points() if is_allowed(owner.distribution)])
+    _add_files(registry, plugins.paths)
+    return registry
+
+
+def _add_files(registry: Registry, paths: Sequence[str]) -> None:
+    for path in paths:
         with guarded(path):
             module, version = load_file(path)
         owner = Provenance(path, version)
@@ -57,8 +75,6 @@ def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Re
             raise PluginError(f"plugins.paths: {path} has no plugin; {explain_absence(module)}")
         for target in found:
             add_class(registry, target, path, version)
-    add_classes(registry, classes)
-    return registry
 
 
 def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True) -> Registry:
@@ -66,24 +82,49 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
     distributions; frame's own is always read, and is the only one with `installed=False`. `deny`
     also names plugins, as KIND/NAME, whose records say that they are denied. Errors of plugins are
     not raised: see `Registry.broken`."""
+    registry = _make_registry(deny)
+    is_allowed = _make_filter(allow if installed else (), deny)
+    found = _entry_points()
+    used = [(owner, entry) for owner, entry in found if _is_own(owner) or is_allowed(owner.distribution)]
+    for owner, entry in used:
+        if entry.group == hookspecs.PROJECT:
+            _read(registry, registry.hooks, owner, entry)
+    _add_commands(registry, used)
+    owners = {_normalise(owner.distribution) for owner, _ in found}
+    registry.excluded = frozenset(owners - {_normalise(owner.distribution) for owner, _ in used})
+    registry.absent = {_normalise(name) for name in (*(allow or ()), *deny) if "/" not in name} - owners
+    registry.hooks.check_pending()  # finds nothing: `_add_manifest` has refused plugins with unknown hooks, with a better error
+    return registry
+
+
+def _make_registry(deny: Sequence[str]) -> Registry:
+    registry = Registry(deny)
+    registry.hooks = pluggy.PluginManager(hookspecs.PROJECT)
+    registry.hooks.add_hookspecs(hookspecs)
+    return registry
+
+
+def _make_filter(allow: Sequence[str] | None, deny: Sequence[str]) -> Callable[[str], bool]:
+    """Whether `plugins.allow` and `plugins.deny` permit a distribution."""
     allowed = None if allow is None else {_normalise(name) for name in allow}
     denied = {_normalise(name) for name in deny if "/" not in name}
-    hooks = pluggy.PluginManager(hookspecs.PROJECT)
-    hooks.add_hookspecs(hookspecs)
-    registry = Registry(deny)
-    registry.hooks = hooks
-    found, excluded = _entry_points(), set()
-    for owner, entry in found:
-        name = _normalise(owner.distribution)
-        is_allowed = installed and (allowed is None or name in allowed) and name not in denied
-        if name == OWN_DISTRIBUTION or is_allowed:
-            _read(registry, hooks, owner, entry)
-        else:
-            excluded.add(name)
-    registry.excluded = frozenset(excluded)
-    registry.absent = ((allowed or set()) | denied) - {_normalise(owner.distribution) for owner, _ in found}
-    hooks.check_pending()  # finds nothing: `_add_manifest` has refused plugins with unknown hooks, with a better error
-    return registry
+    return lambda name: (allowed is None or _normalise(name) in allowed) and _normalise(name) not in denied
+
+
+def _is_own(owner: Provenance) -> bool:
+    return _normalise(owner.distribution) == OWN_DISTRIBUTION
+
+
+def _add_commands(registry: Registry, entries: Sequence[tuple[Provenance, EntryPoint]]) -> None:
+    """Add the subcommands among these entry points. None is imported."""
+    for owner, entry in entries:
+        if entry.group == COMMANDS:
+            part = registry.kind("cli_command", owner.distribution, owner.version)
+            try:
+                part.add(entry.name, entry.value, summary=f"The command frame {entry.name}.")
+            except PluginError as error:
+                registry.broken.append(BrokenPlugin(owner.distribution, owner.version, f"{entry.name} = {entry.value}", str(error)))
+            registry.commit(part)
 
 
 def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
@@ -92,7 +133,7 @@ def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
     names: set[str] = set()
     for found in distributions():
         try:
-            if any(entry.group == hookspecs.PROJECT for entry in found.entry_points):
+            if any(entry.group in GROUPS for entry in found.entry_points):
                 names.add(_normalise(found.name))
         except (OSError, ValueError, TypeError, KeyError) as error:  # a partly removed installation
             _log.debug("installed distribution %s is unreadable: %s", found, error)
@@ -104,7 +145,7 @@ def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
         (owner, entry)
         for owner, each in zip(owners, chosen, strict=True)
         for entry in sorted(each.entry_points, key=_name_of)
-        if entry.group == hookspecs.PROJECT
+        if entry.group in GROUPS
     ]
 
 
@@ -114,10 +155,9 @@ def _name_of(entry: EntryPoint) -> str:
 
 def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Provenance, entry: EntryPoint) -> None:
     """Load one entry point and add its records, all or none."""
-    is_own = _normalise(owner.distribution) == OWN_DISTRIBUTION
     who = f"{owner.distribution} {owner.version} (entry point {entry.name} = {entry.value})"
     try:
-        with contextlib.nullcontext() if is_own else guarded(who):
+        with contextlib.nullcontext() if _is_own(owner) else guarded(who):
             _add_manifest(registry, hooks, entry.load(), owner, entry.name)
     except (KeyboardInterrupt, MemoryError):
         raise
@@ -134,6 +174,8 @@ def _add_manifest(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, 
     hooks.register(plugin, name=f"{owner.distribution}:{entry}" if entry else owner.distribution)
     try:
         _refuse_unknown_hooks(hooks, plugin)
+        if entry and any(caller.name == KINDS["cli_command"].hook for caller in hooks.get_hookcallers(plugin) or ()):
+            raise PluginError(f"a package names its commands in the entry-point group {COMMANDS}, because help reads no manifest")
         if not hooks.get_hookcallers(plugin):
             raise PluginError(f"{plugin.__name__} has no hook; write @hookimpl before its register_… function")
         parts = _collect(registry, hooks, plugin, owner)

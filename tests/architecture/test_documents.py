@@ -17,6 +17,7 @@ import click
 import pytest
 
 import frame
+from frame.core.interfaces.cli import CommandContext
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.entrypoints.cli.installed import GROUP
 from frame.entrypoints.cli.main import cli
@@ -89,7 +90,7 @@ def package_commands() -> dict[str, click.Command]:
     """The commands of the distributions in `packages/`, which need not be installed."""
     tables = [tomllib.loads(file.read_text())["project"].get("entry-points", {}) for file in EXTENSIONS.glob("*/pyproject.toml")]
     entries = [EntryPoint(name, value, GROUP) for table in tables for name, value in table.get(GROUP, {}).items()]
-    return {entry.name: entry.load() for entry in entries}
+    return {entry.name: entry.load()(CommandContext()).make_command() for entry in entries}
 
 
 def make_targets() -> set[str]:

@@ -79,6 +79,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
     ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),
+    ("frame_quantize", DATA),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )
 

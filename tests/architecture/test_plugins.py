@@ -28,6 +28,7 @@ FOLDERS = {
     "model": "frame/models/",
     "weight_format": "frame/quantization/",
     "gemm_kernel": "frame/quantization/",
+    "cli_command": "frame/entrypoints/cli/",
     **{kind: f"frame/plugins/{KINDS[kind].plural}/" for kind in KINDS if (ROOT / "frame/plugins" / KINDS[kind].plural).is_dir()},
 }
 # Words that mean something else too, in a kind's vocabulary.

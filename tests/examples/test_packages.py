@@ -14,7 +14,7 @@ from frame.core.loading.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MOST_LINES = 100
-SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd")
+SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "cli_command:hello")
 
 SERVE = """
 import json, sys
@@ -97,7 +97,7 @@ def test_a_command_is_listed_run_denied_and_blamed(environment: Environment) -> 
     assert environment.frame("hello", "there").stdout.startswith("Hello, there.")
     broken = environment.frame("broken-hello", check=False)
     assert broken.returncode == 78
-    assert "The command 'broken-hello' of frame-hello 1.0.0 does not load from frame_hello:no_such_command" in broken.stderr
+    assert "cli_command 'broken-hello' (frame-hello 1.0.0) was selected but does not load from frame_hello:no_such_command" in broken.stderr
     assert "Traceback" not in broken.stderr
     denied = "import os; os.environ['FRAME_PLUGINS__DENY'] = '[frame-hello]'; from frame.entrypoints.cli.main import main; main()"
     assert "frame-hello" not in environment.run("-c", denied, "--help").stdout

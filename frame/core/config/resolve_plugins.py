@@ -25,7 +25,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
 from frame.core.interfaces.weight_format import Codes, FormatCapabilities
 
-KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values()})
+KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 
 BUILT_IN = "builtin"  # in a list of plugins: all in-tree ones of its kind, except those with a rank below 0
 OWN_DISTRIBUTION = "frame-serve"

@@ -26,7 +26,7 @@ class Kind:
     summary: str  # what its plugins are, a noun phrase
     interface: str  # the class to derive from
     context: str  # the first constructor argument; the second is the validated options, or None
-    key: str  # the setting that selects a plugin
+    key: str  # the setting that selects a plugin; "": none does
     suite: str | None = None  # the conformance suite; None: there is none
     is_list: bool = False  # `key` names any number of plugins
 
@@ -257,6 +257,16 @@ _ALL = (
         key="log.stat_loggers",
         suite="conformance_stats:suite",
         is_list=True,
+    ),
+    Kind(
+        name="cli_command",
+        plural="cli_commands",
+        version=1,
+        summary="subcommands of `frame`",
+        interface="cli:CliCommand",
+        context="cli:CommandContext",
+        key="",  # its name on the command line
+        suite="conformance_commands:suite",
     ),
 )
 

@@ -38,6 +38,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
+class HelpError(click.ClickException):
+    """A plugin file that help cannot read."""
+
+    exit_code = EX_CONFIG
+
+
 class LazyGroup(click.Group):
     """A group that imports a command's module on first use and prints configuration errors without
     a traceback."""
@@ -47,7 +53,7 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return load_command(cmd_name)
+            return load_command(cmd_name, ctx.params.get("paths") or ())
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
@@ -58,7 +64,11 @@ class LazyGroup(click.Group):
         """List the table's help lines, without importing commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
-        if found := [(name, text) for name, text in list_help() if name not in COMMANDS]:
+        try:
+            listed = list_help(ctx.params.get("paths") or ())
+        except ConfigurationError as error:  # help is printed before `invoke`
+            raise HelpError(str(error)) from None
+        if found := [(name, text) for name, text in listed if name not in COMMANDS]:
             with formatter.section("Commands of installed packages"):
                 formatter.write_dl(found)
 
@@ -81,12 +91,18 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version.")
-def cli() -> None:
+@click.option(
+    "--plugin", "paths", multiple=True, is_eager=True, metavar="FILE", help="Read the commands of a Python file too; may be repeated."
+)
+@click.pass_context
+def cli(ctx: click.Context, paths: tuple[str, ...]) -> None:
     """Serve large language models; every backend, method, policy and model is a plugin.
 
     Exit codes: 0 success, 1 runtime failure, 2 wrong usage, 78 wrong configuration, checkpoint or
     plugin.
     """
+    if paths and ctx.invoked_subcommand in COMMANDS:
+        raise click.UsageError(f"--plugin FILE before a command adds commands; write frame {ctx.invoked_subcommand} --plugin FILE")
 
 
 def open_closed_streams() -> None:

@@ -87,6 +87,8 @@ def check(name: str, conformance: bool, reference: str | None, paths: tuple[str,
         click.echo(f"{record.kind}/{record.name}: loads ({record.target})")
         if conformance:
             _conformance(record, paths)
+        if reference is not None and record.kind not in KEYS:
+            raise PluginError(f"--against compares what an engine serves, and a {record.kind} is no part of an engine; leave it out.")
         if reference is not None:
             _compare(record, registry.get(record.kind, reference), paths)
 
@@ -143,6 +145,8 @@ def _described(record: PluginRecord, events: Sequence[str]) -> list[str]:
 
 def _selector(record: PluginRecord) -> str:
     """The setting that selects the plugin."""
+    if record.kind not in KEYS:
+        return f"frame {record.name}"
     key = KEYS[record.kind]
     if not KINDS[record.kind].is_list:
         return f"{key}: {record.name}"

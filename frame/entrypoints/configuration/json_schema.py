@@ -35,7 +35,7 @@ def _allow_auto(definitions: dict[str, Any]) -> None:
 def _name_plugins(definitions: dict[str, Any], registry: Registry) -> None:
     """Add the names of installed plugins as examples, for completion. Other names stay valid, since
     a file may be for another machine."""
-    for kind in KINDS.values():
+    for kind in (kind for kind in KINDS.values() if kind.key):
         section, _, name = kind.key.partition(".")
         owner = _section(definitions, section)["properties"][name]
         names = [record.name for record in registry.records(kind.name)]

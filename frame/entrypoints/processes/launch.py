@@ -228,6 +228,8 @@ def select_classes(config: FrameConfig, classes: Sequence[type]) -> FrameConfig:
             change = "parallel.tp: 1 and parallel.pp: 1" if is_parallel else "sampling.grammar_workers: 0"
             sentence = f"{target.__qualname__} is a class of this process, which the processes of the engine cannot import"
             raise PluginError(f"{sentence}; set {change}, or write it to a file and set plugins.paths")
+        if not kind.key:
+            raise PluginError(f"{target.__qualname__} is a {kind.name}, which is no part of an engine; leave it out of plugins=[…]")
         section, _, field = kind.key.partition(".")
         values = chosen.setdefault(section, {})
         part = getattr(config, section)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from frame.core.interfaces.cli import CliCommand
 from frame_quantize.schemes import METHODS
 
 _METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.items())
@@ -60,3 +61,10 @@ def command(
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error).splitlines()[0]) from error
     click.echo(f"Wrote {out}. Serve it: frame serve {out}")
+
+
+class Quantize(CliCommand):
+    """The command as a plugin."""
+
+    def make_command(self) -> click.Command:
+        return command

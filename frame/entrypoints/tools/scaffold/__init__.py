@@ -79,7 +79,7 @@ def write_plugin(kind: str, name: str, parent: Path) -> Written:
     contents = {
         Path("pyproject.toml"): "pyproject.toml",
         Path("README.md"): "README.md",
-        Path(package) / "__init__.py": "manifest.py",
+        Path(package) / "__init__.py": "manifest.py" if KINDS[kind].key else "package.py",
         Path(package) / "plugin.py": f"{kind}.py",
         Path("tests") / "test_plugin.py": "test_plugin.py" if KINDS[kind].suite else "test_load.py",
     }
@@ -117,8 +117,14 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
     constants += _fill(_OPTIONS, words)
     arguments += "\n        options=Options,"
     words |= {"imports": "\n".join(imports), "constants": constants, "arguments": arguments}
+    if not kind.key:  # a command, which help lists without a manifest
+        words |= {"group": "frame_commands", "entry": _fill('$name = "$package.plugin:$class_name"', words)}
+        return words | {"use": f"Call it:\n\n```sh\nframe {name}\n```", "manifest_note": "`pyproject.toml` names the command"}
     section, _, key = kind.key.partition(".")
-    words["select"] = f"{section}:\n  {key}: {f'[builtin, {name}]' if kind.is_list else name}"
+    select = f"{section}:\n  {key}: {f'[builtin, {name}]' if kind.is_list else name}"
+    words |= {"group": "frame", "entry": _fill('$package = "$package"', words)}
+    words["use"] = f"Choose it in a configuration file:\n\n```yaml\n{select}\n```"
+    words["manifest_note"] = _fill("`$package/__init__.py` is the manifest (name, capabilities, options)", words)
     return words
 
 

@@ -1,11 +1,18 @@
-"""A subcommand: `frame hello NAME` greets and lists the installed plugin kinds."""
+"""A subcommand: `frame hello NAME` greets and counts the kinds of plugins."""
 
 import click
 
+from frame.core.interfaces.cli import CliCommand
 from frame.core.interfaces.kinds import KINDS
 
 
-@click.command(help="Greet, and count the kinds of plugins.")
-@click.argument("name", default="world")
-def command(name: str) -> None:
-    click.echo(f"Hello, {name}. frame has {len(KINDS)} kinds of plugins.")
+class Hello(CliCommand):
+    conformance_arguments = (("there",),)
+
+    def make_command(self) -> click.Command:
+        @click.command(help="Greet, and count the kinds of plugins.")
+        @click.argument("name", default="world")
+        def command(name: str) -> None:
+            click.echo(f"Hello, {name}. frame has {len(KINDS)} kinds of plugins.")
+
+        return command

@@ -1,0 +1,192 @@
+"""The conformance suite of subcommands: what help costs and shows, how wrong calls end, and what a
+call leaves behind.
+
+Used by `frame.testing.conformance`. Must not know a plugin by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from click.testing import CliRunner, Result
+
+from frame.core.interfaces.cli import CliCommand, CommandContext
+from frame.testing.conformance import Check, SkipCheck, Subject
+
+MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
+HEAVY = ("torch", "transformers")
+WIDTH = 60  # characters of a command's line in a group's help
+UNKNOWN = "--no-such-option-of-any-command"
+# Makes the command in a process of its own, shows its help and prints the cost.
+MEASURE = """
+import importlib, importlib.util, json, sys, time
+name, file, attribute, heavy = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4].split(",")
+from frame.core.interfaces.cli import CommandContext
+import click.testing
+began = time.process_time()
+if importlib.util.find_spec(name.partition(".")[0]) is None:
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+else:
+    module = importlib.import_module(name)
+command = getattr(module, attribute)(CommandContext(), None).make_command()
+click.testing.CliRunner().invoke(command, ["--help"])
+print(json.dumps([time.process_time() - began, [each for each in heavy if each in sys.modules]]))
+"""
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The checks of a command."""
+
+    def make() -> click.Command:
+        command: CliCommand = subject.target(CommandContext(), subject.options)
+        return command.make_command()
+
+    for function in (
+        _is_a_command,
+        _is_made_anew,
+        _is_made_without_effect,
+        _has_help_texts,
+        _shows_its_help,
+        _has_no_parameter_twice,
+        _refuses_unknown_options,
+    ):
+        yield Check(function.__name__.strip("_"), partial(function, make))
+    yield Check("appears_at_once", partial(_appears_at_once, subject))
+    yield Check("runs", partial(_runs, subject, make))
+
+
+def _is_a_command(make: Callable[[], Any]) -> None:
+    _require(isinstance(make(), click.Command), "make_command() returns no click command; decorate the function with click.command")
+
+
+def _is_made_anew(make: Callable[[], click.Command]) -> None:
+    first, second = make(), make()
+    _require(first is not second, "make_command() returns the same command twice")
+    described = [command.to_info_dict(click.Context(command)) for command in (first, second)]
+    _require(described[0] == described[1], "make_command() returns another command the second time")
+    _invoke(first, "--help")
+    _require(first.to_info_dict(click.Context(first)) == described[0], "the help changes the command")
+
+
+def _is_made_without_effect(make: Callable[[], click.Command]) -> None:
+    before = _process_state()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        command = make()
+    _require(not output.getvalue(), "making the command prints to standard output")
+    _invoke(command, "--help")
+    _compare(before, "making the command and its help change")
+
+
+def _has_help_texts(make: Callable[[], click.Command]) -> None:
+    for path, command in _walk(make()):
+        _require(bool(command.help), f"{path} has no help text")
+        short = command.get_short_help_str(WIDTH)
+        _require(not short.endswith("..."), f"the first sentence of {path}'s help has more than {WIDTH} characters")
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                _require(bool(parameter.help), f"{path}: the option {parameter.opts[0]} has no help text")
+
+
+def _shows_its_help(make: Callable[[], click.Command]) -> None:
+    for path, command in _walk(make()):
+        result = _invoke(command, "--help")
+        _require(result.exit_code == 0, f"{path} --help ends with exit code {result.exit_code}")
+        first = (command.help or "").split()[:1]
+        _require(bool(first) and first[0] in result.output, f"{path} --help does not show the help text")
+
+
+def _has_no_parameter_twice(make: Callable[[], click.Command]) -> None:
+    for path, command in _walk(make()):
+        flags = Counter(flag for each in command.params if isinstance(each, click.Option) for flag in (*each.opts, *each.secondary_opts))
+        twice = [flag for flag, count in flags.items() if count > 1]
+        _require(not twice, f"{path} has the option {twice[0] if twice else ''} twice")
+
+
+def _refuses_unknown_options(make: Callable[[], click.Command]) -> None:
+    for path, command in _walk(make()):
+        if any(isinstance(each, click.Argument) and each.nargs == -1 and each.type is click.UNPROCESSED for each in command.params):
+            continue  # it passes its arguments on
+        result = _invoke(command, UNKNOWN)
+        _require(result.exit_code == 2, f"{path} ends with exit code {result.exit_code} for an unknown option, and not with 2")
+        _require(UNKNOWN in result.output, f"{path} does not name the unknown option")
+
+
+def _appears_at_once(subject: Subject) -> None:
+    target = subject.target
+    arguments = (target.__module__, inspect.getfile(target), target.__qualname__, ",".join(HEAVY))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    _require(done.returncode == 0, f"the command cannot be made in a process of its own: {(done.stderr.splitlines() or ['?'])[-1]}")
+    seconds, heavy = json.loads(done.stdout.splitlines()[-1])
+    _require(not heavy, f"the help imports {' and '.join(heavy)}; import it in the function of the command")
+    _require(seconds <= MAX_SECONDS, f"the help takes {seconds:.1f} s of CPU time")
+
+
+def _runs(subject: Subject, make: Callable[[], click.Command]) -> None:
+    calls = getattr(subject.target, "conformance_arguments", ())
+    if not calls:
+        raise SkipCheck("the class has no conformance_arguments; list calls that end soon")
+    before = _process_state()
+    for arguments in calls:
+        results = [_invoke(command, *arguments) for command in (make(), make())]
+        for result in results:
+            _require(result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}")
+    _compare(before, "a call changes")
+
+
+def _walk(command: click.Command, path: str = "the command") -> Iterator[tuple[str, click.Command]]:
+    """The command and its subcommands."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            _require(found is not None, f"{path} lists {name} and has no such command")
+            assert found is not None
+            yield from _walk(found, f"{path} {name}")
+
+
+def _invoke(command: click.Command, *arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments, prog_name="frame x")
+
+
+def _process_state() -> dict[str, Any]:
+    root = logging.getLogger()
+    return {
+        "logging": (root.level, list(root.handlers), logging.root.manager.disable),
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+        "threads that keep it alive": {thread.name for thread in threading.enumerate() if not thread.daemon},
+        "working folder": Path.cwd(),
+        "environment": dict(os.environ),
+    }
+
+
+def _compare(before: dict[str, Any], subject: str) -> None:
+    after = _process_state()
+    changed = [what for what in before if before[what] != after[what]]
+    os.chdir(before["working folder"])
+    _require(not changed, f"{subject} the process's {' and '.join(changed)}")
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(sentence)
