@@ -1,5 +1,5 @@
-"""A platform of its own name that computes on the host: streams, events and graphs are recording
-objects, and the memory has a size that an option sets.
+"""A platform of its own name that computes on the host: streams and events do nothing, graphs
+record operations, and the memory has a size that an option sets.
 
 The tests serve with it, the suite's mutants derive from it, and authors of platforms may read it as
 an example. `register_platforms` registers it as `fake`.
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from frame import hookimpl
-from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, Platform, PlatformCapabilities, PlatformContext
+from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, HostPlatform, PlatformCapabilities, PlatformContext
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
@@ -36,19 +36,13 @@ class FakeOptions(BaseModel):
 
 
 class FakeStream:
-    """A stream whose work has always run; `waits` lists what it was told to wait for."""
+    """A stream whose work has always run."""
 
-    def __init__(self) -> None:
-        self.waits: list[object] = []
+    def synchronize(self) -> None: ...
 
-    def synchronize(self) -> None:
-        self.waits.clear()
+    def wait_stream(self, stream: object) -> None: ...
 
-    def wait_stream(self, stream: object) -> None:
-        self.waits.append(stream)
-
-    def wait_event(self, event: object) -> None:
-        self.waits.append(event)
+    def wait_event(self, event: object) -> None: ...
 
 
 class FakeEvent:
@@ -60,8 +54,7 @@ class FakeEvent:
     def record(self, stream: object = None) -> None:
         self.at = time.perf_counter()
 
-    def synchronize(self) -> None:
-        return None
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return (end.at - self.at) * 1e3
@@ -89,8 +82,10 @@ class FakeGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
-class FakePlatform(Platform):
-    """The host under another name."""
+class FakePlatform(HostPlatform):
+    """The host under another name, with streams and graphs."""
+
+    is_asynchronous = True
 
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -99,18 +94,11 @@ class FakePlatform(Platform):
         self._default = FakeStream()
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
     def device_name(self) -> str:
         return "Fake 1"
 
     def measure_memory(self) -> DeviceMemory:
         return DeviceMemory(self._memory, self._memory - (64 << 20), reserved=32 << 20, peak=16 << 20)
-
-    def synchronize(self) -> None:
-        self._default.synchronize()
 
     def create_stream(self) -> FakeStream:
         return FakeStream()
