@@ -13,6 +13,7 @@ import pytest
 from openai.types.responses import Response
 
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
+from tests.entrypoints.serving import RunningServer
 
 ASK: dict[str, Any] = {"model": MODEL, "input": "What is 2 + 5?", "temperature": 0, "max_output_tokens": 24}
 WEATHER: dict[str, Any] = {
@@ -246,20 +247,24 @@ def test_input_items(client: openai.OpenAI) -> None:
         client.responses.input_items.list(second.id, after="msg_x")
 
 
-def test_truncation_drops_the_oldest_turns(client: openai.OpenAI) -> None:
-    turn = [{"role": "user", "content": "What is 1 + 1? " * 10}, {"role": "assistant", "content": "2"}]
-    context = client.models.list().data[0].model_dump()["max_model_len"]
-    one = client.responses.input_tokens.count(model=MODEL, input=turn).input_tokens
-    long = turn * (2 * context // one) + [{"role": "user", "content": ASK["input"]}]
-    asked = ASK | {"input": long, "instructions": "Be brief."}
+def test_truncation_drops_the_oldest_turns(quick_server: RunningServer) -> None:
+    client = openai.OpenAI(base_url=quick_server.url + "/v1", api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    context = model.model_dump()["max_model_len"]  # small, so that little text fills it
+    ask = ASK | {"model": model.id, "input": "2 + 5?", "max_output_tokens": 16}
+    turn = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    one = client.responses.input_tokens.count(model=model.id, input=turn).input_tokens
+    long = turn * (2 * context // one) + [{"role": "user", "content": ask["input"]}]
+    asked = ask | {"input": long, "instructions": "Be brief."}
     with pytest.raises(openai.BadRequestError, match="context"):
         client.responses.create(**asked)
     found = client.responses.create(**asked, truncation="auto")
-    room = context - ASK["max_output_tokens"]
+    room = context - ask["max_output_tokens"]
     assert room - 2 * one < found.usage.input_tokens <= room, "no more is dropped than needed"
+    assert found.usage.input_tokens > 2 * one, "turns are kept"
     assert found.truncation == "auto"
-    short = client.responses.create(**ASK, truncation="auto")
-    assert short.usage.input_tokens == client.responses.create(**ASK).usage.input_tokens
+    short = client.responses.create(**ask, truncation="auto")
+    assert short.usage.input_tokens == client.responses.create(**ask).usage.input_tokens
 
 
 def test_a_background_response_is_streamed_and_taken_up_again(client: openai.OpenAI) -> None:

@@ -27,8 +27,7 @@ from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
 from frame.core.loading.weight_reader import ReadAhead, read_weights
-from frame.plugins.loader import load_registry
-from frame.testing.gemm_kernels import make_gemm_kernels
+from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 
 
 class NaivePool:
@@ -178,7 +177,7 @@ def build_context(
 ) -> BuildContext:
     """A context with naive attention and in-tree parts by name. `names` may select another
     attention (class or plugin name), quantization method, and so on."""
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     tp = tp or LocalGroup()
     base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": Limits(8, 512, 512, 4)}
     if "load_code" in names:
@@ -204,7 +203,7 @@ def build_context(
 
 def checkpoint_of(folder: Path, source: str = "safetensors") -> Checkpoint:
     """The checkpoint of a folder, read by an in-tree weight source."""
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     return Checkpoint(folder, registry.load(registry.get("weight_source", source)))
 
 
@@ -219,7 +218,7 @@ def open_session(
 ) -> Session:
     """Load the checkpoint with the in-tree model for its architecture (or the plugin `model`)."""
     model_config = read_model_config(folder)
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     if model is None:
         candidates = [
             record for record in registry.records("model") if model_config.architecture in (record.capabilities.architectures or ())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from frame.testing import conformance_launcher
 from frame.testing.mutants import Mutant, kill_table, run_suite
 from tests.testing.mutants import kinds, load_mutants
 
@@ -31,7 +32,8 @@ def recorded(kind: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
-def test_mutant_is_killed(mutant: Mutant) -> None:
+def test_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance_launcher, "_PATIENCE", 3.0)  # a mutant that does not answer is waited for to the end
     record = f"`python -m tests.testing.test_mutants {mutant.kind}`, then `make docs`"
     result = recorded(mutant.kind)[mutant.name]
     failed = [outcome for outcome in run_suite(mutant.subject(), only=result["killed_by"]) if outcome.result == "failed"]

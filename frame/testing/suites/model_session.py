@@ -29,11 +29,10 @@ from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.weight_reader import read_weights
-from frame.plugins.loader import load_registry
 from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_context, forward_batch
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
 from frame.testing.conformance import Subject
-from frame.testing.gemm_kernels import make_gemm_kernels
+from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 from frame.testing.plain_attention import PlainAttention
 from frame.testing.suites.attention_steps import LayeredKVCache
 from frame.testing.suites.unchanged import unchanged
@@ -100,7 +99,7 @@ def find_checkpoints(subject: Subject) -> Iterator[Checkpoint]:
 
 def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelContext:
     """The context of a model with plain attention, unquantized weights and one rank."""
-    registry, config = load_registry(installed=False), checkpoint.model_config
+    registry, config = load_own_plugins(), checkpoint.model_config
     device = subject.setting.device
     bare: BuildContext = build_context(device, dtype, 16)
 
@@ -136,7 +135,7 @@ def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.f
 
 def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Weights:
     """The tensors of the checkpoint by name; random ones where it has none."""
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     source = registry.load(registry.get("weight_source", "dummy" if checkpoint.folder is None else "safetensors"))
     context = WeightSourceContext(checkpoint.folder or Path(), torch.device("cpu"), dtype, expected_shapes=partial(expected_shapes, model))
     found: Any = read_weights(source(context))

@@ -27,12 +27,12 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
-from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
+from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
 
@@ -64,7 +64,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
     model_config = fake_model_config(VOCAB, 128, eos)
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
     context = dataclasses.replace(context, attention=FakeAttention(context))
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     built = [registry.load(record)(ProcessorContext(VOCAB, ROWS, CPU)) for record in registry.records("logits_processor")]
     pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), PAGES, CPU)
     runner = TorchModelRunner(

@@ -19,7 +19,7 @@ from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
-from frame.plugins.loader import load_registry
+from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 
 sizes = partial(st.integers, 1)
@@ -44,7 +44,7 @@ def test_limits_leave_prompts_of_every_kind() -> None:
 
 @pytest.mark.parametrize("limits", [Limits(1, 1, 1, 1), Limits(256, 8192, 4096, 16)])
 def test_every_logits_processor_is_called_and_left_empty(limits: Limits) -> None:
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     processors = {}
     for record in registry.records("logits_processor"):
         processors[record.name] = registry.load(record)(ProcessorContext(384, limits.max_running_requests, torch.device("cpu")))

@@ -12,8 +12,8 @@ from frame.core.grammars.jump_forward import LookaheadGrammar, find_only_token
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.plugins.loader import load_registry
 from frame.testing.contexts import SCHEDULING
+from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script
 
@@ -31,7 +31,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 def rig(**changes: object) -> SchedulerRig:
-    registry = load_registry(installed=False)
+    registry = load_own_plugins()
     return SchedulerRig(config(**changes), registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING))
 
 

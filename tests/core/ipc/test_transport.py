@@ -273,8 +273,10 @@ def test_followers_run_what_rank_0_runs() -> None:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[tuple[BatchSender, BatchReceiver, str]]:
-    """Rank 0's end, rank 1's, and the address of the latter."""
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BatchSender, BatchReceiver, str]]:
+    """Rank 0's end, rank 1's, and the address of the latter. What an end sent last may have no
+    receiver when it closes."""
+    monkeypatch.setattr(transport, "FLUSH_MS", 50)
     address, replies = f"ipc://{tmp_path}/batches", f"ipc://{tmp_path}/replies"
     receiver = BatchReceiver(address, 1, replies)
     sender = BatchSender([address], replies)
