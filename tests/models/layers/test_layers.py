@@ -100,8 +100,8 @@ def test_partial_rotation_keeps_the_rest() -> None:
 
 
 def test_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="rope_type 'longrope' is not implemented here"):
-        rotary({"rope_scaling": {"type": "longrope", "factor": 2.0}})
+    with pytest.raises(ConfigurationError, match="rope_type 'spiral' is not implemented here"):
+        rotary({"rope_scaling": {"type": "spiral", "factor": 2.0}})
 
 
 def test_a_request_may_run_a_step_past_the_limit() -> None:
