@@ -60,6 +60,7 @@ TRANSFORMERS = "transformers/"  # before an architecture: by transformers' layer
 FALLBACK = tuple(TRANSFORMERS + name for name in ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel"))
 WINDOWED: dict[str, dict[str, Any]] = {  # windows shorter than most prompts
     "MistralForCausalLM": {"sliding_window": 24},
+    "Qwen2ForCausalLM": {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1},  # the first layer has none
     "Gemma2ForCausalLM": {"sliding_window": 24},
 }
 
