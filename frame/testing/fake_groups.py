@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.batch import ScheduledBatch
-from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
 from frame.testing.fake_runner import DoneStep, FakeRunner, FakeRunnerError, LaterStep, hash_tokens
 
 
 class WindowMemory:
     """The tokens in the pages of a window group, and its page table."""
 
-    def __init__(self, pool: PagePool, shape: tuple[int, ...]) -> None:
+    def __init__(self, pool: PagePool, shape: tuple[int, ...], spare: int) -> None:
+        """`spare`: tokens before the window that a row may hold, besides what fills its pages."""
         self.window = pool.window or 0
         self.page_size = pool.page_size
+        self.spare = spare + 4 * pool.page_size
         self.tokens = np.full((pool.num_pages, pool.page_size), -1, np.int64)
         self.table = np.zeros(shape, np.int32)
 
@@ -41,7 +43,7 @@ class WindowMemory:
         if wrong.size:
             raise FakeRunnerError(f"slot {slot} reads a wrong token in its window at position {wrong[0]}")
         held = int(np.count_nonzero(self.table[slot, : (end - 1) // self.page_size + 1])) * self.page_size
-        if held > self.window + (end - start) + 4 * self.page_size:
+        if held > self.window + (end - start) + self.spare:
             raise FakeRunnerError(f"slot {slot} holds {held} tokens of a window of {self.window} and {end - start} new tokens")
 
 
@@ -51,8 +53,9 @@ class GroupedFakeRunner(FakeRunner):
 
     def __init__(self, pools: Sequence[PagePool], *args: Any) -> None:
         super().__init__(*args)
-        self._windows = {i: WindowMemory(pool, self._table.shape) for i, pool in enumerate(pools[1:]) if pool.window is not None}
         self._snapshot = next((i for i, pool in enumerate(pools[1:]) if pool.kind == "snapshot"), None)
+        spare = 0 if self._snapshot is None else CHECKPOINT_TOKENS + pools[0].page_size
+        self._windows = {i: WindowMemory(pool, self._table.shape, spare) for i, pool in enumerate(pools[1:]) if pool.window is not None}
         self._states = np.zeros(0 if self._snapshot is None else pools[1 + self._snapshot].num_pages, np.uint64)
         self._state_of = np.zeros(len(self._table), np.int32)
 

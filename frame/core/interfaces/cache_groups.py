@@ -23,6 +23,8 @@ GroupKind = Literal["tokens", "window", "snapshot", "sidecar"]
 - `sidecar`: further tensors of every token, in the pages of the `tokens` group (indexer keys).
 """
 
+CHECKPOINT_TOKENS = 64  # a decoding sequence saves its state about every so many tokens
+
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
 
 if TYPE_CHECKING:
     import torch
@@ -128,12 +128,14 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
     for each running request: one is overwritten, the other one is a checkpoint.
     """
     pools = []
+    has_states = any(group.kind == "snapshot" for group in geometry.groups)
+    spare = 4 * geometry.page_size + (CHECKPOINT_TOKENS + geometry.page_size if has_states else 0)
     for index, group in enumerate(geometry.groups[1 : geometry.num_pools], 1):
         if group.window is not None:
             # a request reads the window of a cached prefix, then fills its own
-            one = min(limits.max_context, 2 * group.window + limits.max_tokens_per_step) + 4 * group.page_size
-            all_running = limits.max_running_requests * (group.window + 4 * group.page_size) + limits.max_tokens_per_step
-            tokens = min(num_tokens + 4 * group.page_size, max(one, min(all_running, num_tokens // WINDOW_PART)))
+            one = min(limits.max_context, 2 * group.window + limits.max_tokens_per_step) + spare
+            all_running = limits.max_running_requests * (group.window + spare) + limits.max_tokens_per_step
+            tokens = min(num_tokens + spare, max(one, min(all_running, num_tokens // WINDOW_PART)))
             pages = -(-tokens // group.page_size)
         else:
             tokens = num_tokens * geometry.bytes_per_token // (2 * geometry.count_bytes(index))

@@ -14,23 +14,25 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.cache import Match, PrefixCache
-from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
 from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.scheduling.request_slots import RequestTable
 
-CHECKPOINT_TOKENS = 64  # a decoding sequence saves its state about every so many tokens
 _NO_PAGES = np.empty(0, np.int32)
 
 
 class WindowRows:
     """The page-table rows of one `window` group, with the page numbers of the allocator."""
 
-    def __init__(self, pool: PagePool, index: int, shape: tuple[int, int]) -> None:
+    def __init__(self, pool: PagePool, index: int, shape: tuple[int, int], spare: int) -> None:
+        """`spare`: pages before the window that are kept, so that a match can end earlier than the
+        last token."""
         if pool.window is None:
             raise ValueError("a window group needs a window")
         self.index = index  # in `Match.groups`
         self.window = pool.window
         self.page_size = pool.page_size
+        self.spare = spare
         self.pages = np.zeros(shape, np.int32)  # [slots, max pages]
         self.first = np.zeros(shape[0], np.int32)  # entries before it are 0
 
@@ -40,9 +42,8 @@ class WindowRows:
         return -(-self.window // self.page_size)
 
     def find_first(self, num_computed: np.ndarray) -> np.ndarray:
-        """The first page that a sequence needs from `num_computed` tokens on. One page more is
-        kept, so that a request that ends a step earlier leaves a whole window in the cache."""
-        needed: np.ndarray = num_computed // self.page_size - 1 - self.width
+        """The first page that a sequence keeps when `num_computed` tokens are computed."""
+        needed: np.ndarray = num_computed // self.page_size - self.spare - self.width
         return np.maximum(needed, 0)
 
 
@@ -56,10 +57,12 @@ class GroupRows:
         self.cache = cache
         self.allocator = allocator
         self.page_size = pools[0].page_size
-        self.windows = [WindowRows(pool, index, shape) for index, pool in enumerate(pools[1:]) if pool.kind == "window"]
         self.snapshot = next((index for index, pool in enumerate(pools[1:]) if pool.kind == "snapshot"), None)
         self.states = np.zeros(shape[0], np.int32)  # by slot; 0: none
         self.interval = -(-CHECKPOINT_TOKENS // self.page_size) * self.page_size
+        # a request may end one step before the one that was scheduled, and its last state is older
+        spare = 1 + (self.interval // self.page_size if self.snapshot is not None else 0)
+        self.windows = [WindowRows(pool, index, shape, spare) for index, pool in enumerate(pools[1:]) if pool.kind == "window"]
         self._pools = pools
         self._table = table
         self._checkpoints: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by slot: (tokens, page)
@@ -87,9 +90,9 @@ class GroupRows:
         slots = np.flatnonzero(a.num_pages)
         tokens = np.minimum(a.num_tokens[slots] + growth, a.max_num_tokens[slots])
         for rows in self.windows:
-            pages = np.minimum(-(-tokens // rows.page_size), rows.width + 2)
+            pages = np.minimum(-(-tokens // rows.page_size), rows.width + rows.spare + 1)
             missing = int(np.maximum(pages - (a.num_pages[slots] - rows.first[slots]), 0).sum())
-            own = min(-(-(num_tokens + growth) // rows.page_size), rows.width + 2) - min(num_cached, rows.width)
+            own = min(-(-(num_tokens + growth) // rows.page_size), rows.width + rows.spare + 1) - min(num_cached, rows.width)
             if slots.size and missing + own > self.count_available(rows.index):
                 return False
         return True

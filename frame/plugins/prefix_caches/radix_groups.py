@@ -27,6 +27,7 @@ class GroupedNode(Protocol):
     pages: np.ndarray
     end: int
     parts: list[Any]
+    children: dict[bytes, Any]
 
 
 class Group(ABC):
@@ -241,7 +242,16 @@ class SnapshotGroup(Group):
             self._part(node)[end] = page
             self._order[page] = (node, end)
             self.num_evictable += 1
+            self._demote(path, end)
         return unused
+
+    def _demote(self, path: Sequence[GroupedNode], end: int) -> None:
+        """Evict the states before position `end` first, except where sequences branch: their
+        sequence goes on from the later state."""
+        for node in path:
+            for earlier, page in self._part(node).items():
+                if earlier < end and not (earlier == node.end and len(node.children) > 1):
+                    self._order.move_to_end(page, last=False)
 
     def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
         part = self._part(lower)
