@@ -31,6 +31,7 @@ Make = Callable[[], Drafter]
 def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a drafter."""
     make = partial(subject.target, CONTEXT_OF, subject.options)
+    keeps_texts = getattr(subject.record.capabilities, "keeps_texts", False)
     for function in (
         _drafts_fit,
         _drafts_shorter_where_asked,
@@ -40,11 +41,12 @@ def suite(subject: Subject) -> Iterator[Check]:
         _runs_count_as_single_tokens,
         _setup_counts_as_single_tokens,
         _slot_is_set_up_again,
-        _slot_is_used_again,
+        partial(_slot_is_used_again, keeps_texts=keeps_texts),
         _fills_the_context,
         _time_does_not_grow,
     ):
-        yield Check(function.__name__.strip("_"), partial(function, make))
+        name = function.func.__name__ if isinstance(function, partial) else function.__name__
+        yield Check(name.strip("_"), partial(function, make))
 
 
 def _text(seed: int, count: int) -> list[int]:
@@ -57,10 +59,11 @@ def _text(seed: int, count: int) -> list[int]:
     return tokens[:count]
 
 
-def _add(drafter: Drafter, slot: int, tokens: Sequence[int]) -> None:
+def _add(drafter: Drafter, slot: int, tokens: Sequence[int], tenant: str = "") -> None:
+    """Set a slot up; each slot's request has a tenant of its own."""
     ids = np.array(tokens, np.int32)
     ids.flags.writeable = False
-    drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, len(tokens), ids))
+    drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, len(tokens), ids, tenant=tenant or f"tenant {slot}"))
 
 
 def _observe(drafter: Drafter, runs: dict[int, Sequence[int]]) -> None:
@@ -195,21 +198,23 @@ def _slot_is_set_up_again(make: Make) -> None:
     _require(followed == drafts[50:], "a slot that is set up again with more tokens gives other drafts")
 
 
-def _slot_is_used_again(make: Make) -> None:
+def _slot_is_used_again(make: Make, keeps_texts: bool) -> None:
+    """By a request of another tenant, and of the same one unless the drafter keeps texts."""
     text = _text(8, 90)
     expected = _follow(make, 1, text, 10)
-    drafter = make()
-    _add(drafter, 1, _text(9, 400))
-    _add(drafter, 2, _text(8, 60))
-    _observe(drafter, {1: [1, 2, 3, 4]})
-    drafter.remove_slot(1)
-    drafter.remove_slot(2)
-    _add(drafter, 1, text[:10])
-    followed = []
-    for place in range(10, 90):
-        followed += _propose(drafter, [1])
-        _observe(drafter, {1: text[place : place + 1]})
-    _require(followed == expected, "drafts depend on the request that had the slot before")
+    for tenant in ("another",) if keeps_texts else ("another", "tenant 1"):
+        drafter = make()
+        _add(drafter, 1, _text(9, 400), tenant)
+        _add(drafter, 2, _text(8, 60), tenant)
+        _observe(drafter, {1: [1, 2, 3, 4]})
+        drafter.remove_slot(1)
+        drafter.remove_slot(2)
+        _add(drafter, 1, text[:10])
+        followed = []
+        for place in range(10, 90):
+            followed += _propose(drafter, [1])
+            _observe(drafter, {1: text[place : place + 1]})
+        _require(followed == expected, f"drafts depend on a request of {tenant!r} that had the slot before, for one of 'tenant 1'")
 
 
 def _fills_the_context(make: Make) -> None:

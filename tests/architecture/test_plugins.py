@@ -35,7 +35,7 @@ FOLDERS = {
 APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
 ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a file format, a function
-ORDINARY |= {"single", "local"}
+ORDINARY |= {"single", "local", "suffix"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",

@@ -83,6 +83,17 @@ def test_ngram(expected: Any, settings: dict[str, Any]) -> None:
     loop.scheduler.check_integrity()
 
 
+def test_suffix(expected: Any) -> None:
+    """The second pass drafts from the texts of the first."""
+    prompts, params, outputs = expected
+    loop = make_loop(algorithm="suffix", overlap=True)
+    accepted = []
+    for _ in range(2):
+        assert loop.generate(prompts, params) == outputs
+        accepted.append(loop.scheduler.get_load()["accepted_tokens"])
+    assert accepted[1] > 3 * accepted[0] > 0
+
+
 def with_drafts(expected: Any, num_right: int, **settings: Any) -> LocalLoop:
     """A loop whose drafts are right for `num_right` tokens, then wrong."""
     prompts, _, outputs = expected

@@ -40,6 +40,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     token_ids: np.ndarray  # int32; the prompt, then the output so far
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: there is one text
     rid: str = ""  # request id, set for traced requests
+    tenant: str = ""  # the owner of the request's cache namespace
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,7 @@ class DrafterCapabilities:
 
     runs_on: Literal["host"] = "host"  # host: the scheduler calls it with committed tokens
     needs_draft_model: bool = False  # reads `speculative.draft_model_path`
+    keeps_texts: bool = False  # uses texts of ended requests, for requests of the same tenant
 
     def unsupported(self, requirements: DrafterRequirements) -> list[Reason]:
         if self.needs_draft_model and not requirements.draft_model:
@@ -72,13 +73,15 @@ class Drafter(ABC):
     Contract:
     - `add_slot` sets a slot up, or sets it up again with more tokens of the same request.
       `remove_slot` ends its use; a slot that is set up again afterwards has no tokens of the
-      request before.
+      request before. With `keeps_texts`, drafts may come from other requests with the same
+      `setup.tenant`, and from no others.
     - `observe_tokens` gets every output token of the slots after `setup.token_ids`, in order.
     - `propose_tokens` continues the tokens given so far, changes nothing, and returns at most
       `max_tokens[i]` token ids of the vocabulary for each slot. A draft that is wrong costs time
       and changes no output.
     - The methods work on arrays of slots. Their time does not grow with the length of a text.
-    - State is kept for the slots in use only.
+    - State is kept for the slots in use only; with `keeps_texts` also in a bounded amount of
+      memory.
     - After an error that a method raises, the drafter gets no more calls, and its requests continue
       without drafts.
     """

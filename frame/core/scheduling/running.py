@@ -179,4 +179,5 @@ class RunningSet:
 
 def _setup(request: Request) -> SlotSetup:
     rid = request.rid if request.trace else ""
-    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, request.second_text_start, rid)
+    identity = (request.second_text_start, rid, request.tenant)
+    return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, *identity)

@@ -28,6 +28,14 @@ class NgramOptions(BaseModel):
         return self
 
 
+class SuffixOptions(BaseModel):
+    """Settings of the drafter `suffix`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cache_mib: int = Field(32, ge=1, le=65536, description="MiB for suffixes of texts; about 10,000 tokens of text per MiB.")
+
+
 @hookimpl
 def register_drafters(registry: KindRegistry) -> None:
     """Add the in-tree drafters."""
@@ -37,4 +45,11 @@ def register_drafters(registry: KindRegistry) -> None:
         capabilities=DrafterCapabilities(),
         options=NgramOptions,
         summary="Drafts what followed the last tokens where they occurred before, in prompt or output.",
+    )
+    registry.add(
+        "suffix",
+        "frame.plugins.drafters.suffix:SuffixDrafter",
+        capabilities=DrafterCapabilities(keeps_texts=True),
+        options=SuffixOptions,
+        summary="Drafts what followed the longest known suffix, in prompt, output or recent requests of the same tenant.",
     )

@@ -206,3 +206,16 @@ class ScansTheText(PlainDrafter):
         text = self.texts[slot]
         self.following[slot] = dict(pairwise(text))
         return super().draft(slot, most)
+
+
+@mutant
+class SharesAcrossTenants(PlainDrafter):
+    """Uses what followed a token in the texts of every tenant."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        known = [each for following in self.following.values() for each in following.items()]
+        super().add_slot(setup)
+        self.following[setup.slot] = dict(known) | self.following[setup.slot]
+
+    def remove_slot(self, slot: int) -> None:
+        del self.last[slot]
