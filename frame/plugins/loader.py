@@ -33,7 +33,6 @@ COMMANDS = "frame_commands"  # the entry-point group of subcommands
 GROUPS = (hookspecs.PROJECT, COMMANDS)
 EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
 
-_REMEDY = "update or uninstall the package, or exclude it with plugins.deny"
 _log = logging.getLogger(__name__)
 _KIND_OF_HOOK = MappingProxyType({kind.hook: kind.name for kind in KINDS.values()})
 
@@ -235,7 +234,7 @@ def observers(registry: Registry) -> Observers:
     for event in EVENTS:
         impls = getattr(registry.hooks.hook, event).get_hookimpls()
         if impls:
-            listeners = [_Listener(_owner(impl.plugin_name), impl.function, tuple(impl.argnames)) for impl in impls]
+            listeners = [_Listener(*_owner(impl.plugin_name), impl.function, tuple(impl.argnames)) for impl in impls]
             setattr(found, event, _Event(event, listeners))
     return found
 
@@ -249,17 +248,20 @@ def observed_events(registry: Registry) -> dict[str, list[str]]:
     return found
 
 
-def _owner(plugin: str) -> str:
-    """The package and version of a plugin that is registered as DISTRIBUTION:ENTRY."""
+def _owner(plugin: str) -> tuple[str, str]:
+    """Who brings an observer, and what a user can do about its fault: the package and version of a
+    manifest that is registered as DISTRIBUTION:ENTRY, or a file."""
     name = plugin.partition(":")[0]
-    with contextlib.suppress(PackageNotFoundError):
-        name = f"{name} {version(name)}"
-    return name
+    try:
+        return f"{name} {version(name)}", "update or uninstall the package, or exclude it with plugins.deny"
+    except PackageNotFoundError:
+        return plugin, "correct the file, or take it out of plugins.paths"
 
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    owner: str  # package and version
+    owner: str  # package and version, or a file
+    remedy: str
     function: Callable[..., object]
     arguments: tuple[str, ...]
 
@@ -279,6 +281,6 @@ class _Event:
             except Exception as error:
                 who = f"observer {self.name} of {listener.owner}"
                 if self.name == "on_start":
-                    raise PluginError(f"{who} failed at start: {cause_chain(error)}; {_REMEDY}.") from error
+                    raise PluginError(f"{who} failed at start: {cause_chain(error)}; {listener.remedy}.") from error
                 self.listeners.remove(listener)  # an observer must never harm a step
-                _log.exception("%s raised and is switched off until the next start; %s", who, _REMEDY)
+                _log.exception("%s raised and is switched off until the next start; %s", who, listener.remedy)

@@ -14,6 +14,7 @@ import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -299,8 +300,11 @@ def cause_chain(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
+    """Where the plugin's code raised, without the frames of imports and of the modules that read
+    plugins."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith("<frozen") and "importlib" not in f.filename and f.filename != __file__]
+    here = Path(__file__).parent
+    own = [f for f in frames if not f.filename.startswith("<frozen") and "importlib" not in f.filename and Path(f.filename).parent != here]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError
 from frame.plugins import loader, manifests
-from frame.plugins.loader import load_registry, observers
+from frame.plugins.loader import load_configured, load_registry, observers
 from frame.plugins.registry import Provenance, Registry
 from tests.plugins.faulty import Faulty, make_faulty
 
@@ -45,6 +46,7 @@ def test_a_manifest_that_exits_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_manifest_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (broken,) = read(tmp_path, monkeypatch, "import os; os._exit(3)").broken
     assert str(broken).startswith("theirs 2.1 (entry point theirs = theirs_manifest): SystemExit: it calls os._exit(3) (")
+    assert str(broken).endswith(f"({tmp_path}/theirs_manifest.py:1)")
 
 
 def test_a_manifest_that_crashes_the_process_leaves_its_stack(tmp_path: Path) -> None:
@@ -110,6 +112,17 @@ def test_an_observer_of_the_start_that_fails_stops_it(faulty: Faulty, tmp_path: 
     text = str(caught.value)
     assert text.startswith("observer on_start of theirs 2.1 failed at start: RuntimeError: float32 (")
     assert text.endswith("; update or uninstall the package, or exclude it with plugins.deny.")
+
+
+def test_an_observer_in_a_file_is_named_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "licence.py"
+    file.write_text(HOOK.format(name="on_start", arguments="", body="raise RuntimeError('expired')"))
+    found = observers(load_configured(PluginsSection(paths=(str(file),))))
+    assert found.on_start is not None
+    with pytest.raises(PluginError) as caught:
+        found.on_start(resolved=None)
+    text = f"observer on_start of {file} failed at start: RuntimeError: expired ({file}:4)"
+    assert str(caught.value) == f"{text}; correct the file, or take it out of plugins.paths."
 
 
 @pytest.mark.parametrize("event", ["on_step", "on_request_finished", "on_stop"])
