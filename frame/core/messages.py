@@ -106,6 +106,7 @@ class StepTokens(Message, frozen=True):
     queue_times: dict[int, float] = {}  # seconds from arrival to admission; sent once
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}  # sent once
+    drafts: dict[int, tuple[int, int]] = {}  # drafted tokens that were accepted, and those that were rejected
     pooled: dict[int, bytes] = {}  # float32 vector of an embedding or classification request
 
 
@@ -209,6 +210,7 @@ class StepText(Message, frozen=True):
     queue_times: dict[int, float] = {}
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}
+    drafts: dict[int, tuple[int, int]] = {}
     stopped: list[int] = []  # indices that hit a stop string: the client aborts them in the engine
 
 

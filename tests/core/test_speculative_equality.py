@@ -23,14 +23,14 @@ FOLDER = str(find_model(EMBEDDED))
 
 
 def make_loop(**settings: Any) -> LocalLoop:
-    """settings: page_size, tokens, chunk, overlap, algorithm."""
-    known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, **settings}
+    """settings: page_size, tokens, chunk, overlap, algorithm, adaptive."""
+    known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, "adaptive": False, **settings}
     config = {
         "model": {"path": FOLDER, "dtype": "float32"},
         "cache": {"page_size": known["page_size"], "max_total_tokens": known["tokens"]},
         "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "execution": {"device": "cpu", "threads": 1},
-        "speculative": {"algorithm": known["algorithm"]},
+        "speculative": {"algorithm": known["algorithm"], "adaptive": known["adaptive"]},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
@@ -67,7 +67,7 @@ GRID = {
     "plain": {},
     "single-token pages": {"page_size": 1},
     "chunks": {"chunk": 16},
-    "overlap": {"overlap": True},
+    "overlap": {"overlap": True, "adaptive": True},
     "preemption": {"tokens": 160, "chunk": 64, "overlap": True},
 }
 

@@ -291,6 +291,9 @@ class SpeculativeSection(Section):
         None, "Drafter, by plugin name. Default: none; each step draws one token a sequence.", flag="speculative-algorithm"
     )
     num_steps: int = setting(3, "Maximum number of drafted tokens a step and sequence.", flag="speculative-num-steps", ge=1, le=MAX_STEPS)
+    adaptive: bool = setting(
+        True, "Choose the draft length of each step, 0 to num_steps, by the measured output rate.", flag="speculative-adaptive"
+    )
     draft_model_path: str | None = setting(
         None, "Folder of the checkpoint of the draft model, for drafters that have one.", flag="speculative-draft-model-path"
     )

@@ -33,6 +33,7 @@ class Runs:
     tokens: np.ndarray  # int32 [n, width]; of row i the first `counts[i]` are output
     counts: np.ndarray  # int32 [n]; at least 1
     num_drafts: np.ndarray  # int32 [n]; drafted tokens of the row
+    accepted: np.ndarray  # int32 [n]; of them output
     firsts: np.ndarray  # intp [n]; the row's first sample
 
 
@@ -89,6 +90,8 @@ class OutputProcessor:
         slots = sampled.slots.tolist()
         rids = [self._table.rids[slot] for slot in slots]
         message = StepTokens(rids=rids, token_ids=_list_tokens(sampled), finishes=sampled.finishes)
+        if sampled.runs is not None:
+            _add_drafts(sampled.runs, message)
         for i in sampled.discarded:
             message.token_ids[i].pop()
         self._add_details(sampled, result, message)
@@ -129,9 +132,11 @@ class OutputProcessor:
         ends &= before[:, None] + 1 + offsets >= a.min_num_tokens[slots][:, None]
         if result.invalid is not None:
             ends |= result.invalid[cells]
+        accepted = counts - 1
         counts = np.where(ends.any(axis=1), np.minimum(ends.argmax(axis=1) + 1, counts), counts).astype(np.int32)
         entries, is_new = firsts + counts - 1, a.num_committed_tokens[slots] == before
-        return SampledRows(slots, result.token_ids[entries], entries, rows, is_new, Runs(tokens, counts, drafted, firsts))
+        runs = Runs(tokens, counts, drafted, np.minimum(accepted, counts), firsts)
+        return SampledRows(slots, result.token_ids[entries], entries, rows, is_new, runs)
 
     def _commit_runs(self, sampled: SampledRows, runs: Runs, record: StepRecord) -> np.ndarray:
         """Commit the new tokens of a step with drafts, and set the counters of its rows back to
@@ -147,7 +152,7 @@ class OutputProcessor:
         a.num_computed_tokens[slots] = record.num_computed[rows] + runs.counts[has_draft]
         a.num_tokens[slots] = num_committed[has_draft]
         a.can_decode[slots] = num_committed[has_draft] < a.max_num_tokens[slots]
-        self._speculation.count(runs.num_drafts, runs.counts - 1)
+        self._speculation.count(runs.num_drafts, runs.accepted)
         return num_committed
 
     def _observe_tokens(self, sampled: SampledRows) -> None:
@@ -282,6 +287,14 @@ class OutputProcessor:
                 request = self._table.get_request(int(record.slots[row]))
                 if request.wants_prompt_logprobs:
                     request.prompt_logprobs.append(chunk)
+
+
+def _add_drafts(runs: Runs, message: StepTokens) -> None:
+    """Add how many drafted tokens of each row were accepted and rejected."""
+    rows = np.flatnonzero(runs.num_drafts)
+    accepted = runs.accepted[rows]
+    counts = zip(accepted.tolist(), (runs.num_drafts[rows] - accepted).tolist(), strict=True)
+    message.drafts.update(zip(rows.tolist(), counts, strict=True))
 
 
 def _report_start(request: Request, i: int, message: StepTokens) -> None:

@@ -34,6 +34,7 @@ class StepRecord:
     num_decodes: int  # rows [0, num_decodes) are decodes, the others extends
     is_retry: bool = False  # see `StepPlan.is_retry`
     num_drafts: np.ndarray | None = None  # int32 [rows]; see `ScheduledBatch.num_drafts`
+    draft_length: int = 0  # most drafted tokens of a row
     deferred_pages: list[np.ndarray] = field(default_factory=list)  # freed when the step is committed
     deferred_slots: list[int] = field(default_factory=list)  # recycled when the step is committed
 

@@ -152,7 +152,7 @@ class Scheduler:
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
-        if self._running.in_flight and self._planner.speculation.is_active:
+        if self._running.in_flight and self._planner.speculation.may_draft:
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
@@ -179,6 +179,8 @@ class Scheduler:
         record = self._running.begin_commit(batch.step)
         tokens = self._output.process_step(record, result)
         self._running.end_commit(record)
+        if self._planner.speculation.is_active:
+            self._planner.speculation.record_step(record, sum(map(len, tokens.token_ids)), self._clock())
         self._hold_slow_grammars()
         return tokens
 
@@ -211,14 +213,14 @@ class Scheduler:
         """Whether no request waits or runs, no step is in flight, and no end is left to report."""
         return not (self._requests or self._running.in_flight or self._ended)
 
-    def enable_speculation(self, drafter: Drafter, num_steps: int) -> None:
-        """Verify up to `num_steps` drafted tokens in a row from now on. Called before the first
-        request. Raises ConfigurationError for a model with recurrent states: one that has read a
-        rejected token cannot go back."""
+    def enable_speculation(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False) -> None:
+        """Verify up to `num_steps` drafted tokens in a row from now on; is_adaptive: as many as
+        raise the output rate. Called before the first request. Raises ConfigurationError for a
+        model with recurrent states: one that has read a rejected token cannot go back."""
         groups = self._running.kv_manager.groups
         if groups is not None and groups.snapshot is not None:
             raise ConfigurationError("speculation cannot be used with a model that keeps recurrent states; remove the drafter")
-        self._planner.speculation.enable(drafter, num_steps)
+        self._planner.speculation.enable(drafter, num_steps, is_adaptive=is_adaptive)
 
     def publish_inflight(self, path: Path) -> None:
         """Record the running requests in an in-flight file from now on, or log that there is no
@@ -303,7 +305,7 @@ class Scheduler:
             rereads = a.num_shared[slots] * self.config.page_size > num_computed
             skip_kv_store = rereads if rereads.any() else None
         setups, released = running.take_setups(), running.take_released()
-        self._planner.speculation.update(setups, released)
+        draft_length = self._planner.speculation.update(setups, released)
         sampling_slots = slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
@@ -331,7 +333,7 @@ class Scheduler:
             has_deferred_grammar_mask=waits,
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
-        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts)
+        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length)
 
     def _fill_masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table

@@ -19,7 +19,9 @@ from frame.core.blame import describe, remedy
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, Drafts
+from frame.core.scheduling.draft_length import DraftLength
 from frame.core.scheduling.request_slots import RequestTable
+from frame.core.scheduling.running import StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,9 @@ class Speculation:
 
     def __init__(self, table: RequestTable, vocab_size: int, grammars: GrammarCalls) -> None:
         self.stats = SpeculationStats()
-        self.num_steps = 0  # most tokens of a draft
+        self._lengths = DraftLength(0, is_adaptive=False)
+        self._length: int | None = None  # the draft length of the next step; None: not chosen yet
+        self._committed: tuple[int, int, float] | None = None  # the last step, if it had decodes only: number, length, time
         self._table = table
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -62,17 +66,19 @@ class Speculation:
     def is_active(self) -> bool:
         return self._drafter is not None
 
-    def enable(self, drafter: Drafter, num_steps: int) -> None:
-        """Draft up to `num_steps` tokens a row from now on. Called before the first request."""
+    def enable(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False) -> None:
+        """Draft up to `num_steps` tokens a row from now on. is_adaptive: as many as raise the
+        output rate. Called before the first request."""
         self._drafter = drafter
-        self.num_steps = num_steps
+        self._lengths = DraftLength(num_steps, is_adaptive=is_adaptive)
         self.stats.accepted_at = [0] * num_steps
 
-    def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
-        """Release slots, then set slots up."""
+    def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> int:
+        """A step is scheduled: release slots, then set slots up. -> the step's draft length."""
         drafter = self._drafter
         if drafter is None:
-            return
+            return 0
+        length, self._length = self._choose_length(), None
         began = time.perf_counter()
         try:
             for slot in released:
@@ -82,15 +88,21 @@ class Speculation:
         except Exception as error:  # noqa: BLE001 - the output does not depend on drafts
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
+        return length
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step has drafts."""
+        return self._drafter is not None and self._choose_length() > 0
 
     def propose(self, slots: np.ndarray) -> Drafts | None:
         """The drafts of slots whose next decode has been scheduled; None: there is none. A row has
         a draft if its tokens are committed and the request may get more than one token; a grammar
         cuts the draft. slots: intp [n]."""
         drafter, a = self._drafter, self._table.arrays
-        if drafter is None or not slots.size:
+        if drafter is None or not slots.size or not self._choose_length():
             return None
-        room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], self.num_steps)
+        room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], self._choose_length())
         can_draft = (room > 0) & (a.num_committed_tokens[slots] + 1 == a.num_tokens[slots])
         chosen = np.flatnonzero(can_draft)
         if not chosen.size:
@@ -136,6 +148,16 @@ class Speculation:
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
 
+    def record_step(self, record: StepRecord, num_tokens: int, now: float) -> None:
+        """A step is committed, with so many output tokens, at `now` (seconds, monotonic)."""
+        length = record.draft_length
+        rows = record.num_decodes if record.num_drafts is None else record.num_decodes + int(np.count_nonzero(record.num_drafts))
+        before, self._committed = self._committed, None
+        if rows == len(record.slots):
+            self._committed = (record.step, length, now)
+            if before is not None and before[:2] == (record.step - 1, length):
+                self._lengths.record(rows, length, num_tokens, now - before[2])
+
     def count(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Add the verified drafts of a step to the counters: tokens by row."""
         has_draft = drafted > 0
@@ -145,6 +167,11 @@ class Speculation:
         stats.num_accepted += int(accepted.sum())
         for place in range(int(accepted.max(initial=0))):
             stats.accepted_at[place] += int(np.count_nonzero(accepted > place))
+
+    def _choose_length(self) -> int:
+        if self._length is None:
+            self._length = self._lengths.choose(self._table.num_slots - self._table.num_free)
+        return self._length
 
     def _check(self, drafts: Drafts, room: np.ndarray) -> None:
         """Raise ValueError for drafts that cannot be verified."""

@@ -121,6 +121,7 @@ class Detokenizer:
             queue_times=tokens.queue_times,
             logprobs=tokens.logprobs,
             prompt_logprobs=tokens.prompt_logprobs,
+            drafts=tokens.drafts,
             stopped=stopped,
         )
 
@@ -196,5 +197,6 @@ def _leave_out(tokens: StepTokens, texts: list[str], ended: dict[int, Finish], s
         queue_times={place[i]: value for i, value in tokens.queue_times.items() if i in place},
         logprobs={place[i]: value for i, value in tokens.logprobs.items() if i in place},
         prompt_logprobs={place[i]: value for i, value in tokens.prompt_logprobs.items() if i in place},
+        drafts={place[i]: value for i, value in tokens.drafts.items() if i in place},
         stopped=[place[i] for i in stopped],
     )

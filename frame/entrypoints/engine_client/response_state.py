@@ -64,8 +64,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached", "finish", "has_update", "index", "logprobs", "name", "params", "prompt", "prompt_index", "prompt_logprobs", "recovery",
-        "request", "texts", "times", "token_ids",
+        "cached", "finish", "has_update", "index", "logprobs", "name", "num_accepted", "num_rejected", "params", "prompt", "prompt_index",
+        "prompt_logprobs", "recovery", "request", "texts", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
@@ -81,6 +81,7 @@ class SequenceState:
         self.prompt_logprobs: TokenLogprobs | None = None
         self.finish: Finish | None = None
         self.cached = 0  # prompt tokens that came from the prefix cache
+        self.num_accepted = self.num_rejected = 0  # drafted tokens
         self.times = SequenceTimes()
         self.has_update = False
         self.recovery = RecoveryState(self.rid)

@@ -75,6 +75,10 @@ class TokenRouter:
         for place, queue_time in message.queue_times.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.times.waited = queue_time
+        for place, (accepted, rejected) in message.drafts.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.num_accepted += accepted
+                sequence.num_rejected += rejected
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)

@@ -85,7 +85,7 @@ def build_scheduler(
             num_steps=speculative.num_steps,
             draft_model_path=speculative.draft_model_path,
         )
-        scheduler.enable_speculation(registry.create(drafters[0], context), speculative.num_steps)
+        scheduler.enable_speculation(registry.create(drafters[0], context), speculative.num_steps, is_adaptive=speculative.adaptive)
     return scheduler
 
 

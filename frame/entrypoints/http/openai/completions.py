@@ -83,7 +83,14 @@ class Response(ABC):
 
     def final_usage(self) -> dict[str, Any]:
         """The usage after every sequence has finished, with counts that are made only once."""
-        return self.usage()
+        drafted = self.drafted_tokens()
+        return {**self.usage(), "completion_tokens_details": drafted} if drafted else self.usage()
+
+    def drafted_tokens(self) -> dict[str, int]:
+        """Drafted tokens of all sequences that were accepted and rejected; empty without drafts."""
+        accepted = sum(sequence.num_accepted for sequence in self.state.sequences)
+        rejected = sum(sequence.num_rejected for sequence in self.state.sequences)
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected} if accepted or rejected else {}
 
     def running_usage(self) -> dict[str, Any] | None:
         return self.usage() if self.has_running_usage else None
@@ -152,7 +159,7 @@ class ChatResponse(Response):
 
     def final_usage(self) -> dict[str, Any]:
         found = [count_reasoning(self.services, self.request, s, self._parsers.get(s.index)) for s in self.state.sequences]
-        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found)}}
+        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found), **self.drafted_tokens()}}
 
     def write_events(self, sequence: SequenceState) -> bytes:
         text, ids, logprobs = sequence.take_output()

@@ -21,6 +21,14 @@ class ReasoningTokens(TypedDict):
     reasoning_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """`reasoning_tokens`: of chats. The others: drafted tokens of speculative decoding."""
+
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
+
+
 class Usage(TypedDict):
     """Numbers of tokens. Each prompt counts once, even with `n` choices."""
 
@@ -28,7 +36,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: NotRequired[ReasoningTokens]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class PoolingUsage(TypedDict):

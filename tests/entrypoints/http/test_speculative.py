@@ -1,0 +1,62 @@
+"""Requests of every kind over HTTP get the same answers with drafts as without, and usage counts
+the drafted tokens. The engine's tokens are the fake runner's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.batch import SlotSetup
+from frame.testing.drafters import ScriptedDrafter
+from frame.testing.fake_runner import continuation
+from tests.entrypoints.inprocess import serving
+
+BASE: dict[str, Any] = {"model": "frame-tiny", "prompt": "Count to ten.", "max_tokens": 24, "temperature": 0.8, "seed": 3}
+REQUESTS = {
+    "plain": BASE,
+    "n": {**BASE, "n": 3, "seed": 5},
+    "stream": {**BASE, "stream": True, "stream_options": {"include_usage": True}},
+    "logprobs": {**BASE, "logprobs": 2},
+    "min_tokens": {**BASE, "min_tokens": 20, "temperature": 0},
+}
+
+
+async def ask(script: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answers without what differs from run to run, and the usage of each."""
+    async with serving() as served:
+        if script is not None:
+            served.engine.scheduler.enable_speculation(ScriptedDrafter(script), 4)
+        texts: dict[str, Any] = {}
+        usage: dict[str, Any] = {}
+        first = (await served.post("/v1/completions", BASE)).json()["choices"][0]["text"]
+        for name, body in {**REQUESTS, "stop": {**BASE, "stop": [first[9:13]]}}.items():
+            answer = await served.post("/v1/completions", body)
+            assert answer.status == 200, answer.body
+            events = [json.loads(line[6:]) for line in answer.body.decode().split("\n") if line.startswith("data: {")] or [answer.json()]
+            choices = [choice for event in events for choice in event["choices"]]
+            texts[name] = ["".join(c["text"] for c in choices), [c["finish_reason"] for c in choices][-1], choices[0].get("logprobs")]
+            usage[name] = events[-1]["usage"]
+        return texts, usage
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, Any], dict[str, Any]]:
+    return asyncio.run(ask(None))
+
+
+@pytest.mark.parametrize("num_right", [2, 4])
+def test_answers_do_not_depend_on_drafts(plain: Any, num_right: int) -> None:
+    def script(setup: SlotSetup, tokens: Any, most: int) -> list[int]:
+        draft = continuation(tokens, setup.params, setup.seed, 2048, most)
+        return [token if i < num_right else (token + 1) % 2048 for i, token in enumerate(draft)]
+
+    texts, usage = asyncio.run(ask(script))
+    assert texts == plain[0]
+    for name, found in usage.items():
+        drafted = found.pop("completion_tokens_details")
+        assert found == plain[1][name]
+        assert drafted["accepted_prediction_tokens"] >= 2
+        assert (drafted["rejected_prediction_tokens"] > 0) == (num_right == 2)
