@@ -36,13 +36,14 @@ class RecoveryState:
     """
 
     __slots__ = (
-        "crash_num_prefilled", "crash_num_tokens", "engine_rid", "expires_at", "generate", "is_aborted", "num_admissions", "num_crashes",
-        "num_text_crashes", "output_ids", "text_crash_num_tokens",
+        "crash_num_prefilled", "crash_num_tokens", "engine_rid", "expires_at", "generate", "is_aborted", "num_accepted", "num_admissions",
+        "num_crashes", "num_rejected", "num_text_crashes", "output_ids", "text_crash_num_tokens",
     )  # fmt: skip
 
     def __init__(self, rid: str) -> None:
         self.engine_rid = rid
         self.output_ids = array("i")  # every token so far
+        self.num_accepted = self.num_rejected = 0  # drafted tokens so far
         self.generate: Generate | None = None  # the message of the first admission; None until the sequence is started
         self.num_admissions = 0
         self.expires_at = 0.0  # seconds, time.monotonic
@@ -64,8 +65,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached", "finish", "has_update", "index", "logprobs", "name", "num_accepted", "num_rejected", "params", "prompt", "prompt_index",
-        "prompt_logprobs", "recovery", "request", "texts", "times", "token_ids",
+        "cached", "finish", "has_update", "index", "logprobs", "name", "params", "prompt", "prompt_index", "prompt_logprobs", "recovery",
+        "request", "texts", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
@@ -81,7 +82,6 @@ class SequenceState:
         self.prompt_logprobs: TokenLogprobs | None = None
         self.finish: Finish | None = None
         self.cached = 0  # prompt tokens that came from the prefix cache
-        self.num_accepted = self.num_rejected = 0  # drafted tokens
         self.times = SequenceTimes()
         self.has_update = False
         self.recovery = RecoveryState(self.rid)

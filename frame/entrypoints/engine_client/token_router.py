@@ -77,8 +77,8 @@ class TokenRouter:
                 sequence.times.waited = queue_time
         for place, (accepted, rejected) in message.drafts.items():
             if (sequence := sequences.get(rids[place])) is not None:
-                sequence.num_accepted += accepted
-                sequence.num_rejected += rejected
+                sequence.recovery.num_accepted += accepted
+                sequence.recovery.num_rejected += rejected
         for place, logprobs in message.logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.logprobs.append(logprobs)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from frame.core.scheduling.draft_length import PROBE_STEPS, DraftLength
+from frame.core.scheduling.speculation import PROBE_STEPS, DraftLength
 
 
 def run(lengths: DraftLength, rates: dict[int, float], steps: int, rows: int = 8) -> Counter[int]:

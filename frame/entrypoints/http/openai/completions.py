@@ -88,8 +88,8 @@ class Response(ABC):
 
     def drafted_tokens(self) -> dict[str, int]:
         """Drafted tokens of all sequences that were accepted and rejected; empty without drafts."""
-        accepted = sum(sequence.num_accepted for sequence in self.state.sequences)
-        rejected = sum(sequence.num_rejected for sequence in self.state.sequences)
+        accepted = sum(sequence.recovery.num_accepted for sequence in self.state.sequences)
+        rejected = sum(sequence.recovery.num_rejected for sequence in self.state.sequences)
         return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected} if accepted or rejected else {}
 
     def running_usage(self) -> dict[str, Any] | None:
