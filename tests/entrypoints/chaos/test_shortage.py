@@ -134,7 +134,7 @@ class Shortage:
 
 @pytest.mark.parametrize(
     ("kills", "seconds"),
-    [(8, 8.0), pytest.param(100, 300.0, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
+    [(4, 4.0), pytest.param(100, 300.0, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
     ids=["short", "long"],
 )
 def test_the_main_process_outlives_kills_and_shortages(server: RunningServer, kills: int, seconds: float) -> None:
