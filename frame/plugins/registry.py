@@ -322,7 +322,7 @@ def _import(target: str) -> Any:
 
 def _check_signatures(who: str, record: PluginRecord, loaded: type, base: type) -> None:
     """Raise PluginError for a constructor or a method that does not take the arguments of its
-    interface."""
+    interface. An argument with the name of a capability is given only to plugins that have it."""
     try:
         inspect.signature(loaded).bind(None, None)
     except TypeError as error:
@@ -331,7 +331,8 @@ def _check_signatures(who: str, record: PluginRecord, loaded: type, base: type) 
         own = inspect.getattr_static(loaded, name, declared)
         if name.startswith("_") or own is declared or not (inspect.isfunction(declared) and inspect.isfunction(own)):
             continue
-        parameters = inspect.signature(declared).parameters.values()
+        every = inspect.signature(declared).parameters.values()
+        parameters = [each for each in every if getattr(record.capabilities, each.name, True) is not False]
         given = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         try:
             inspect.signature(own).bind(*given, **{each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY})

@@ -145,7 +145,7 @@ def test_classes_are_selected_for_the_settings_that_are_not_given() -> None:
     assert (config.scheduler.policy, config.sampling.processors) == ("reversed", ("a", "adds"))
     config = select_classes(FrameConfig.model_validate({"scheduler": {"policy": "fcfs"}}), [Reversed])
     assert config.scheduler.policy == "fcfs"
-    with pytest.raises(PluginError, match="set parallel.tp: 1, or write it to a file and set plugins.paths"):
+    with pytest.raises(PluginError, match="set parallel.tp: 1 and parallel.pp: 1, or write it to a file and set plugins.paths"):
         select_classes(FrameConfig.model_validate({"parallel": {"tp": 2}}), [Reversed])
     with pytest.raises(PluginError, match="is no plugin class; derive it from one of"):
         select_classes(FrameConfig(), [BaseModel])

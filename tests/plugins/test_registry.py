@@ -1,4 +1,4 @@
-"""The registry: records, errors, lazy loading. Uses no entry point."""
+"""The registry: records, errors, lazy loading."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from frame.core.config.resolved import PluginChoice
+from frame.core.interfaces.cache import PrefixCacheCapabilities
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.plugins.loader import load_registry
 from frame.plugins.registry import PluginError, Registry, cause_chain
 
 KIND = "scheduling_policy"
@@ -258,3 +262,18 @@ def test_a_process_that_sees_another_plugin_than_was_resolved_refuses(module: ty
 def test_a_reason_reads_well() -> None:
     assert str(Reason("needs x", "a.b: 1")) == "needs x (try a.b: 1)"
     assert str(Reason("needs x")) == "needs x"
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_an_argument_of_a_capability_is_asked_of_plugins_that_have_it(groups: bool) -> None:
+    def insert(self: Any, tokens: Any, pages: Any, namespace: str = "", priority: int = 0) -> Any: ...
+
+    registry = load_registry(installed=False)
+    base = registry.load(registry.get("prefix_cache", "none"))
+    capabilities = PrefixCacheCapabilities(groups=groups)
+    part = registry.kind("prefix_cache", "theirs", "1")
+    part.add("plain", type("Plain", (base,), {"insert": insert, "capabilities": capabilities}), capabilities=capabilities)
+    registry.commit(part)
+    words = r"insert does not take \(self, tokens, pages, namespace, priority, groups\)"
+    with pytest.raises(PluginError, match=words) if groups else nullcontext():
+        registry.load(registry.get("prefix_cache", "plain"))
