@@ -177,6 +177,7 @@ def build_runner(
     for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
         pages = _least_of_ranks(pages, group, device)
     further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
+    further = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, tp, device)) for each in further)
     if further and pipeline is not None:
         raise ConfigurationError("this model has several kinds of caches, which stages cannot share: set parallel.pp to 1")
     pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)

@@ -29,7 +29,7 @@ CPU_LEAST_TOKENS = 65_536
 LEAST_TOKENS = 256  # a start with a smaller cache is refused
 WINDOW_PART = 4  # a window group has room for one of so many tokens
 LEAST_STATES = 4
-TOKENS_PER_STATE = 4096  # a state for each so many tokens of the cache, at least
+TOKENS_PER_STATE = 4096  # of a model that stores no tokens
 GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
 _WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
 
@@ -138,8 +138,9 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
             tokens = min(num_tokens + spare, max(one, min(all_running, num_tokens // WINDOW_PART)))
             pages = -(-tokens // group.page_size)
         else:
-            tokens = num_tokens * geometry.bytes_per_token // (2 * geometry.count_bytes(index))
-            pages = min(2 * limits.max_running_requests, max(LEAST_STATES, tokens, num_tokens // TOKENS_PER_STATE))
+            half = geometry.bytes_per_token // 2
+            states = num_tokens * half // geometry.count_bytes(index) if half else num_tokens // TOKENS_PER_STATE
+            pages = min(2 * limits.max_running_requests, max(LEAST_STATES, states))
         pools.append(PagePool(group.kind, pages + RESERVED_PAGES, group.page_size, group.window))
     return tuple(pools)
 

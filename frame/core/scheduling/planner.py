@@ -329,7 +329,8 @@ class StepPlanner:
         if other is None:
             return False
         shared -= shared % self._config.page_size
-        if self._kv_manager.groups is not None:  # the other prompt may leave neither a window nor a state at the end of the prefix
+        groups = self._kv_manager.groups
+        if groups is not None and groups.snapshot is not None:  # the other prompt leaves no state at the end of the prefix
             return False
         if self._count_unscheduled(other) > max(self._config.token_budget, 2 * shared):
             return False

@@ -12,7 +12,7 @@ from frame.core.execution.host_memory import measure_host_memory
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.platform import HOST
-from frame.core.kv_cache.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages
+from frame.core.kv_cache.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import group_layers
 from frame.testing.fake_model import fake_model_config
 
@@ -111,3 +111,47 @@ def test_control_groups_of_version_1(tmp_path):
 def test_without_control_groups_the_machine_counts(tmp_path):
     total, available = measure_host_memory(tmp_path, tmp_path / "none")
     assert 0 < available <= total == psutil.virtual_memory().total
+
+
+WINDOW_LAYERS = [LayerCache(layer, "window", KEYS, 256) for layer in range(8, 32)]
+STATE_LAYERS = [LayerCache(layer, "snapshot", (CacheTensor((64, 128, 128), torch.float32),)) for layer in range(8, 32)]
+TOKEN_LAYERS = [LayerCache(layer, "tokens", KEYS) for layer in range(8)]
+
+
+def count_bytes(geometry, pages):
+    pools = plan_pools(geometry, LIMITS, (pages - 1) * 16)
+    held = [pool.num_pages * max(1, pool.page_size) * geometry.count_bytes(index) for index, pool in enumerate(pools, 1)]
+    return (pages - 1) * 16 * geometry.bytes_per_token + sum(held), pools
+
+
+@pytest.mark.parametrize("layers", [WINDOW_LAYERS, STATE_LAYERS], ids=["window", "states"])
+def test_cache_groups_share_the_memory(layers):
+    geometry = group_layers([*TOKEN_LAYERS, *layers], 16, torch.bfloat16)
+    limits = replace(LIMITS, max_running_requests=512)
+    pages = plan_pages(geometry, LIMITS, gpu(), 0.9, None)
+    left = int(80 * GIB * 0.9) - 18 * GIB - 768 * 1024**2
+    used, pools = count_bytes(geometry, pages)
+    assert left - 16 * geometry.bytes_per_token <= used <= left
+    assert pages > 3 * plan(gpu())  # a quarter of the layers stores every token
+    if layers is WINDOW_LAYERS:
+        assert pools[0].num_pages * 16 >= LIMITS.max_running_requests * 256
+    else:
+        assert pools[0].num_pages == 2 * LIMITS.max_running_requests + 1
+        many = plan_pages(geometry, limits, gpu(), 0.9, None)
+        states = plan_pools(geometry, limits, (many - 1) * 16)[0].num_pages
+        assert 0.3 < states * geometry.count_bytes(1) / left < 0.36
+
+
+def test_max_total_tokens_and_too_little_memory_with_cache_groups():
+    geometry = group_layers([*TOKEN_LAYERS, *WINDOW_LAYERS], 16, torch.bfloat16)
+    assert plan_pages(geometry, LIMITS, gpu(), 0.1, 4096) == 4096 // 16 + 1
+    with pytest.raises(CapacityError, match="does not fit.*mem_fraction"):
+        plan_pages(geometry, LIMITS, gpu(), 0.2345, None)
+    with pytest.raises(CapacityError, match="max_total_tokens"):
+        plan_pages(geometry, LIMITS, gpu(), 0.9, 10**7)
+
+
+def test_layers_without_tokens_bound_the_tokens_by_the_requests():
+    geometry = group_layers(WINDOW_LAYERS, 16, torch.bfloat16)
+    assert geometry.bytes_per_token == 0
+    assert plan_pages(geometry, LIMITS, gpu(), 0.9, None) == 65_536 // 16 + 1

@@ -130,7 +130,7 @@ def run_random_requests(seed: int) -> int:
         further.append(PagePool("snapshot", 1 + rng.choice([1, 2, 4, 12]), 0))
     rig = make(
         *further, page_size=size, num_pages=pages, max_running=rng.choice([1, 3, 5]), token_budget=budget, max_context=60,
-        overlap=rng.random() < 0.5, growth_reserve=rng.choice([0, 32]),
+        overlap=rng.random() < 0.5, growth_reserve=rng.choice([0, 32]), min_shared_tokens=rng.choice([4, 256]),
     )  # fmt: skip
     known: list[list[int]] = []
     for _ in range(rng.randrange(3, 14)):
@@ -159,6 +159,14 @@ def test_ten_thousand_random_lengths() -> None:
     done, seed = 0, 1000
     while done < 10_000:
         done, seed = done + run_random_requests(seed), seed + 1
+
+
+def test_requests_that_arrive_together_share_a_window() -> None:
+    rig = make(PagePool("window", 101, 4, 10), token_budget=64, min_shared_tokens=8)
+    rids = [rig.add([*prompt(40), start, 1, 2], params(max_tokens=2)) for start in range(3)]
+    finish(rig)
+    assert [rig.requests[rid].cached for rid in rids] == [0, 40, 40]
+    rig.check()
 
 
 def hit_rate(*further: PagePool) -> float:
@@ -190,3 +198,11 @@ def test_load_and_outline_name_the_pages_of_every_group() -> None:
     assert (states["group"], states["used_pages"], states["total_pages"], states["evictable_pages"]) == ("snapshot", 0, 8, 2)
     runs = rig.scheduler.outline_cache(9)["runs"]
     assert {name: sum(run["groups"][name] for run in runs) for name in runs[0]["groups"]} == {"window_10": 9, "snapshot": 2}
+
+
+def test_a_short_request_takes_one_page_of_each_group() -> None:
+    rig = make(PagePool("window", 9, 16, 128), PagePool("snapshot", 3, 0), page_size=16, num_pages=9)
+    rig.add(prompt(12), params(max_tokens=3))
+    rig.step()
+    assert len(rig.allocator.pages_out()) == 3
+    rig.run()
