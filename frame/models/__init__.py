@@ -42,6 +42,16 @@ _DECODERS = (
     ("olmo2", "olmo2:Olmo2ForCausalLM", (*_forms("Olmo2"), *_forms("Olmo3")), "OLMo 2 and 3"),
     ("phi3", "phi3:Phi3ForCausalLM", _forms("Phi3"), "Phi-3, Phi-3.5, Phi-4 and Phi-4-mini"),
     ("cohere", "cohere:CohereForCausalLM", (*_forms("Cohere"), *_forms("Cohere2")), "Cohere Command R, R7B and A"),
+    ("gpt_oss", "gpt_oss:GptOssForCausalLM", ("GptOssForCausalLM",), "gpt-oss 20b and 120b, unquantized"),
+    (
+        "qwen3_next",
+        "qwen3_next:Qwen3NextForCausalLM",
+        tuple(f"Qwen3{form}" for form in ("NextForCausalLM", "_5ForCausalLM", "_5ForConditionalGeneration"))
+        + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration")),
+        "Qwen3-Next, Qwen3.5 and Qwen3.6 without images, dense and MoE",
+    ),
+    ("kimi_linear", "kimi_linear:KimiLinearForCausalLM", ("KimiLinearForCausalLM",), "Kimi Linear"),
+    ("nemotron_h", "nemotron_h:NemotronHForCausalLM", ("NemotronHForCausalLM",), "Nemotron-H, Nemotron Nano 2 and 3"),
     ("glm4_moe", "glm4_moe:Glm4MoeForCausalLM", ("Glm4MoeForCausalLM",), "GLM-4.5 and GLM-4.6"),
     ("minimax_m2", "minimax_m2:MiniMaxM2ForCausalLM", ("MiniMaxM2ForCausalLM",), "MiniMax-M2"),
     (
@@ -66,7 +76,11 @@ _ENCODERS = (
 def register_models(registry: KindRegistry) -> None:
     """Add the in-tree models."""
     for name, target, architectures, summary in _DECODERS:
-        capabilities = ModelCapabilities(architectures, tasks=_TASKS, pipeline_parallel=True)
+        biased = name in ("gpt_oss", "nemotron_h")
+        pipeline = name not in ("kimi_linear", "nemotron_h", "qwen3_next")
+        capabilities = ModelCapabilities(
+            architectures, tasks=_TASKS, pipeline_parallel=pipeline, sinks=name == "gpt_oss", biased_experts=biased
+        )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:
         capabilities = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)

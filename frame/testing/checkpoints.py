@@ -20,6 +20,19 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 _DEEPSEEK = {**_MOE, **_MLA, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 
+_DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_KIMI = {
+    **_MLA, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2, "head_dim": 16, "n_routed_experts": 8,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}  # fmt: skip
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _MINISTRAL3_ROPE = {
@@ -51,6 +64,15 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "MiniMaxM2ForCausalLM": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
         "MinistralForCausalLM": ("ministral", {"sliding_window": 24, "head_dim": 16, "layer_types": _ALTERNATING}),
         "Ministral3ForCausalLM": ("ministral3", {"rope_parameters": _MINISTRAL3_ROPE, "sliding_window": None}),
+        "Qwen3NextForCausalLM": (
+            "qwen3_next",
+            {**_MOE, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+        ),
+        "KimiLinearForCausalLM": ("kimi_linear", _KIMI),
+        "NemotronHForCausalLM": ("nemotron_h", _NEMOTRON),
+        "Qwen3_5ForCausalLM": ("qwen3_5_text", _DELTA),
+        "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", {**_MOE, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48}),
+        "GptOssForCausalLM": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}),
         "GPT2LMHeadModel": ("gpt2", {"num_key_value_heads": 4}),
         "BertModel": ("bert", {"max_position_embeddings": 512}),
         "RobertaModel": ("roberta", {"max_position_embeddings": 514, "pad_token_id": 1, "type_vocab_size": 1}),
@@ -138,7 +160,7 @@ def _auto_class(architecture: str) -> Any:
 def _set_weights(model: Any, seed: int) -> None:
     import torch
 
-    zero_centred = type(model).__name__.startswith("Gemma")  # Gemma's norms multiply by 1 + weight
+    zero_centred = type(model).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norms multiply by 1 + weight
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if not tensor.is_floating_point():

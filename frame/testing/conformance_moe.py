@@ -6,7 +6,7 @@ that no token chose, experts that all chose, and weights of zero. Must not know 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from torch import nn
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.testing.attention_cases import build_context
 from frame.testing.conformance import Check, Subject
-from frame.testing.suites.experts import DTYPES, TOLERANCE, draw, reference, supports
+from frame.testing.suites.experts import DTYPES, TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.suites.unchanged import unchanged
 
 SIZES = (  # tokens, experts, k, hidden, inner
@@ -52,6 +52,7 @@ class PlainExperts(nn.Module):
             down = down.transpose(0, 1).contiguous().transpose(0, 1)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
+        self.activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -70,6 +71,8 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield Check(f"a_token_stands_alone-{name}", partial(_alone, subject, sizes))
         yield Check(f"parts_add_up-{name}", partial(_parts_add_up, subject, sizes))
         yield Check(f"steps_of_two_layers-{name}", partial(_steps, subject, sizes))
+        if getattr(subject.record.capabilities, "biased", False):
+            yield Check(f"biases_and_activation-{name}", partial(_biased, subject, sizes))
         if dtype != torch.float16:  # whose largest number these values exceed
             yield Check(f"large_values-{name}", partial(_large_values, subject, sizes))
 
@@ -131,6 +134,17 @@ def _parts_add_up(subject: Subject, sizes: Sizes) -> None:
     out = _make(subject, sizes).run_parts(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first=False))
     assert out.dim() in (2, 3), f"`run_parts` returns {list(out.shape)}, neither [tokens, hidden] nor [tokens, parts, hidden]"
     _close((out.double().sum(1) if out.dim() == 3 else out.double()).cpu(), reference(*parts), sizes)
+
+
+def _biased(subject: Subject, sizes: Sizes) -> None:
+    parts = draw(sizes.numbers, sizes.dtype)
+    _, experts, _, hidden, inner = sizes.numbers
+    generator = torch.Generator().manual_seed(5)
+    biases = tuple(torch.randn(experts, size, generator=generator).to(sizes.dtype) for size in (2 * inner, hidden))
+    module = PlainExperts(parts[3].to(sizes.device), parts[4].to(sizes.device), hidden_first=False)
+    module.gate_up_bias, module.down_bias = (nn.Parameter(bias.to(sizes.device), requires_grad=False) for bias in biases)
+    module.activation = activate_by_halves
+    _close(_run(_make(subject, sizes), sizes, parts, module), reference(*parts, biases=(biases[0], biases[1])), sizes)
 
 
 def _steps(subject: Subject, sizes: Sizes) -> None:

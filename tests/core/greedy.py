@@ -50,6 +50,7 @@ NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
     "MiniMaxM2ForCausalLM",
     "MinistralForCausalLM",
     "Ministral3ForCausalLM",

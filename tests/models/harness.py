@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.batch import ForwardBatch, HostView, SequenceStates
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.cache_groups import LayerCache
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig, ModelContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
+from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.remote_code import load_class
@@ -31,12 +33,18 @@ from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 
 
 class NaivePool:
-    """`layers` tensors of pages, with the widths of the tensors that a layer stores. Unwritten
-    entries are large, so that reading one shows."""
+    """Tensors of pages for each layer's widths; a layer's `LayerCache` of kind `snapshot` gets one
+    state a slot. Unwritten entries of pages are large, so that reading one shows."""
 
-    def __init__(self, layers: int, widths: Sequence[tuple[int, ...]], pages: int, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[LayerCache], pages: int, page_size: int, slots: int, dtype: torch.dtype) -> None:
         self.page_size = page_size
-        self.data = [tuple(torch.full((pages, page_size, *width), 1e4, dtype=dtype) for width in widths) for _ in range(layers)]
+        self.data: dict[int, tuple[torch.Tensor, ...]] = {}
+        for layer in layers:
+            is_state = layer.kind == "snapshot"
+            first, value = ((slots + 1,), 0.0) if is_state else ((pages, page_size), 1e4)
+            self.data[layer.layer] = tuple(
+                torch.full((*first, *tensor.shape), value, dtype=tensor.dtype or dtype) for tensor in layer.tensors
+            )
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
         for cache, new in zip(self.data[spec.layer], tensors, strict=True):
@@ -116,21 +124,17 @@ class Session:
         pages = -(-self.max_tokens // self.page_size)
         order = torch.randperm(self.slots * pages, generator=torch.Generator().manual_seed(7)) + 1  # page 0 stays unused
         self.page_table = order.view(self.slots, pages).to(torch.int32)
-        self.pool = NaivePool(self.model_config.num_layers, self._widths(), self.slots * pages + 1, self.page_size, self._dtype())
+        self.pool = NaivePool(self._caches(), self.slots * pages + 1, self.page_size, self.slots, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
 
-    def _widths(self) -> list[tuple[int, ...]]:
-        if not any(isinstance(getattr(module, "spec", None), AttentionSpec) for module in self.model.modules()):  # type: ignore[attr-defined]
-            return [
-                (self.model_config.num_kv_heads, self.model_config.head_dim),
-                (self.model_config.num_kv_heads, self.model_config.v_head_dim),
-            ]
-        spec = next(module.spec for module in self.model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec))  # type: ignore[attr-defined]
-        if self.model_config.latent and self.model_config.kind == "mla" and getattr(self.model, "latent_cache", True):
-            return [(sum(self.model_config.latent),)]
-        return [(spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim)]
+    def _caches(self) -> list[LayerCache]:
+        """What the layers store: as the modules declare, or alike in all layers."""
+        ranks = self.backend.context.tp.size if self.backend is not None else 1
+        uniform = kv_geometry(self.model_config, ranks, self.page_size, "float32")
+        declared = model_geometry(self.model, uniform)  # type: ignore[arg-type]
+        return [layer for group in declared.groups for layer in group.layers]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
@@ -166,6 +170,7 @@ class Session:
             "logits_indices": torch.arange(len(positions)),
             "kv": self.pool,
             "host": host,
+            "extensions": {SequenceStates: SequenceStates(torch.from_numpy(host.slots).long() + 1)},
         }
         assert self.backend is not None
         plan = self.backend.plan(ForwardBatch(**fields))

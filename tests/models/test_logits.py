@@ -21,7 +21,9 @@ ARCHITECTURES = [
 ]  # fmt: skip
 NEWER = [
     "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Glm4MoeForCausalLM",
-    "MiniMaxM2ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 ]  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 LLAMA3 = {
@@ -130,7 +132,7 @@ def test_bfloat16_stays_near_float32(architecture: str, checkpoint: Callable[...
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.85
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "CohereForCausalLM", "Gemma3ForCausalLM"])
 def test_selected_tokens_are_returned_and_the_cache_is_filled(architecture: str, checkpoint: Callable[..., Path]) -> None:
     """Hidden states of some tokens, in the requested order, or of none; the next step finds the
     keys of all tokens."""

@@ -220,12 +220,18 @@ class _Solver:
         self._policies(task)
         return task, pooling
 
+    def _model_has(self, feature: str) -> bool:
+        """Whether the capabilities of the chosen model plugin have this flag."""
+        found = self.chosen.selected.get("model")
+        return bool(found and getattr(found[-1].record.capabilities, feature, False))
+
     def _experts(self) -> None:
-        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible)
+        biased = self._model_has("biased_experts")
+        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased)
         named = {"moe_dispatcher": self.config.moe.dispatcher, "moe_runner": self.config.moe.runner}
         for kind, name in named.items():
             with self._collect():
-                needed = replace(requirements, plan=self.plan) if kind == "moe_dispatcher" else requirements
+                needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements
                 self._select(kind, needed, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
         if all(kind in self.chosen.selected for kind in named):
             with self._collect():
@@ -338,6 +344,7 @@ class _Solver:
             page_size=self.config.cache.page_size,
             sliding_window=model_config.sliding_window is not None,
             soft_cap=bool(model_config.config.get("attn_logit_softcapping")),
+            sinks=self._model_has("sinks"),
             bidirectional=model_config.encoder,
             group=model_config.num_heads // max(1, model_config.num_kv_heads),
             device_name=next((accelerator.name for accelerator in self.hardware.of(self.device)), None),

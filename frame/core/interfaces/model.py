@@ -126,6 +126,8 @@ class ModelCapabilities:
     expands_mla: bool = False  # caches the expanded K and V of latent attention: the cache and the backend see an mha model
     tasks: tuple[Task, ...] = ("generate",)  # tasks that the plugin implements; `checkpoint_tasks` says what a checkpoint can do
     encoder: bool = False  # bidirectional attention, whole prompts in one step, no KV cache
+    sinks: bool = False  # its attention layers have sinks
+    biased_experts: bool = False  # its experts have biases or an activation of their own, see `MoERunner`
     graphs: bool = True
 
     def unsupported(self, requirements: ModelRequirements) -> list[Reason]:

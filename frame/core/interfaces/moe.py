@@ -74,6 +74,7 @@ class MoERequirements:
     compute_capability: tuple[int, int] | None
     dtype: str
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
+    biased: bool = False  # runners only: the experts have biases and an activation of their own
     plan: ParallelPlan = ONE_RANK  # of dispatchers; a runner is independent of it
 
 
@@ -85,6 +86,7 @@ class MoECapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
+    biased: bool = False  # runners only: computes experts with biases and an activation of their own
     layouts: tuple[str, ...] = ("tokens",)  # of dispatched tokens that it produces or takes; "tokens": those of `DispatchOutput`
 
     def unsupported(self, requirements: MoERequirements) -> list[Reason]:
@@ -94,6 +96,8 @@ class MoECapabilities:
             reasons.append(Reason("does not exchange tokens between ranks that hold different experts", "parallel.ep: 1"))
         if plan.tp > 1 and plan.ep == 1 and not getattr(self, "sliced_experts", True):
             reasons.append(Reason("needs whole experts on each rank", f"parallel.ep: {plan.tp}"))
+        if requirements.biased and not self.biased:
+            reasons.append(Reason("does not compute experts with biases"))
         return reasons
 
 
@@ -111,6 +115,11 @@ class MoERunner(ABC):
     Contract: the result is the weighted sum over each token's experts, before any reduction over
     ranks. `experts` holds `gate_up` and `down` as `ExpertWeights` makes them. The activation
     is SiLU(gate) * up. One runner serves all layers, and writes to none of its arguments.
+
+    Where the capabilities say `biased`, `experts` may also have `gate_up_bias` [experts, 2 * inner]
+    and `down_bias` [experts, hidden], and an `activation` (gate, up) -> the factors of `down`;
+    each is absent or None otherwise. With `gated` False, `gate_up` is [experts, inner, hidden] and
+    the activation gets its products.
 
     `takes_fp8`: the weights may be e4m3, with float32 scales `gate_up_fp8_scale` and
     `down_fp8_scale` beside them, in these forms:

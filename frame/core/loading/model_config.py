@@ -25,7 +25,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "model_max_length")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
@@ -85,7 +85,7 @@ class _Reader:
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)
         return ModelConfig(
             architecture=self._architecture(),
-            num_layers=self._count(_LAYERS),
+            num_layers=self._num_layers(),
             hidden_size=hidden,
             vocab_size=self._count(("vocab_size",)),
             num_heads=heads,
@@ -115,6 +115,11 @@ class _Reader:
         if default is None:
             raise CheckpointError(f"{self.file} has no {' or '.join(names)}; it is not the config.json of a causal language model.")
         return default
+
+    def _num_layers(self) -> int:
+        """The number of layers, or the length of the list of their kinds."""
+        kinds = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
+        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None)
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")

@@ -45,6 +45,7 @@ class AttentionOptions:
     soft_cap: float | None = None
     sinks: bool = False  # the checkpoint has one more logit a head, without a value, as `sinks`
     rotates: bool = True  # False: no position embedding in this layer
+    gated: bool = False  # q_proj also has an output gate, after each head's query
 
 
 class Attention(nn.Module):
@@ -73,7 +74,8 @@ class Attention(nn.Module):
             soft_cap=options.soft_cap,
         )
         names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-        self.qkv_proj = QKVLinear(context, names, model_config.hidden_size, heads, options.qkv_bias)
+        self.gated = options.gated
+        self.qkv_proj = QKVLinear(context, names, model_config.hidden_size, heads, options.qkv_bias, options.gated)
         self.o_proj = RowLinear(
             context, f"{prefix}.o_proj", model_config.num_heads * model_config.head_dim, model_config.hidden_size, options.out_bias
         )
@@ -95,7 +97,9 @@ class Attention(nn.Module):
         """`rows`: the batch's rows of the rotary table; None where a kernel reads the table by
         position."""
         batch = batch.view(self.spec.layer)
-        qkv = self.qkv_proj(x)
+        qkv, gate = self.qkv_proj(x), None
+        if self.gated:
+            qkv, gate = self._split_gate(qkv)
         if rows is None and self.kernel is not None:
             q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
         elif rows is not None or self.rotary is None:
@@ -107,8 +111,15 @@ class Attention(nn.Module):
             q = self.temperature.scale_queries(q, batch.positions)
         if not (is_stored or self.stores_kv):
             batch.store_kv(self.spec, k, v)
-        out = self.backend.run(self.spec, q, k, v, batch)
-        return self.o_proj(out.flatten(1))
+        out = self.backend.run(self.spec, q, k, v, batch).flatten(1)
+        return self.o_proj(out if gate is None else out * torch.sigmoid(gate))
+
+    def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(queries, keys and values; gate [tokens, heads * head_dim])."""
+        width = 2 * self.spec.num_heads * self.spec.head_dim
+        both, kv = qkv[:, :width], qkv[:, width:]
+        q, gate = (part.flatten(1) for part in both.unflatten(-1, (self.spec.num_heads, -1)).chunk(2, -1))
+        return torch.cat((q, kv), 1), gate
 
     def _rotated(self, qkv: torch.Tensor, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spec = self.spec

@@ -134,6 +134,33 @@ class ParallelLayer(nn.Module):
         return attended + self.mlp(x), residual
 
 
+class MixerLayer(nn.Module):
+    """A norm before one part: attention, a recurrence or a feed-forward (Nemotron-H).
+    `mixes_tokens`: the part gets the batch too."""
+
+    def __init__(self, input_norm: Norm, mixer: nn.Module, mixes_tokens: bool) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.mixer = mixer
+        self.mixes_tokens = mixes_tokens
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        batch: ForwardBatch,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`."""
+        x, residual = self.input_norm.add_residual(x, residual)
+        if self.mixes_tokens:
+            x = self.mixer(x, rows, batch)
+        if selected is not None:
+            x, residual = x.index_select(0, selected), residual.index_select(0, selected)
+        return x if self.mixes_tokens or not len(x) else self.mixer(x), residual
+
+
 def _add_residual(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), or the sum twice without a norm."""
     if norm is not None:

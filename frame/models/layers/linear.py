@@ -99,13 +99,17 @@ class ColumnLinear(Linear):
 
 class QKVLinear(Linear):
     """Queries, keys and values in one product, split by heads. With more ranks than key-value
-    heads, those heads are replicated.
+    heads, those heads are replicated. `gated`: each query is followed by a gate of its size.
 
     x [tokens, hidden] -> [tokens, (num_heads + 2 * num_kv_heads) * head_dim] of this rank's heads.
     """
 
-    def __init__(self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False) -> None:
-        super().__init__(context, names, Range.whole(input_size), heads.get_ranges(), bias)
+    def __init__(
+        self, context: BuildContext, names: Sequence[str], input_size: int, heads: HeadLayout, bias: bool = False, gated: bool = False
+    ) -> None:
+        queries, *others = heads.get_ranges()
+        first = Range(2 * queries.full, 2 * queries.start, 2 * queries.size) if gated else queries
+        super().__init__(context, names, Range.whole(input_size), (first, *others), bias)
 
 
 class RowLinear(Linear):

@@ -44,6 +44,28 @@ def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | 
     return silu_mul
 
 
+class PlainMLP(nn.Module):
+    """down(activation(up(x))): [tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint
+    name that holds up_proj and down_proj."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        prefix: str,
+        hidden_size: int,
+        inner_size: int,
+        bias: bool,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.up_proj = ColumnLinear(context, (f"{prefix}.up_proj",), hidden_size, (inner_size,), bias)
+        self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
 class GatedMLP(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint name that holds gate_proj,
     up_proj and down_proj."""

@@ -18,7 +18,7 @@ from torch import nn
 from frame.models.layers.linear import split_range
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
-from frame.models.layers.parameter import Range, ShardedParameter
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.router import Router, RoutingRule
 from frame.models.layers.weights.expert_weights import ExpertWeights
 
@@ -34,12 +34,16 @@ _OVERLAP_TOKENS = 64  # up to this, neither the experts nor the shared expert fi
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """The number of experts and their sizes in the whole model. `names`: checkpoint names of an
-    expert's gate, up and down."""
+    expert's gate, up and down. `bias`: an expert's layers have biases. `activation` None:
+    SiLU(gate) * up. `gated` False: an expert has no gate, and the activation gets `up` alone."""
 
     num_experts: int
     hidden: int
     inner: int
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: bool = False
+    activation: Callable[..., torch.Tensor] | None = None
+    gated: bool = True
 
 
 class Experts(nn.Module):
@@ -51,15 +55,33 @@ class Experts(nn.Module):
         is_whole = placement.ranks > 1
         inner = Range.whole(sizes.inner) if is_whole else split_range(context, "inner values of an expert", sizes.inner)
         local = placement.find_local(context.tp.rank)
-        self.weights = ExpertWeights(self, context, prefix, sizes.names, (len(local), sizes.hidden, inner))
+        names = sizes.names if sizes.gated else sizes.names[1:]
+        self.weights = ExpertWeights(self, context, prefix, names, (len(local), sizes.hidden, inner))
         for place, expert in enumerate(local):
             self.weights.bind(place, expert, Range.whole(sizes.hidden), inner)
         others = sorted(set(placement.logical).difference(local))
         self.foreign_weights = (rf"{re.escape(prefix)}\.(?:{'|'.join(map(str, others))})\.",) if others else ()
+        self.activation = sizes.activation
+        self.gated = sizes.gated
+        self.gate_up_bias: ShardedParameter | None = None
+        self.down_bias: ShardedParameter | None = None
+        self._adds_bias = is_whole or context.tp.rank == 0  # of `down`, which the sum over the ranks must have once
+        if sizes.bias:
+            rule = ShardRule(output=1, expert=0)
+            self.gate_up_bias = ShardedParameter(torch.empty(len(local), 2 * inner.size, dtype=context.dtype), rule)
+            self.down_bias = ShardedParameter(torch.empty(len(local), sizes.hidden, dtype=context.dtype), rule)
+            second = Range(inner.full, inner.start, inner.size, inner.size)
+            for place, expert in enumerate(local):
+                gate, up, down = (f"{prefix}.{expert}.{name}.bias" for name in sizes.names)
+                self.gate_up_bias.bind(gate, inner, expert=place)
+                self.gate_up_bias.bind(up, second, expert=place)
+                self.down_bias.bind(down, expert=place)
 
     def finish(self) -> None:
         """Bring the loaded weights into the form that is multiplied."""
         self.weights.finish()
+        if self.down_bias is not None and not self._adds_bias:
+            self.down_bias.data.zero_()
 
 
 class MoE(nn.Module):

@@ -138,6 +138,8 @@ def compute_frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor
     unknown scheme."""
     kind = parameters["rope_type"]
     base = float(parameters["rope_theta"])
+    if kind == "none":  # no rotation
+        return torch.zeros(dim // 2)
     if kind in ("default", "dynamic"):
         return _plain(base, dim)
     if kind == "linear":

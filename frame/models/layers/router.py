@@ -28,7 +28,8 @@ class RoutingRule:
     `top_k`: experts per token. `renormalize`: the selected weights sum to 1 before `scale`.
     `groups` > 1: experts are divided into groups, of which `top_groups` are open to a token; a
     group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a
-    stored bias that affects the selection but not the weights. `precise`: scores are computed in
+    stored bias that affects the selection but not the weights. `bias`: a stored bias of the logits.
+    `precise`: scores are computed in
     float32 from the input on.
     """
 
@@ -40,6 +41,7 @@ class RoutingRule:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     correction: bool = False
+    bias: bool = False
     precise: bool = False
 
 
@@ -56,10 +58,15 @@ class Router(nn.Module):
             self.correction = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
             self.correction.bind(f"{name}.e_score_correction_bias")
 
+        self.bias: ShardedParameter | None = None
+        if rule.bias:
+            self.bias = ShardedParameter(torch.empty(num_experts, dtype=self.weight.dtype))
+            self.bias.bind(f"{name}.bias")
+
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if `compute_normed_logits` has computed them."""
         if not self._has_kernels:
-            return self.choose_experts(F.linear(x.to(self.weight.dtype), self.weight).float())
+            return self.choose_experts(F.linear(x.to(self.weight.dtype), self.weight, self.bias).float())
         return self._use_triton(self._logits(x) if logits is None else logits)
 
     def compute_normed_logits(
@@ -67,7 +74,7 @@ class Router(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits of norm(x + residual), norm(x + residual), x + residual) by one kernel; None
         where that is not faster."""
-        if not self._has_kernels or norm.scale is None or torch.compiler.is_compiling():
+        if not self._has_kernels or norm.scale is None or self.bias is not None or torch.compiler.is_compiling():
             return None
         from frame.kernels.moe.router import NORMED_TOKENS, compute_normed_logits
 
@@ -76,7 +83,10 @@ class Router(nn.Module):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         from frame.kernels.moe.router import FEW_TOKENS, compute_few_logits
 
-        return compute_few_logits(x, self.weight) if len(x) <= FEW_TOKENS else F.linear(x.to(self.weight.dtype), self.weight)
+        if len(x) > FEW_TOKENS:
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        logits = compute_few_logits(x, self.weight)
+        return logits if self.bias is None else logits + self.bias
 
     def _use_triton(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from frame.kernels.moe.router import select_experts

@@ -35,7 +35,7 @@ def register_moe_runners(registry: KindRegistry) -> None:
     registry.add(
         "torch_native",
         "frame.plugins.moe_runners.torch_native:TorchNative",
-        capabilities=MoECapabilities(devices=("cpu", "cuda")),
+        capabilities=MoECapabilities(devices=("cpu", "cuda"), biased=True),
         rank=10,
         summary="PyTorch operations: grouped matrix multiplication, or all experts at once for small ones.",
     )
@@ -50,7 +50,7 @@ def register_moe_runners(registry: KindRegistry) -> None:
     registry.add(
         "torch_grouped",
         "frame.plugins.moe_runners.torch_grouped:TorchGrouped",
-        capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True),
+        capabilities=MoECapabilities(devices=("cuda",), dtypes=("bfloat16",), min_compute_capability=(9, 0), graphs=True, biased=True),
         rank=20,
         summary="PyTorch's grouped matrix multiplication of tokens sorted by expert.",
     )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
+from frame.models.layers.weights.expert_activation import activate
 
 
 class TorchGrouped(MoERunner):
@@ -24,7 +25,9 @@ class TorchGrouped(MoERunner):
         ids, order = tokens.ids.flatten().sort()
         ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
         source = order.div(top, rounding_mode="floor")
-        gate, up = F.grouped_mm(tokens.x.index_select(0, source), gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        rows = F.grouped_mm(F.silu(gate).mul_(up), down.transpose(1, 2), offs=ends)
+        gates = F.grouped_mm(tokens.x.index_select(0, source), gate_up.transpose(1, 2), offs=ends)
+        rows = F.grouped_mm(activate(experts, gates, ids), down.transpose(1, 2), offs=ends)
+        if (bias := getattr(experts, "down_bias", None)) is not None:
+            rows = rows + bias.index_select(0, ids)
         pairs = torch.empty_like(rows).index_copy_(0, order, rows).view(count, top, -1)
         return torch.einsum("tkh,tk->th", pairs.float(), tokens.weights).to(tokens.x.dtype)

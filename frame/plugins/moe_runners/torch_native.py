@@ -17,6 +17,7 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.models.layers.packed import packed_linear, pad_row_count
+from frame.models.layers.weights.expert_activation import activate
 
 Weights = torch.Tensor | Sequence[torch.Tensor]  # of all experts, plain or packed
 
@@ -30,6 +31,8 @@ class TorchNative(MoERunner):
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
+        if getattr(experts, "activation", None) is not None or getattr(experts, "down_bias", None) is not None:
+            return run_biased(tokens, experts)
         if getattr(experts, "packed_down", None) is not None:
             if prefers_dense(tokens, down.shape[0]):
                 return run_dense(tokens, experts.packed_gate_up, experts.packed_down, down.shape[0])  # type: ignore[arg-type]
@@ -37,6 +40,20 @@ class TorchNative(MoERunner):
         if _can_group(gate_up, down):
             return run_grouped(tokens, gate_up, down)
         return run_each(tokens, gate_up, down)
+
+
+def run_biased(tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+    """Tokens sorted by expert, one pass per expert, with biases and the experts' activation."""
+    order, source = _sorted(tokens)
+    ids = tokens.ids.flatten()[order]
+    counts = torch.bincount(ids, minlength=len(experts.gate_up)).tolist()  # type: ignore[arg-type]
+    pieces = tokens.x.index_select(0, source).split(counts)
+    gates = torch.cat([F.linear(x, weight) for x, weight in zip(pieces, experts.gate_up, strict=True)])  # type: ignore[arg-type]
+    active = activate(experts, gates, ids).split(counts)
+    rows = torch.cat([F.linear(x, weight) for x, weight in zip(active, experts.down, strict=True)])  # type: ignore[arg-type]
+    if (bias := getattr(experts, "down_bias", None)) is not None:
+        rows = rows + bias.index_select(0, ids)
+    return _gather(tokens, order, source, rows)
 
 
 def run_dense(tokens: DispatchOutput, gate_up: torch.Tensor, down: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -39,15 +39,31 @@ def draw(numbers: tuple[int, int, int, int, int], dtype: torch.dtype, seed: int 
     return x, ids, weights, normal(experts, 2 * inner, hidden, scale=hidden**-0.5), normal(experts, hidden, inner, scale=inner**-0.5)
 
 
-def reference(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """[tokens, hidden] in float64: the weighted sum over each token's experts."""
+def reference(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """[tokens, hidden] in float64: the weighted sum over each token's experts. With `biases`
+    [experts, 2 * inner] and [experts, hidden], the activation is `activate_by_halves`."""
     out = x.new_zeros(x.shape, dtype=torch.float64)
     for expert in ids.unique().tolist():
         token, choice = torch.nonzero(ids == expert, as_tuple=True)
-        gate, up = F.linear(x[token].double(), gate_up[expert].double()).chunk(2, dim=-1)
-        found = F.linear(F.silu(gate) * up, down[expert].double())
+        first, second = (None, None) if biases is None else (bias[expert].double() for bias in biases)
+        gate, up = F.linear(x[token].double(), gate_up[expert].double(), first).chunk(2, dim=-1)
+        active = F.silu(gate) * up if biases is None else activate_by_halves(gate, up)
+        found = F.linear(active, down[expert].double(), second)
         out.index_add_(0, token, found * weights[token, choice, None].double())
     return out
+
+
+def activate_by_halves(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """An activation that no model has: tanh(gate) * (up + 1/2)."""
+    return torch.tanh(gate) * (up + 0.5)
 
 
 def split(gate_up: torch.Tensor, down: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ class PlainRunner(MoERunner):
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         out = torch.zeros_like(tokens.x, dtype=torch.float32)
         for expert, token, choice in self.pairs(tokens.ids, len(experts.gate_up)):  # type: ignore[arg-type]
-            found = self.compute(tokens.x[token].float(), *self.weights_of(experts, expert))
+            found = self.compute(tokens.x[token].float(), *self.weights_of(experts, expert), *self.forms_of(experts, expert))
             out.index_add_(0, token, found * self.weigh(tokens, token, choice)[:, None])
         return out.to(tokens.x.dtype)
 
@@ -32,9 +32,16 @@ class PlainRunner(MoERunner):
     def weights_of(self, experts: Any, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         return experts.gate_up[expert].float(), experts.down[expert].float()
 
-    def compute(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-        return F.linear(self.activate(gate, up), down)
+    def forms_of(self, experts: Any, expert: int) -> tuple[Any, ...]:
+        """The biases of both products and the activation; None where there is none."""
+        biases = (getattr(experts, name, None) for name in ("gate_up_bias", "down_bias"))
+        first, second = (None if bias is None else bias[expert].float() for bias in biases)
+        return first, second, getattr(experts, "activation", None)
+
+    def compute(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *forms: Any) -> torch.Tensor:
+        first, second, activation = forms
+        gate, up = F.linear(x, gate_up, first).chunk(2, dim=-1)
+        return F.linear((activation or self.activate)(gate, up), down, second)
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
@@ -43,7 +50,7 @@ class PlainRunner(MoERunner):
         return tokens.weights[token, choice]
 
 
-mutant = MUTANTS = MutantList("moe_runner", reference=PlainRunner, capabilities=MoECapabilities(devices=("cpu",)))
+mutant = MUTANTS = MutantList("moe_runner", reference=PlainRunner, capabilities=MoECapabilities(devices=("cpu",), biased=True))
 Pairs = Iterator[tuple[int, torch.Tensor, torch.Tensor]]
 
 
@@ -59,7 +66,7 @@ class SwappedHalves(PlainRunner):
 class InterleavedHalves(PlainRunner):
     """Takes gates and values for alternating rows of `gate_up`."""
 
-    def compute(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *forms: Any) -> torch.Tensor:
         both = F.linear(x, gate_up)
         return F.linear(self.activate(both[:, ::2], both[:, 1::2]), down)
 
@@ -188,9 +195,9 @@ class WholeTiles(PlainRunner):
 class WholeHiddenTiles(PlainRunner):
     """Reads the hidden dimension in tiles of 32 and leaves out the rest."""
 
-    def compute(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *forms: Any) -> torch.Tensor:
         width = x.shape[1] // 32 * 32
-        return super().compute(x[:, :width], gate_up[:, :width], down)
+        return super().compute(x[:, :width], gate_up[:, :width], down, *forms)
 
 
 @mutant
@@ -306,3 +313,19 @@ class UnweightedParts(PlainRunner):
         ones = torch.ones_like(tokens.weights[:, :1])
         columns = [DispatchOutput(tokens.x, tokens.ids[:, k : k + 1], ones) for k in range(tokens.ids.shape[1])]
         return torch.stack([self.run(column, experts) for column in columns], dim=1)
+
+
+@mutant
+class BiasOfTheFirstExpert(PlainRunner):
+    """Adds the biases of expert 0 for all experts."""
+
+    def forms_of(self, experts: Any, expert: int) -> tuple[Any, ...]:
+        return super().forms_of(experts, 0)
+
+
+@mutant
+class IgnoresTheActivation(PlainRunner):
+    """Computes SiLU for every model."""
+
+    def forms_of(self, experts: Any, expert: int) -> tuple[Any, ...]:
+        return (*super().forms_of(experts, expert)[:2], None)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
 from frame.models.layers.packed import can_pack, pack_weight
+from frame.models.layers.weights.expert_activation import activate
 from frame.models.layers.weights.layer_weight import describe_layer, register_tensors, replace_values
 from frame.models.layers.weights.products import build_grouped, find_kernel
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
@@ -35,17 +35,18 @@ _BLOCK = 128  # of scales that runners take
 
 class ExpertWeights:
     """`gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner] of `module`,
-    stored under `prefix`. `names`: checkpoint names of an expert's gate, up and down. `sizes`:
-    (this rank's experts, hidden, its range of inner)."""
+    stored under `prefix`. `names`: checkpoint names of an expert's gate, up and down, or of up and
+    down alone, whose `gate_up` is [experts, inner, hidden]. `sizes`: (this rank's experts, hidden,
+    its range of inner)."""
 
     def __init__(
-        self, module: nn.Module, context: BuildContext, prefix: str, names: tuple[str, str, str], sizes: tuple[int, int, Range]
+        self, module: nn.Module, context: BuildContext, prefix: str, names: tuple[str, ...], sizes: tuple[int, int, Range]
     ) -> None:
         experts, hidden, inner = sizes
         self.module, self.prefix, self.names, self.choices, self.dtype = module, prefix, names, context.gemm_kernels, context.dtype
         self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()
-        first, second = (describe_layer(context, f"{prefix}.0.{name}", "experts") for name in (names[0], names[2]))
-        outer = WeightSizes(hidden, hidden, (inner.size, inner.size), experts)
+        first, second = (describe_layer(context, f"{prefix}.0.{name}", "experts") for name in (names[0], names[-1]))
+        outer = WeightSizes(hidden, hidden, (inner.size,) * (len(names) - 1), experts)
         self.stored = {
             "gate_up": StoredWeight(module, first, outer, context.dtype, "gate_up"),
             "down": StoredWeight(module, second, WeightSizes(inner.size, inner.full, (hidden,), experts), context.dtype, "down"),
@@ -56,10 +57,10 @@ class ExpertWeights:
     def bind(self, place: int, expert: int, hidden: Range, inner: Range) -> None:
         """Bind the checkpoint tensors of the model's `expert` to a place of this rank. `inner` is
         this rank's range."""
-        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self.names)
-        second = type(inner)(inner.full, inner.start, inner.size, inner.size)
-        self.stored["gate_up"].bind(0, gate, inner, hidden, place)
-        self.stored["gate_up"].bind(1, up, second, hidden, place)
+        *first, down = (f"{self.prefix}.{expert}.{name}" for name in self.names)
+        for part, name in enumerate(first):
+            span = type(inner)(inner.full, inner.start, inner.size, part * inner.size)
+            self.stored["gate_up"].bind(part, name, span, hidden, place)
         self.stored["down"].bind(0, down, hidden, inner, place)
 
     def finish(self) -> None:
@@ -102,8 +103,11 @@ class ExpertWeights:
         order = ids.argsort()
         source = order.div(top, rounding_mode="floor")
         ends = ids.new_zeros(self.stored["down"].experts).scatter_add_(0, ids, torch.ones_like(ids)).cumsum(0).to(torch.int32)
-        gate, up = self.grouped["gate_up"](tokens.x.index_select(0, source), ends).chunk(2, -1)
-        out = self.grouped["down"](F.silu(gate).mul_(up), ends)
+        ids = ids[order]
+        gates = self.grouped["gate_up"](tokens.x.index_select(0, source), ends)
+        out = self.grouped["down"](activate(self.module, gates, ids), ends)
+        if (bias := getattr(self.module, "down_bias", None)) is not None:
+            out = out + bias.index_select(0, ids)
         weighed = out.float() * tokens.weights.flatten()[order].unsqueeze(-1)
         total = weighed.new_zeros(count, tokens.x.shape[1])
         return total.index_add_(0, source, weighed).to(tokens.x.dtype)
@@ -112,7 +116,8 @@ class ExpertWeights:
         """Give the runner unquantized weights, and small ones in packed form too."""
         for name, weight in weights.items():
             self._expose_tensor(name, weight)
-        pack_small_experts(self.module, weights["gate_up"], weights["down"])
+        if getattr(self.module, "activation", None) is None:  # the packed forms compute SiLU
+            pack_small_experts(self.module, weights["gate_up"], weights["down"])
 
     def _expose_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Set an attribute that the runner reads; in place if it has the form of the one before."""

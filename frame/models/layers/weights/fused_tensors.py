@@ -6,7 +6,7 @@ Used by models in `Decoder.map_weights`. Must not know which checkpoint stores w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import CheckpointError
@@ -35,6 +35,77 @@ class TensorRows:
         if step != 1:
             raise IndexError("rows of a checkpoint tensor are read one after another: use a step of 1")
         return self.whole[(slice(self.start + first, self.start + last), *rest)]
+
+
+class TensorView:
+    """A lazy tensor of `shape` that `read` reads: it gets one slice for each dimension."""
+
+    def __init__(self, shape: tuple[int, ...], read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
+        self.shape = shape
+        self.read = read
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        wanted = [given[dim] if dim < len(given) else slice(None) for dim in range(len(self.shape))]
+        return self.read(tuple(slice(*each.indices(size)) for each, size in zip(wanted, self.shape, strict=True)))
+
+
+def split_experts(
+    prefix: str, tensor: LazyTensor, names: Sequence[str], *, interleaved: bool
+) -> Iterator[tuple[str, LazyTensor]]:
+    """The weights of single layers of a tensor [experts, inputs, outputs of all `names`], as
+    `prefix`.N.name.weight [outputs, inputs]. `interleaved`: outputs of the layers alternate."""
+    experts, inputs, total = tensor.shape
+    size, step = total // len(names), len(names)
+    for expert in range(experts):
+        for place, name in enumerate(names):
+
+            def read(index: tuple[slice, ...], expert: int = expert, place: int = place) -> torch.Tensor:
+                outputs, columns = index
+                if not interleaved:
+                    span = slice(place * size + outputs.start, place * size + outputs.stop)
+                    return tensor[expert : expert + 1, columns, span][0].T
+                span = slice(outputs.start * step, outputs.stop * step)
+                return tensor[expert : expert + 1, columns, span][0][:, place::step].T
+
+            yield f"{prefix}.{expert}.{name}.weight", TensorView((size, inputs), read)
+
+
+def split_expert_biases(prefix: str, tensor: LazyTensor, names: Sequence[str]) -> Iterator[tuple[str, LazyTensor]]:
+    """The biases of single layers of a tensor [experts, outputs of all `names`, which alternate],
+    as `prefix`.N.name.bias [outputs]."""
+    experts, total = tensor.shape
+    step = len(names)
+    for expert in range(experts):
+        for place, name in enumerate(names):
+
+            def read(index: tuple[slice, ...], expert: int = expert, place: int = place) -> torch.Tensor:
+                return tensor[expert : expert + 1, index[0].start * step : index[0].stop * step][0, place::step]
+
+            yield f"{prefix}.{expert}.{name}.bias", TensorView((total // step,), read)
+
+
+def split_stacked_experts(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors, with `experts.gate_up_proj` [experts, 2 * inner, hidden] and `experts.down_proj`
+    [experts, hidden, inner] divided by expert and layer."""
+    for name, tensor in weights:
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        experts, outputs, inputs = tensor.shape
+        size = outputs // len(names)
+        for expert in range(experts):
+            for place, layer in enumerate(names):
+
+                def read(
+                    index: tuple[slice, ...], tensor: LazyTensor = tensor, expert: int = expert, first: int = place * size
+                ) -> torch.Tensor:
+                    rows, columns = index
+                    return tensor[expert : expert + 1, first + rows.start : first + rows.stop, columns][0]
+
+                yield f"{prefix}.{expert}.{layer}.weight", TensorView((size, inputs), read)
 
 
 def split_rows(name: str, tensor: LazyTensor, sizes: Sequence[int]) -> list[LazyTensor]:

@@ -1,0 +1,73 @@
+"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in the
+others, and DeepSeek-V3's routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from frame.models.layers.decoder import Decoder, match_draft_layers
+from frame.models.layers.linear_attention.convolution import StepPositions
+from frame.models.layers.linear_attention.kimi_delta import KimiDeltaAttention, read_sizes
+from frame.models.layers.mla import LatentAttention
+from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.moe import ExpertSizes, MoE
+from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.router import RoutingRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
+
+
+class KimiLinearForCausalLM(Decoder):
+    """The checkpoint names every feed-forward part `block_sparse_moe`, or the dense ones `mlp`."""
+
+    def get_ignored(self) -> tuple[str, ...]:
+        return (*super().get_ignored(), match_draft_layers(self.model_config))
+
+    def build_rotary(self) -> Rotary:
+        config = self.model_config.config
+        self.positions = StepPositions(read_sizes(config)[2])
+        return Rotary(self.context, config["qk_rope_head_dim"], {**read_rope_parameters(self.model_config), "rope_type": "none"})
+
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+        config = self.model_config.config
+        if self._is_linear(layer):
+            return KimiDeltaAttention(self.context, layer, prefix, config, self.positions)
+        return LatentAttention(self.context, self.model_config, layer, prefix, self.rotary, self.model_config.head_dim**-0.5)
+
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
+        config, hidden = self.model_config.config, self.model_config.hidden_size
+        kinds = config.get("mlp_layer_types")
+        is_dense = kinds[layer] == "dense" if kinds else layer < config.get("first_k_dense_replace", 1)
+        if is_dense:
+            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+        inner = config["moe_intermediate_size"]
+        rule = RoutingRule(
+            top_k=config.get("num_experts_per_token") or config["num_experts_per_tok"],
+            scoring="sigmoid",
+            renormalize=bool(config.get("moe_renormalize", True)),
+            scale=config.get("routed_scaling_factor", 1.0),
+            groups=config.get("num_expert_group") or 1,
+            top_groups=config.get("topk_group") or 1,
+            group_score="top2",
+            correction=True,
+            precise=True,
+        )
+        shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config.get("num_shared_experts", 1))
+        sizes = ExpertSizes(self.model_config.num_experts, hidden, inner, ("w1", "w3", "w2"))
+        return MoE(self.context, prefix, sizes, rule, shared)
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        for name, tensor in weights:
+            yield name.replace(".block_sparse_moe.", ".mlp."), tensor
+
+    def _is_linear(self, layer: int) -> bool:
+        """By `layer_types`, or by the list of layers that `linear_attn_config` counts from 1."""
+        config = self.model_config.config
+        kinds, nested = config.get("layer_types"), config.get("linear_attn_config") or {}
+        if kinds:
+            return bool(kinds[layer] == "linear_attention")
+        return layer + 1 in nested.get("kda_layers", ())

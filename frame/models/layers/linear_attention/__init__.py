@@ -1,0 +1,1 @@
+"""Linear attention: layers whose past is one state a sequence."""

@@ -1,0 +1,87 @@
+"""The short causal convolution before a recurrence, whose past inputs are part of the state.
+
+Used by the layers of this folder. Must not know a recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.core.interfaces.cache_groups import CacheTensor
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+
+
+class RowPositions:
+    """Where each token's earlier inputs are, for all layers of one step: indices into [past inputs
+    of all rows, tokens]. `width`: inputs that a convolution reads, the token's own included."""
+
+    def __init__(self, batch: ForwardBatch, width: int) -> None:
+        past, tokens, rows = width - 1, len(batch.token_ids), batch.num_rows
+        device = batch.token_ids.device
+        starts, lens = batch.query_starts[:-1].long(), batch.query_lens.long()
+        row = torch.repeat_interleave(torch.arange(rows, device=device), lens, output_size=tokens)
+        token = torch.arange(tokens, device=device)
+        inside = token - starts[row]  # number of the token in its row
+        base = rows * past  # tokens follow the past inputs
+        self.lags = [
+            torch.where(inside >= lag, base + token - lag, row * past + past + inside - lag) for lag in range(1, width)
+        ]
+        kept = lens[:, None] - past + torch.arange(past, device=device)  # inputs that the next step finds
+        stored = torch.arange(rows, device=device)[:, None] * past + past + kept
+        self.kept = torch.where(kept >= 0, base + starts[:, None] + kept, stored).flatten()
+
+
+class ShortConvolution(nn.Module):
+    """SiLU(causal depthwise convolution): [tokens, channels] -> the same shape.
+
+    `parts`: checkpoint layers and this rank's range of the channels of each. Their weights are
+    [channels, 1, width].
+    """
+
+    def __init__(self, context: BuildContext, parts: Mapping[str, Range], width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.width = width
+        channels = sum(span.size for span in parts.values())
+        self.cache_tensor = CacheTensor((width - 1, channels), context.dtype)
+        self.weight = ShardedParameter(torch.empty(channels, 1, width, dtype=context.dtype), ShardRule(output=0))
+        self.bias = ShardedParameter(torch.empty(channels, dtype=context.dtype), ShardRule(output=0)) if bias else None
+        local = 0
+        for name, span in parts.items():
+            placed = Range(span.full, span.start, span.size, local)
+            self.weight.bind(f"{name}.weight", placed)
+            if self.bias is not None:
+                self.bias.bind(f"{name}.bias", placed)
+            local += span.size
+
+    def forward(self, x: torch.Tensor, states: torch.Tensor, pages: torch.Tensor, positions: RowPositions) -> torch.Tensor:
+        """`states` [pages, width - 1, channels], the rows' past inputs, which are replaced."""
+        inputs = torch.cat((states.index_select(0, pages).flatten(0, 1), x))
+        weight = self.weight[:, 0].unbind(1)
+        out = x * weight[-1]
+        for lag, places in enumerate(positions.lags, 1):
+            out = torch.addcmul(out, inputs.index_select(0, places), weight[-1 - lag])
+        states.index_copy_(0, pages, inputs.index_select(0, positions.kept).unflatten(0, (len(pages), -1)))
+        return F.silu(out if self.bias is None else out + self.bias)
+
+
+class StepPositions:
+    """The `RowPositions` of the latest step, which the layers of one model share."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._latest: tuple[ForwardBatch, RowPositions] | None = None
+
+    def of(self, batch: ForwardBatch) -> RowPositions:
+        """Those of the batch, computed by the first layer that asks."""
+        if self._latest is None or self._latest[0] is not batch:
+            self._latest = (batch, RowPositions(batch, self.width))
+        return self._latest[1]

@@ -1,0 +1,172 @@
+"""Gated DeltaNet (arXiv 2412.06464), the linear attention of Qwen3-Next and Qwen3.5.
+
+A layer stores one state a sequence: the past inputs of its convolution, and the matrix of each
+head. Heads are split over the tensor-parallel ranks. Must not know a page or a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.core.interfaces.batch import SequenceStates
+from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.models.layers.linear import ColumnLinear, RowLinear, split_range
+from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
+from frame.models.layers.linear_attention.recurrence import Recurrence, run_rows
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+
+_NORM_EPS = 1e-6  # of the length of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """The sizes of a layer in the whole model. `grouped`: the checkpoint stores the projections by
+    key head (Qwen3-Next), not one after another (Qwen3.5)."""
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key: int  # of a head
+    value: int
+    width: int  # of the convolution
+    eps: float
+    grouped: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], grouped: bool) -> DeltaSizes:
+        """The sizes that config.json names."""
+        return cls(
+            config["hidden_size"],
+            config["linear_num_key_heads"],
+            config["linear_num_value_heads"],
+            config["linear_key_head_dim"],
+            config["linear_value_head_dim"],
+            config.get("linear_conv_kernel_dim", 4),
+            config.get("rms_norm_eps", 1e-6),
+            grouped,
+        )
+
+    @property
+    def fused(self) -> dict[str, dict[str, int]]:
+        """The checkpoint's layers that hold queries, keys and values of all heads, for
+        `split_layers`."""
+        queries, values = self.key_heads * self.key, self.value_heads * self.value
+        parts = {"q": queries, "k": queries, "v": values}
+        names = ("conv1d",) if self.grouped else ("conv1d", "in_proj_qkv")
+        return {name: {f"{name.removesuffix('_qkv')}_{part}": size for part, size in parts.items()} for name in names}
+
+
+class GatedDeltaNet(nn.Module):
+    """[tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint name that holds the
+    projections, conv1d, A_log, dt_bias, norm and out_proj."""
+
+    def __init__(self, context: BuildContext, layer: int, prefix: str, sizes: DeltaSizes, positions: StepPositions) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.positions = positions
+        keys = split_range(context, "linear key heads", sizes.key_heads)
+        heads = split_range(context, "linear value heads", sizes.value_heads)
+        self.heads = (keys.size, heads.size)
+        self.projections = _build_projections(context, prefix, sizes)
+        spans = [scale_range(span, size) for span, size in ((keys, sizes.key), (keys, sizes.key), (heads, sizes.value))]
+        names = [f"{prefix}.conv1d_{part}" for part in "qkv"]
+        self.conv = ShortConvolution(context, dict(zip(names, spans, strict=True)), sizes.width)
+        self.log_decay = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
+        self.log_decay.bind(f"{prefix}.A_log", heads)
+        self.bias = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
+        self.bias.bind(f"{prefix}.dt_bias", heads)
+        self.norm = GatedNorm(context, f"{prefix}.norm", sizes.value, sizes.eps)
+        self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.value_heads * sizes.value, sizes.hidden)
+        state = CacheTensor((heads.size, sizes.key, sizes.value), torch.float32)
+        self.cache = LayerCache(layer, "snapshot", (self.conv.cache_tensor, state))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
+        """`rows` is unused: the order of tokens is in the state."""
+        pages = get_state_pages(batch)
+        past, states = batch.kv.layer(self.cache.layer)
+        mixed, gate, b, a = self._project(x)
+        mixed = self.conv(mixed, past, pages, self.positions.of(batch))
+        (key_heads, heads), sizes = self.heads, self.sizes
+        widths = (key_heads * sizes.key, key_heads * sizes.key, heads * sizes.value)
+        q, k, v = mixed.split(widths, -1)
+        q, k = (normalize(part.unflatten(-1, (key_heads, -1)).float()) for part in (q, k))
+        decay = -self.log_decay.exp() * F.softplus(a.float() + self.bias)
+        inputs = Recurrence(q * sizes.key**-0.5, k, v.unflatten(-1, (heads, -1)), decay, b.float().sigmoid())
+        out = run_rows(inputs, states, pages, batch.query_starts, batch.host.query_lens.tolist(), batch.num_decodes)
+        return self.out_proj(self.norm(out, gate.unflatten(-1, (heads, -1))).flatten(1))
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(queries, keys and values; gate; beta; decay) before their activations."""
+        sizes, (key_heads, heads) = self.sizes, self.heads
+        first, second = (projection(x) for projection in self.projections)
+        if not sizes.grouped:
+            values = heads * sizes.value
+            mixed, gate = first.split((2 * key_heads * sizes.key + values, values), -1)
+            b, a = second.chunk(2, -1)
+            return mixed, gate, b, a
+        values = heads // key_heads * sizes.value
+        parts = first.unflatten(-1, (key_heads, -1)).split((sizes.key, sizes.key, values, values), -1)
+        q, k, v, gate = (part.flatten(1) for part in parts)
+        b, a = (part.flatten(1) for part in second.unflatten(-1, (key_heads, -1)).chunk(2, -1))
+        return torch.cat((q, k, v), -1), gate, b, a
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm(x) * weight * activation(gate) over the last dimension."""
+
+    def __init__(
+        self, context: BuildContext, name: str, size: int, eps: float, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.activation = activation
+        self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
+        self.weight.bind(f"{name}.weight")
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
+        return (normed.float() * self.activation(gate.float())).to(x.dtype)
+
+
+def get_state_pages(batch: ForwardBatch) -> torch.Tensor:
+    """Where the rows' states are, int64 [rows]. Raises TypeError for a batch without states."""
+    states = batch.get(SequenceStates)
+    if states is None:
+        raise TypeError("a layer with a recurrent state needs a batch with SequenceStates")
+    return states.pages
+
+
+def _build_projections(context: BuildContext, prefix: str, sizes: DeltaSizes) -> nn.ModuleList:
+    """(queries, keys, values and gate; beta and decay), each as one product."""
+    keys, values = sizes.key_heads * sizes.key, sizes.value_heads * sizes.value
+    if sizes.grouped:
+        parts = [({"in_proj_qkvz": 2 * keys + 2 * values}), ({"in_proj_ba": 2 * sizes.value_heads})]
+    else:
+        parts = [
+            {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values},
+            {"in_proj_b": sizes.value_heads, "in_proj_a": sizes.value_heads},
+        ]
+    return nn.ModuleList(
+        ColumnLinear(context, [f"{prefix}.{name}" for name in part], sizes.hidden, list(part.values())) for part in parts
+    )
+
+
+def normalize(x: torch.Tensor) -> torch.Tensor:
+    """x divided by its length, over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+
+
+def scale_range(heads: Range, size: int) -> Range:
+    """The range of the entries of `heads`, each of `size` entries."""
+    return Range(heads.full * size, heads.start * size, heads.size * size)

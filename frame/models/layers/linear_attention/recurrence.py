@@ -1,0 +1,144 @@
+"""The recurrence that gated delta networks, Mamba-2 and Kimi Delta Attention share, in PyTorch.
+
+For each head, with a state S [key, value]: S = decay * S; v = beta * (v - S^T k), or without the
+delta rule beta * v; S = S + k v^T; the result is S^T q. Used by the layers of this folder; the
+reference of `frame.kernels.recurrence`. Must not know a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from frame import kernels
+
+CHUNK = 32  # tokens that one triangular system solves together
+
+
+class Recurrence(NamedTuple):
+    """The inputs of one layer's recurrence for some tokens. All but `beta` and `decay` may be of 16
+    bits.
+
+    q and k [tokens, key heads, key size]; v [tokens, heads, value size], whose heads share key
+    heads in order; log decay float32 [tokens, heads] or, for a decay of each key entry, [tokens,
+    heads, key size]; beta float32 [tokens, heads]. `delta`: by the delta rule.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+    delta: bool = True
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Recurrence:
+        """The inputs with each tensor changed."""
+        return Recurrence(
+            change(self.q), change(self.k), change(self.v), change(self.decay), change(self.beta), self.delta
+        )
+
+
+def run_rows(
+    inputs: Recurrence, states: torch.Tensor, pages: torch.Tensor, query_starts: torch.Tensor, lens: list[int], num_decodes: int
+) -> torch.Tensor:
+    """Run every row from its state, and store the new states. -> [tokens, heads, value size].
+
+    `states` float32 [pages, heads, key size, value size], written in place; `pages` int64 [rows];
+    `query_starts` int32 [rows + 1]; `lens`: the rows' tokens, on the host. The first `num_decodes`
+    rows have one token each.
+    """
+    if kernels.can_use_triton(states.device):
+        from frame.kernels.recurrence import scan_rows
+
+        return scan_rows(inputs[:5], states, pages, query_starts, delta=inputs.delta)
+    outs = []
+    if num_decodes:
+        first = pages[:num_decodes]
+        out, new = step(inputs.map(lambda part: part[:num_decodes]), states.index_select(0, first))
+        states.index_copy_(0, first, new)
+        outs.append(out)
+    if num_decodes < len(lens):
+        outs.append(_extend(inputs, states, pages[num_decodes:], lens[num_decodes:], num_decodes))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def step(inputs: Recurrence, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each row: state [rows, heads, key size, value size] -> (results [rows, heads,
+    value size] in the dtype of v, new state)."""
+    q, k = _expand_heads(inputs)
+    decay = inputs.decay.exp()
+    state = state * (decay[..., None, None] if decay.dim() == 2 else decay[..., None])
+    v = inputs.v.float()
+    if inputs.delta:
+        v = v - torch.einsum("rhkv,rhk->rhv", state, k)
+    state = state + torch.einsum("rhk,rhv->rhkv", k, v * inputs.beta[..., None])
+    return torch.einsum("rhkv,rhk->rhv", state, q).to(inputs.v.dtype), state
+
+
+def scan(inputs: Recurrence, state: torch.Tensor, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+    """`inputs` of [rows, tokens, ...] by chunks, like the chunked form of DeltaNet (arXiv
+    2406.06484 §3): -> (results [rows, tokens, heads, value size] float32, new state). A token whose
+    k, decay and beta are 0 changes nothing."""
+    q, k = _expand_heads(inputs)
+    tokens = q.shape[1]
+    chunk = min(chunk, tokens)
+    parts = (_chunked(part, chunk) for part in (q, k, inputs.v.float(), inputs.decay, inputs.beta))
+    q, k, v, decay, beta = parts  # [rows, heads, chunks, chunk, ...]
+    total = decay.cumsum(3)
+    total = total[..., None] if decay.dim() == 4 else total  # [..., chunk, 1 or key size]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], -torch.inf).exp()
+    if between.shape[-1] == 1:
+        qk, kk = ((part @ k.transpose(-1, -2)) * between[..., 0] for part in (q, k))
+    else:
+        qk, kk = (torch.einsum("...id,...ijd,...jd->...ij", part, between, k) for part in (q, k))
+    v = v * beta[..., None]
+    read = k * total.exp() * beta[..., None]  # what the delta rule reads of the state before the chunk
+    if inputs.delta:
+        system = kk * beta[..., None]
+        solved = torch.linalg.solve_triangular(system, torch.cat((v, read), -1), upper=False, unitriangular=True)
+        v, read = solved.split((v.shape[-1], read.shape[-1]), -1)
+    last = total[..., -1:, :]
+    written, decayed, queries = k * (last - total).exp(), last[..., 0, :].exp(), q * total.exp()
+    outs = []
+    for index in range(q.shape[2]):
+        new = v[:, :, index]
+        if inputs.delta:
+            new = new - read[:, :, index] @ state
+        outs.append(queries[:, :, index] @ state + qk[:, :, index] @ new)
+        state = state * decayed[:, :, index, :, None] + written[:, :, index].transpose(-1, -2) @ new
+    return torch.cat(outs, 2)[:, :, :tokens].transpose(1, 2), state
+
+
+def _extend(inputs: Recurrence, states: torch.Tensor, pages: torch.Tensor, lens: list[int], first: int) -> torch.Tensor:
+    """The rows with several tokens, padded to the longest."""
+    longest, device = max(lens), pages.device
+    sizes = torch.tensor(lens, device=device)
+    valid = torch.arange(longest, device=device) < sizes[:, None]
+    starts = first + sizes.cumsum(0) - sizes
+    places = (starts[:, None] + torch.arange(longest, device=device)).masked_fill(~valid, first).flatten()
+
+    def padded(part: torch.Tensor) -> torch.Tensor:
+        rows = part.index_select(0, places).unflatten(0, (len(lens), longest))
+        return rows.masked_fill(~valid.view(*valid.shape, *[1] * (rows.dim() - 2)), 0)
+
+    out, new = scan(inputs.map(padded), states.index_select(0, pages))
+    states.index_copy_(0, pages, new)
+    return out[valid].to(inputs.v.dtype)
+
+
+def _expand_heads(inputs: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k in float32, one for each head of v."""
+    times = inputs.v.shape[-2] // inputs.k.shape[-2]
+    q, k = inputs.q.float(), inputs.k.float()
+    return (q, k) if times == 1 else (q.repeat_interleave(times, -2), k.repeat_interleave(times, -2))
+
+
+def _chunked(part: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[rows, tokens, heads, ...] -> [rows, heads, chunks, chunk, ...], padded with zeros."""
+    missing = -part.shape[1] % chunk
+    if missing:
+        part = torch.cat((part, part.new_zeros(part.shape[0], missing, *part.shape[2:])), 1)
+    return part.transpose(1, 2).unflatten(2, (-1, chunk))

@@ -1,0 +1,46 @@
+"""The activation between the two products of an expert, with the bias of the first.
+
+Used by MoE runners and by experts that a GEMM kernel multiplies. Must not know routing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """(clamp(up) + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between
+    -`limit` and `limit` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0) ** 2 (Nemotron)."""
+    return F.relu(x).square()
+
+
+def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """gates [rows, 2 * inner], products of the experts `ids` int64 [rows] -> [rows, inner]. Without
+    `activation`, SiLU(gate) * up. Experts that are not `gated` have [rows, inner]."""
+    bias, activation = getattr(experts, "gate_up_bias", None), getattr(experts, "activation", None)
+    if bias is not None:
+        gates = gates + bias.index_select(0, ids)
+    if activation is not None and not getattr(experts, "gated", True):
+        products: torch.Tensor = activation(gates)
+        return products
+    gate, up = gates.chunk(2, -1)
+    if activation is None:
+        return F.silu(gate).mul_(up)
+    active: torch.Tensor = activation(gate, up)
+    return active

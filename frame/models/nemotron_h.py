@@ -1,0 +1,98 @@
+"""Nemotron-H, Nemotron Nano 2 and 3: layers that are one of Mamba-2, attention without positions,
+feed-forward or experts, with squared ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from frame.core.errors import ConfigurationError
+from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.decoder import Decoder, MixerLayer
+from frame.models.layers.linear_attention.convolution import StepPositions
+from frame.models.layers.linear_attention.mamba2 import Mamba2, MambaSizes
+from frame.models.layers.mlp import PlainMLP
+from frame.models.layers.moe import ExpertSizes, MoE
+from frame.models.layers.norm import RMSNorm
+from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.router import RoutingRule
+from frame.models.layers.weights.expert_activation import squared_relu
+from frame.models.layers.weights.fused_tensors import split_layers
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
+
+_PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}  # of older configs
+_RENAMED = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.", "backbone.": "model."}
+
+
+class NemotronHForCausalLM(Decoder):
+    """`layers_block_type`, or the letters of `hybrid_override_pattern`, say what each layer is.
+    Multi-token-prediction layers are not loaded."""
+
+    ignored_weights: ClassVar[tuple[str, ...]] = (r"mtp\.",)
+
+    def build_norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.context, name, self.model_config.hidden_size, self.model_config.config.get("layer_norm_epsilon", 1e-5))
+
+    def build_rotary(self) -> Rotary:
+        """No layer rotates; the table is not read."""
+        config = self.model_config.config
+        if config.get("mlp_hidden_act", "relu2") != "relu2" or config.get("moe_latent_size"):
+            raise ConfigurationError(
+                f"{self.model_config.architecture} with moe_latent_size or another mlp_hidden_act than relu2 is not implemented here."
+            )
+        self.sizes = MambaSizes.from_config(config)
+        self.positions = StepPositions(self.sizes.width)
+        kinds = config.get("layers_block_type") or [_PATTERN[letter] for letter in config["hybrid_override_pattern"]]
+        self.kinds = [_NAMES.get(kind, kind) for kind in kinds]
+        return Rotary(self.context, self.model_config.head_dim, {**read_rope_parameters(self.model_config), "rope_type": "none"})
+
+    def build_layer(self, index: int, prefix: str) -> nn.Module:
+        kind, name = self.kinds[index], f"{prefix}.mixer"
+        norm = self.build_norm(f"{prefix}.norm")
+        if kind == "linear_attention":
+            return MixerLayer(norm, Mamba2(self.context, index, name, self.sizes, self.positions), mixes_tokens=True)
+        if kind == "full_attention":
+            return MixerLayer(norm, self.build_attention(index, name), mixes_tokens=True)
+        return MixerLayer(norm, self.build_mlp(index, name), mixes_tokens=False)
+
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+        bias = bool(self.model_config.config.get("attention_bias", False))
+        options = AttentionOptions(qkv_bias=bias, out_bias=bias, rotates=False)
+        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
+        config, hidden = self.model_config.config, self.model_config.hidden_size
+        bias = bool(config.get("mlp_bias", False))
+        if self.kinds[layer] == "mlp":
+            return PlainMLP(self.context, prefix, hidden, config["intermediate_size"], bias, squared_relu)
+        sizes = ExpertSizes(
+            self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False
+        )
+        rule = RoutingRule(
+            top_k=config["num_experts_per_tok"],
+            scoring="sigmoid",
+            renormalize=bool(config.get("norm_topk_prob", True)),
+            scale=config.get("routed_scaling_factor", 1.0),
+            groups=config.get("n_group") or 1,
+            top_groups=config.get("topk_group") or 1,
+            group_score="top2",
+            correction=True,
+            precise=True,
+        )
+        inner = config["moe_shared_expert_intermediate_size"]
+        shared = PlainMLP(self.context, f"{prefix}.shared_experts", hidden, inner, bias, squared_relu)
+        return MoE(self.context, prefix, sizes, rule, shared)
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        return split_layers(self._rename_body(weights), self.sizes.fused)
+
+    @staticmethod
+    def _rename_body(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        for name, tensor in weights:
+            found = next((prefix for prefix in _RENAMED if name.startswith(prefix)), None)
+            yield (name if found is None else _RENAMED[found] + name.removeprefix(found)), tensor

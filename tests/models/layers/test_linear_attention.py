@@ -1,0 +1,98 @@
+"""The recurrence of linear attention equals its definition and transformers, for whole rows, chunks
+and decodes; a convolution finds its past inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
+from frame.models.layers.linear_attention import gated_delta, kimi_delta, mamba2
+from frame.models.layers.linear_attention.convolution import RowPositions, ShortConvolution
+from frame.models.layers.linear_attention.recurrence import run_rows, scan
+from frame.models.layers.parameter import Range
+from tests.models.layers.recurrences import CASES, DECODES, LENS, compute_by_definition, draw
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ragged_rows_equal_the_definition(case: str) -> None:
+    inputs, states, pages, starts = draw(case)
+    want, after = compute_by_definition(inputs, states, pages, starts)
+    got = run_rows(inputs, states, pages, starts, LENS, DECODES)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states.double(), after, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_split_of_a_row_gives_the_whole(case: str) -> None:
+    inputs, states, pages, starts = draw(case, lens=[90])
+    want, after = compute_by_definition(inputs, states, pages, starts)
+    got, at = [], 0
+    for size in (31, 1, 32, 2, 24):
+        piece = inputs.map(lambda part, at=at, size=size: part[at : at + size])
+        got.append(run_rows(piece, states, pages, torch.tensor([0, size], dtype=torch.int32), [size], int(size == 1)))
+        at += size
+    torch.testing.assert_close(torch.cat(got).double(), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states.double(), after, atol=1e-5, rtol=1e-4)
+
+
+def test_strong_decay_stays_finite() -> None:
+    inputs, states, pages, starts = draw("kimi delta", lens=[64])
+    inputs = inputs._replace(decay=inputs.decay * 200)
+    want, _ = compute_by_definition(inputs, states, pages, starts)
+    torch.testing.assert_close(run_rows(inputs, states, pages, starts, [64], 0).double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_gated_delta_rule_equals_transformers() -> None:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    inputs, states, _, _ = draw("gated delta", lens=[75])
+    rows = inputs.map(lambda part: part[None])
+    want, after = torch_chunk_gated_delta_rule(
+        *rows[:3], g=rows.decay, beta=rows.beta, initial_state=states[:1], output_final_state=True
+    )
+    got, new = scan(rows._replace(q=rows.q * rows.q.shape[-1] ** -0.5), states[:1])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(new, after, atol=1e-5, rtol=1e-4)
+
+
+class Rows:
+    """What `RowPositions` reads of a batch."""
+
+    def __init__(self, lens: list[int]) -> None:
+        self.token_ids = torch.zeros(sum(lens), dtype=torch.int64)
+        self.num_rows = len(lens)
+        self.query_lens = torch.tensor(lens, dtype=torch.int32)
+        self.query_starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def test_a_convolution_finds_its_past_inputs() -> None:
+    """Rows shorter than the convolution, and longer ones, in three steps, against whole rows."""
+    context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 64, 64, 4))
+    conv = ShortConvolution(context, {"conv": Range.whole(6)}, 4)
+    conv.weight.data.normal_()
+    lens = [[1, 2, 7], [2, 1, 1], [5, 1, 3]]
+    whole = [torch.randn(sum(step[row] for step in lens), 6) for row in range(3)]
+    states, pages, at, got = torch.zeros(4, 3, 6), torch.tensor([2, 0, 3]), [0, 0, 0], [[], [], []]  # type: ignore[var-annotated]
+    for step in lens:
+        x = torch.cat([whole[row][at[row] : at[row] + size] for row, size in enumerate(step)])
+        out = conv(x, states, pages, RowPositions(Rows(step), 4))  # type: ignore[arg-type]
+        for row, part in enumerate(out.split(step)):
+            got[row].append(part)
+            at[row] += step[row]
+    for row, x in enumerate(whole):
+        want = F.silu(F.conv1d(F.pad(x.T, (3, 0)), conv.weight, groups=6).T)
+        torch.testing.assert_close(torch.cat(got[row]), want, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_declare_a_state_of_each_sequence() -> None:
+    """Sizes of one rank: the convolution's past inputs, and a matrix for each head."""
+    config = {"hidden_size": 32, "linear_num_heads": 4, "linear_head_dim": 8}
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "hidden_size": 32}
+    assert kimi_delta.read_sizes(config) == (4, 8, 4)
+    assert mamba2.MambaSizes.from_config(sizes).fused["conv1d"] == {"conv1d_x": 32, "conv1d_b": 32, "conv1d_c": 32}
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+    fused = gated_delta.DeltaSizes.from_config(config | delta, grouped=False).fused
+    assert fused["in_proj_qkv"] == {"in_proj_q": 16, "in_proj_k": 16, "in_proj_v": 64}
