@@ -222,6 +222,51 @@ def _cell(value: Any, name: str) -> str:
 # ---- conformance ---------------------------------------------------------------------------------
 
 
+def models() -> str:
+    """What each model plugin serves, one row per plugin."""
+    from frame.testing.checkpoints import TINY
+
+    rows = []
+    for record in own_records()["model"]:
+        able = record.capabilities
+        names = able.architectures
+        if names is None:
+            shown, checked = "any other decoder", "transformers, some of them"
+        else:
+            shown = ", ".join(map(code, names))
+            checked = f"transformers: {', '.join(code(name) for name in names if name in TINY)}"
+        groups = ["tokens", *["window"] * (able.windows or names is None), *["snapshot"] * able.recurrent]
+        rows.append(
+            [
+                code(record.name),
+                shown,
+                "fallback" if names is None else "native",
+                _yes(able.tensor_parallel),
+                "no" if names is None else "yes",
+                _yes(able.graphs and not able.encoder),
+                "none" if able.encoder else ", ".join(groups),
+                "not loaded" if able.draft_layers else "none",
+                checked,
+            ]
+        )
+    head = ["plugin", "architectures", "form", "tp", "quantization", "graphs", "cache groups", "draft layers", "checked against"]
+    return "\n\n".join([
+        "# Models",
+        NOTE,
+        ("This page is for operators: which checkpoints the built-in model plugins serve. `fallback`: the layers "
+        "of the installed transformers, over the paged cache. `tp`: `parallel.tp` above 1. `quantization`: the "
+        "weight formats of [quantization](quantization.md). `graphs`: CUDA graphs. `cache groups`: what layers may store, keys "
+        "and values of all tokens, those of a sliding window, or a snapshot of a recurrent state. `draft layers`: layers for "
+        "multi-token prediction in a checkpoint. `checked against`: tests compare the logits and the greedy tokens of small "
+        "random checkpoints in float32. A `ForConditionalGeneration` checkpoint is served without its image and audio encoders."),
+        table(head, rows),
+    ]) + "\n"  # fmt: skip
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
 def conformance() -> str:
     """Each kind's interface, scaffold, suite, killed mutants and example, and what each mutant does
     wrong."""
@@ -305,6 +350,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "conformance.md": conformance,
     "hooks.md": hooks,
     "model_blocks.md": model_blocks,
+    "../models.md": models,
     "plugins.md": plugins,
 }
 

@@ -61,6 +61,9 @@ _DECODERS = (
         "Gemma 2, and Gemma 3 without images",
     ),
 )
+_RECURRENT = ("kimi_linear", "nemotron_h", "qwen3_next")
+_WINDOWED = ("cohere", "gemma3", "gpt_oss", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_DRAFTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "nemotron_h", "qwen3_next")
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
     (
@@ -76,10 +79,15 @@ _ENCODERS = (
 def register_models(registry: KindRegistry) -> None:
     """Add the in-tree models."""
     for name, target, architectures, summary in _DECODERS:
-        biased = name in ("gpt_oss", "nemotron_h")
-        pipeline = name not in ("kimi_linear", "nemotron_h", "qwen3_next")
         capabilities = ModelCapabilities(
-            architectures, tasks=_TASKS, pipeline_parallel=pipeline, sinks=name == "gpt_oss", biased_experts=biased
+            architectures,
+            tasks=_TASKS,
+            pipeline_parallel=name not in _RECURRENT,
+            sinks=name == "gpt_oss",
+            recurrent=name in _RECURRENT,
+            windows=name in _WINDOWED,
+            draft_layers=name in _DRAFTS,
+            biased_experts=name in ("gpt_oss", "nemotron_h"),
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:
@@ -88,7 +96,7 @@ def register_models(registry: KindRegistry) -> None:
     registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
-        capabilities=ModelCapabilities(None, tensor_parallel=False, tasks=("generate",), graphs=False),
+        capabilities=ModelCapabilities(None, tasks=("generate",), graphs=False),
         summary="Any decoder of the installed transformers whose attention goes through its interface",
         rank=-10,
     )

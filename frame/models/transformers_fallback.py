@@ -19,6 +19,7 @@ from torch import nn
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.model import CausalLM
+from frame.models.transformers_parallel import split_model
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -31,7 +32,8 @@ _INTERFACE = "frame_paged"  # name under which `attend` is registered in transfo
 
 
 class TransformersForCausalLM(CausalLM, nn.Module):
-    """A model of transformers. One rank, multi-head attention, weights in the model's own dtype."""
+    """A model of transformers: multi-head attention, weights in the model's own dtype. Several
+    ranks by the model's own plan."""
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -50,7 +52,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        state = {name: tensor[...] for name, tensor in weights}
+        state = dict(weights)  # transformers reads each tensor when it converts it
 
         def load(config: Any) -> Any:
             options = {"config": config, "state_dict": state, "dtype": self.context.dtype, "output_loading_info": True}
@@ -59,6 +61,8 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         with _quiet():
             model, report = self._build_with_config(load)
         _check_loading(report)
+        if self.context.tp.size > 1:
+            split_model(model, self.context.tp)
         self.model = model.to(self.context.device).eval()
         self.parts = (model.base_model, _tail(model))
         self.attention.attach_modules(model)
@@ -70,7 +74,15 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         ConfigurationError if a layer does not call `attend` with the shape of the cache."""
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.context.device)
         with self.attention.use_batch(None):
-            self._hidden(ids, torch.arange(2, device=self.context.device)[None])
+            try:
+                self._hidden(ids, torch.arange(2, device=self.context.device)[None])
+            except RuntimeError as error:
+                if self.context.tp.size == 1:
+                    raise
+                raise ConfigurationError(
+                    f"{self.model_config.architecture} does not compute with {self.context.tp.size} ranks' parts of its layers "
+                    f"({error}): set parallel.tp: 1."
+                ) from error
         self.attention.check_layers()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -119,6 +131,7 @@ class PagedAttention:
             raise TypeError("the build context of a model needs an attention backend")
         self.model_config = model_config
         self.backend = context.attention
+        self.tp = context.tp
         self.batch: ForwardBatch | None = None
         self.specs: dict[int, AttentionSpec] = {}
 
@@ -149,7 +162,8 @@ class PagedAttention:
         able = self.backend.capabilities
         for layer, spec in self.specs.items():
             shapes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-            if shapes != (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.v_head_dim):
+            heads, kv_heads = (count // self.tp.size for count in (model_config.num_heads, model_config.num_kv_heads))
+            if shapes != (heads, kv_heads, model_config.head_dim, model_config.v_head_dim):
                 raise ConfigurationError(
                     f"{name} has attention of another shape in layer {layer} {shapes}; the paged cache needs layers of equal shape."
                 )
@@ -166,10 +180,23 @@ class PagedAttention:
         """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads,
         v_dim]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
+        heads = q.shape[1]
+        is_whole = self.tp.size > 1 and heads == self.model_config.num_heads
+        if is_whole:  # the plan gathers the heads before attention, and splits them after it
+            q, k, v = (part.chunk(self.tp.size, 1)[self.tp.rank] for part in (q, k, v))
+        out = self._run(layer, q, k, v, options)
+        if not is_whole:
+            return out
+        whole = out.new_zeros(*out.shape[:2], heads, out.shape[3])
+        whole.chunk(self.tp.size, 2)[self.tp.rank].copy_(out)
+        return whole
+
+    def _run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """`run` of this rank's heads."""
         if self.batch is None:
             if layer in self.specs and len(self.specs) == self.model_config.num_layers:
                 self.specs = {}  # recorded before; new weights may have new sinks
-            self.specs[layer] = _make_spec(layer, module, q, k, v, options)
+            self.specs[layer] = _make_spec(layer, self.model_config, (q, k, v), options)
             return v.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
         spec = self.specs[layer]
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
@@ -228,12 +255,15 @@ def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = No
         raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
     if model_config.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
-    if not getattr(found, "_supports_attention_backend", False) or getattr(found, "_is_stateful", False):
+    if model_config.config.get("is_encoder_decoder"):
+        raise ConfigurationError(f"{name} is an encoder-decoder model; only decoders are served.")
+    kinds = set(model_config.config.get("layer_types") or model_config.config.get("layers_block_type") or ())
+    if getattr(found, "_is_stateful", False) or kinds & {"linear_attention", "mamba", "recurrent"}:
+        raise ConfigurationError(f"{name} keeps a recurrent state for each sequence, which the fallback does not store.")
+    if not getattr(found, "_supports_attention_backend", False):
         raise ConfigurationError(
             f"{name} does not compute attention through transformers' interface, so it cannot run over the paged cache."
         )
-    if model_config.config.get("is_encoder_decoder"):
-        raise ConfigurationError(f"{name} is an encoder-decoder model; only decoders are served.")
     return found
 
 
@@ -244,7 +274,8 @@ def _find_remote_code(model_config: ModelConfig, kind: str) -> str | None:
     return reference if isinstance(reference, str) else None
 
 
-def _make_spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:
+def _make_spec(layer: int, model_config: ModelConfig, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> AttentionSpec:
+    q, k, v = inputs
     scale = options.get("scaling")
     return AttentionSpec(
         layer=layer,
@@ -253,10 +284,21 @@ def _make_spec(layer: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, 
         head_dim=q.shape[3],
         v_head_dim=v.shape[3],
         scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-        sliding_window=options.get("sliding_window"),
+        sliding_window=_find_window(layer, model_config, options),
         soft_cap=options.get("softcap"),
         sinks=options.get("s_aux"),
     )
+
+
+def _find_window(layer: int, model_config: ModelConfig, options: dict[str, Any]) -> int | None:
+    """The window that the layer passes, else that of its kind in the config. Raises
+    ConfigurationError for chunked attention."""
+    kinds = model_config.config.get("layer_types") or ()
+    kind = kinds[layer] if layer < len(kinds) else None
+    if kind == "chunked_attention":
+        raise ConfigurationError(f"{model_config.architecture} attends in chunks, which the fallback does not compute.")
+    window: int | None = options.get("sliding_window")
+    return model_config.sliding_window if window is None and kind == "sliding_attention" else window
 
 
 def _tail(model: Any) -> Any:

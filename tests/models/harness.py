@@ -124,12 +124,12 @@ class Session:
         pages = -(-self.max_tokens // self.page_size)
         order = torch.randperm(self.slots * pages, generator=torch.Generator().manual_seed(7)) + 1  # page 0 stays unused
         self.page_table = order.view(self.slots, pages).to(torch.int32)
-        self.pool = NaivePool(self._caches(), self.slots * pages + 1, self.page_size, self.slots, self._dtype())
+        self.pool = NaivePool(self.list_caches(), self.slots * pages + 1, self.page_size, self.slots, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
 
-    def _caches(self) -> list[LayerCache]:
+    def list_caches(self) -> list[LayerCache]:
         """What the layers store: as the modules declare, or alike in all layers."""
         ranks = self.backend.context.tp.size if self.backend is not None else 1
         uniform = kv_geometry(self.model_config, ranks, self.page_size, "float32")

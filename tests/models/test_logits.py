@@ -13,6 +13,7 @@ import torch
 
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.plugins.loader import load_registry
 from tests.models.harness import Session, open_session
 
 ARCHITECTURES = [
@@ -99,7 +100,13 @@ def test_logits_equal_those_of_transformers(architecture: str, checkpoint: Calla
 @pytest.mark.parametrize("architecture", NEWER)
 def test_newer_architectures(architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
     folder = checkpoint(architecture)
-    check(open_session(folder, attention="torch_native", page_size=4), reference(folder))
+    session = open_session(folder, attention="torch_native", page_size=4)
+    check(session, reference(folder))
+    records = load_registry(installed=False).records("model")
+    (record,) = (found for found in records if architecture in (found.capabilities.architectures or ()))
+    kinds = {cache.kind for cache in session.list_caches()}
+    assert ("snapshot" in kinds) == record.capabilities.recurrent
+    assert record.capabilities.windows or "window" not in kinds
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
-from tests.models.test_logits import check, prompt
+from tests.models.test_logits import check, prompt, wanted
+from tests.models.test_tensor_parallel import PLAN, Both
 
 SERVED = [
     ("Gemma2ForCausalLM", {"sliding_window": 10, "final_logit_softcapping": 5.0}),
@@ -33,6 +34,48 @@ def test_logits(architecture: str, overrides: dict[str, Any], checkpoint: Callab
     check(open_session(folder, model="transformers"), reference(folder))
 
 
+@pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "SeedOssForCausalLM", "Exaone4ForCausalLM", "OlmoeForCausalLM"])
+def test_two_ranks_by_the_plan_of_models_that_are_not_native(
+    architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
+) -> None:
+    """Plans that split heads, that gather them for a norm, and that split stacked experts."""
+    folder = checkpoint(architecture)
+    prompts = {slot: [token for rows in PLAN for each, tokens in rows if each == slot for token in tokens] for slot in (0, 1)}
+    got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for rows, logits in zip(PLAN, Both(folder, 2, model="transformers").run(PLAN), strict=True):
+        for (slot, _), part in zip(rows, logits, strict=True):
+            got[slot].append(part)
+    for slot, tokens in prompts.items():
+        torch.testing.assert_close(torch.cat(got[slot]), wanted(reference(folder), tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_without_a_plan_are_refused(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigurationError, match="GPT2LMHeadModel has no plan for tensor parallelism in transformers"):
+        Both(checkpoint("GPT2LMHeadModel"), 2, model="transformers").run(PLAN)
+
+
+def test_a_size_that_cannot_be_split_is_refused(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("GraniteForCausalLM", intermediate_size=95)
+    with pytest.raises(ConfigurationError, match="the 95 values of model.layers.0.mlp.gate_proj cannot be split into 2 equal parts"):
+        Both(folder, 2, model="transformers").run(PLAN)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"is_encoder_decoder": true,', 1))
+    with pytest.raises(ConfigurationError, match="is an encoder-decoder model"):
+        open_session(folder, model="transformers")
+
+
+def test_chunked_attention_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"layer_types": ["chunked_attention", "full_attention"],', 1))
+    with pytest.raises(ConfigurationError, match="attends in chunks"):
+        open_session(folder, model="transformers")
+
+
 def test_dummy_weights(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("Phi3ForCausalLM")
     logits = [open_session(folder, model="transformers", load_format="dummy").step([(0, prompt(20))])[0] for _ in range(2)]
@@ -42,7 +85,11 @@ def test_dummy_weights(checkpoint: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "words"),
-    [("StableLmForCausalLM", "does not compute attention through"), ("DeepseekV3ForCausalLM", "uses latent attention")],
+    [
+        ("StableLmForCausalLM", "does not compute attention through"),
+        ("DeepseekV3ForCausalLM", "uses latent attention"),
+        ("Qwen3_5ForCausalLM", "keeps a recurrent state"),
+    ],
 )
 def test_refused(architecture: str, words: str, checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(ConfigurationError, match=words):

@@ -41,8 +41,8 @@ class RoutingRule:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     correction: bool = False
-    bias: bool = False
     precise: bool = False
+    bias: bool = False
 
 
 class Router(nn.Module):
