@@ -32,13 +32,14 @@ TORCH_NATIVE = AttentionCapabilities(
     devices=("cpu", "cuda"),
     kinds=("mha", "mla"),
     sliding_window=True,
+    chunked=True,
     soft_cap=True,
     sinks=True,
     bidirectional=True,
     kv_dtypes=("fp8_e4m3",),
 )
 
-FLEX_ATTENTION = replace(TORCH_NATIVE, compute_capability=((8, 0), (12, 1)))
+FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, compute_capability=((8, 0), (12, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ TRITON = KernelCapabilities(
     kinds=("mha", "mla"),
     max_head_dim=512,
     sliding_window=True,
+    chunked=True,
     soft_cap=True,
     sinks=True,
     kv_dtypes=("fp8_e4m3",),

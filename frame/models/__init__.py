@@ -50,6 +50,7 @@ _DECODERS = (
         + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration")),
         "Qwen3-Next, Qwen3.5 and Qwen3.6 without images, dense and MoE",
     ),
+    ("llama4", "llama4:Llama4ForCausalLM", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "Llama 4 without images"),
     ("kimi_linear", "kimi_linear:KimiLinearForCausalLM", ("KimiLinearForCausalLM",), "Kimi Linear"),
     ("nemotron_h", "nemotron_h:NemotronHForCausalLM", ("NemotronHForCausalLM",), "Nemotron-H, Nemotron Nano 2 and 3"),
     ("glm4_moe", "glm4_moe:Glm4MoeForCausalLM", ("Glm4MoeForCausalLM",), "GLM-4.5 and GLM-4.6"),
@@ -62,7 +63,7 @@ _DECODERS = (
     ),
 )
 _RECURRENT = ("kimi_linear", "nemotron_h", "qwen3_next")
-_WINDOWED = ("cohere", "gemma3", "gpt_oss", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_WINDOWED = ("cohere", "gemma3", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _DRAFTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "nemotron_h", "qwen3_next")
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
@@ -84,6 +85,7 @@ def register_models(registry: KindRegistry) -> None:
             tasks=_TASKS,
             pipeline_parallel=name not in _RECURRENT,
             sinks=name == "gpt_oss",
+            chunked=name == "llama4",
             recurrent=name in _RECURRENT,
             windows=name in _WINDOWED,
             draft_layers=name in _DRAFTS,

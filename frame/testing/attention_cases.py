@@ -215,6 +215,7 @@ class Case:
     rank: int = 0
     rope: int = 0
     window: int | None = None
+    chunked: bool = False  # the window is a chunk
     soft_cap: float | None = None
     sinks: bool = False
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
@@ -250,7 +251,7 @@ EACH_DTYPE = (
 def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
     """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is
     time for it, the others in one."""
-    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases()]
+    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases(), *_chunked_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
@@ -285,12 +286,19 @@ def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
         kv_dtype=dtype if case.kv_dtype is None else KV_DTYPES[case.kv_dtype],
         page_size=case.page_size,
         sliding_window=case.window is not None,
+        chunked=case.chunked,
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
         bidirectional=not case.causal,
         graphs=graphs,
         phases=phases,
     )
+
+
+def _chunked_cases() -> Iterator[tuple[str, Case]]:
+    yield "mha-chunks", Case(MIXED, window=24, chunked=True, head_dim=64, v_head_dim=64)
+    yield "mha-chunks-decodes", Case(DECODES, window=37, chunked=True, head_dim=64, v_head_dim=64)
+    yield "mha-chunks-extends", Case(EXTENDS, window=8, chunked=True, sinks=True, head_dim=64, v_head_dim=64)
 
 
 def _heads_cases() -> Iterator[tuple[str, Case]]:

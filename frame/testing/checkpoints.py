@@ -24,6 +24,10 @@ _DELTA = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_LLAMA4 = {
+    "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 12, "no_rope_layers": [1, 0],
+    "moe_layers": [1], "floor_scale": 8,
+}  # fmt: skip
 _KIMI = {
     **_MLA, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2,
     "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"],
@@ -72,6 +76,7 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
             "qwen3_next",
             {**_MOE, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
         ),
+        "Llama4ForCausalLM": ("llama4_text", _LLAMA4),
         "KimiLinearForCausalLM": ("kimi_linear", _KIMI),
         "NemotronHForCausalLM": ("nemotron_h", _NEMOTRON),
         "Qwen3_5ForCausalLM": ("qwen3_5_text", _DELTA),

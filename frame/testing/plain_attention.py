@@ -20,6 +20,7 @@ CAPABILITIES = AttentionCapabilities(
     kinds=("mha", "mla"),
     kv_dtypes=("fp8_e4m3",),
     sliding_window=True,
+    chunked=True,
     soft_cap=True,
     sinks=True,
     bidirectional=True,
@@ -113,7 +114,9 @@ class PlainAttention(AttentionBackend):
         """bool [queries, keys]: what a query must not see."""
         at, keys = torch.arange(q.shape[0])[:, None] + row.start, torch.arange(k.shape[0])[None]
         hidden = keys > at if spec.causal else keys < 0
-        return hidden if spec.sliding_window is None else hidden | (keys <= at - spec.sliding_window)
+        if spec.sliding_window is None:
+            return hidden
+        return hidden | (keys < at // spec.sliding_window * spec.sliding_window if spec.chunked else keys <= at - spec.sliding_window)
 
     def weigh(self, spec: AttentionSpec, scores: torch.Tensor) -> torch.Tensor:
         """Softmax over the keys, with one more logit a head if there are sinks."""

@@ -52,6 +52,7 @@ NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "KimiLinearForCausalLM",
+    "Llama4ForCausalLM",
     "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",

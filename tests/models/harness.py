@@ -57,7 +57,7 @@ class NaivePool:
 class NaiveAttention(AttentionBackend):
     """Attention of each row separately, in float32, by the definition."""
 
-    capabilities = AttentionCapabilities(devices=("cpu",), kinds=("mha", "mla"), sliding_window=True, soft_cap=True)
+    capabilities = AttentionCapabilities(devices=("cpu",), kinds=("mha", "mla"), sliding_window=True, chunked=True, soft_cap=True)
 
     def plan(self, batch: ForwardBatch) -> None:
         return None
@@ -102,7 +102,8 @@ class NaiveAttention(AttentionBackend):
         there = torch.arange(len(k))[None]
         hidden = there > here
         if spec.sliding_window:
-            hidden |= there <= here - spec.sliding_window
+            window = spec.sliding_window
+            hidden |= there < here // window * window if spec.chunked else there <= here - window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 

@@ -22,7 +22,7 @@ ARCHITECTURES = [
 ]  # fmt: skip
 NEWER = [
     "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Glm4MoeForCausalLM",
-    "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM",
+    "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM",
     "Gemma3ForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
 ]  # fmt: skip

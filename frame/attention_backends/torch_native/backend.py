@@ -26,11 +26,11 @@ FP8 = torch.float8_e4m3fn
 EXPANDED_BYTES = 1 << 30  # latents stay absorbed if their expansion would be larger than this
 
 Index = slice | torch.Tensor
-MaskView = tuple[int | None, bool]  # (sliding window, causal)
+MaskView = tuple[int | None, bool, bool]  # (sliding window, causal, in chunks)
 
 
 class StepGroups:
-    """The groups of one step, by view (sliding window, causal), each made once."""
+    """The groups of one step, by view (sliding window, causal, in chunks), each made once."""
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._batch, self._dtype = batch, dtype
@@ -40,8 +40,8 @@ class StepGroups:
         """The groups of a view. `layer`: one that has it."""
         groups = self._by_view.get(view)
         if groups is None:
-            window, causal = view
-            grouping = Grouping(self._batch, window, self._dtype, self._token_bytes(layer) if causal else 0)
+            window, causal, is_chunked = view
+            grouping = Grouping(self._batch, window, self._dtype, self._token_bytes(layer) if causal else 0, is_chunked)
             groups = grouping.make_groups(self._batch.num_decodes) if causal else grouping.make_bidirectional_groups()
             self._by_view[view] = groups
         return groups
@@ -159,7 +159,7 @@ class TorchNativeBackend(AttentionBackend):
         return attend(spec, group, q, k, v)
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
-        view = (spec.sliding_window, spec.causal)
+        view = (spec.sliding_window, spec.causal, spec.chunked)
         self._views.setdefault(view, spec.layer)
         plan: StepGroups = batch.plan
         return plan.get_groups(view, spec.layer)
@@ -180,6 +180,8 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     blocks = []
     for lo, hi, first, stop in _blocks(group, spec.sliding_window, cells):
         mask = _block_mask(group.offset + lo - first, hi - lo, stop - first, spec, q)
+        if spec.chunked and spec.sliding_window is not None:
+            mask += _chunk_mask(group.first_key + group.offset + lo, hi - lo, group.first_key + first, stop - first, spec.sliding_window, q)
         blocks.append(compute(spec, q[:, lo:hi], k[:, first:stop], v[:, first:stop], mask))
     return torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
 
@@ -199,6 +201,14 @@ def _block_mask(offset: int, queries: int, keys: int, spec: AttentionSpec, like:
     if spec.sliding_window is not None:
         mask += like.new_full((queries, keys), -torch.inf).tril_(offset - spec.sliding_window)
     return mask[None, None]
+
+
+def _chunk_mask(query: int, queries: int, key: int, keys: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    """Additive [1, 1, queries, keys], from positions `query` and `key` on: a query sees no key
+    before its own chunk of `size`."""
+    at = torch.arange(query, query + queries, device=like.device)[:, None]
+    hidden = torch.arange(key, key + keys, device=like.device)[None] < at // size * size
+    return like.new_zeros(queries, keys).masked_fill_(hidden, -torch.inf)[None, None]
 
 
 def _attend_sdpa(

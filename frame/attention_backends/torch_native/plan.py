@@ -44,6 +44,7 @@ class Group:
     mask: torch.Tensor | None  # additive, [rows, 1, query_len, key_len]
     valid: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
     targets: slice | torch.Tensor  # where the results of the valid queries go, among the step's tokens
+    first_key: int = 0  # position in its row of a single row's first key
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,11 @@ class Grouping:
     """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one
     layer."""
 
-    def __init__(self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int) -> None:
+    def __init__(
+        self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int, is_chunked: bool = False
+    ) -> None:
         host: HostView = batch.host
+        self.is_chunked = is_chunked and window is not None
         self.device, self.dtype, self.window = batch.token_ids.device, dtype, window
         self.page_table, self.page_size = host.page_table, batch.kv.page_size
         self.slots = host.slots.astype(np.int64)
@@ -83,7 +87,10 @@ class Grouping:
         ends = host.seq_lens.astype(np.int64)
         prefix = ends - self.queries
         # first key that any of the row's queries sees
-        self.starts = np.zeros_like(ends) if window is None else np.maximum(prefix - window + 1, 0)
+        if window is None:
+            self.starts = np.zeros_like(ends)
+        else:
+            self.starts = prefix // window * window if self.is_chunked else np.maximum(prefix - window + 1, 0)
         self.keys = ends - self.starts
         self.prefix = prefix - self.starts
         self.first_token = np.cumsum(self.queries) - self.queries
@@ -156,6 +163,7 @@ class Grouping:
             mask=None,
             valid=None,
             targets=tokens,
+            first_key=int(self.starts[row]),
         )
 
     def _padded(self, rows: np.ndarray, from_step: bool = False, bidirectional: bool = False) -> Group:
@@ -199,7 +207,10 @@ class Grouping:
         last = self.prefix[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)  # [rows, queries]
         keys = np.arange(key_len)
         hidden = keys > last[..., None]
-        if self.window is not None:
+        if self.is_chunked and self.window is not None:
+            starts = self.starts[rows, None]
+            hidden |= keys < ((last + starts) // self.window * self.window - starts)[..., None]
+        elif self.window is not None:
             hidden |= keys <= last[..., None] - self.window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
         return self._copy(mask[:, None])

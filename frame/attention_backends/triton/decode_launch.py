@@ -10,7 +10,7 @@ import torch
 
 from frame.attention_backends.triton.decode_kernel import decode_kernel
 from frame.attention_backends.triton.merge_kernel import merge_kernel
-from frame.attention_backends.triton.operands import Operands, compute_scales, or_unused
+from frame.attention_backends.triton.operands import Operands, compute_scales, get_window, or_unused
 from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 from frame.attention_backends.triton.split_schedule import SplitConfig
 from frame.attention_backends.triton.tile_sizes import DecodeSizes, DeviceLimits, choose_decode
@@ -79,7 +79,7 @@ class DecodeLauncher:
         """The variant of a layer that was not seen before."""
         constants = operands.make_constants(spec, out)
         heads, kv_heads = operands.q1.shape[1], operands.k1.shape[1]
-        key = (shares, spec.sliding_window, heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
+        key = (shares, get_window(spec), heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
         found = self._variants.get(key)
         if found is not None:
             return found
@@ -95,7 +95,7 @@ class DecodeLauncher:
             target=max(1, self._limits.processors * sizes.programs // blocks),
             min_keys=sizes.min_keys,
             block_keys=sizes.tile.keys,
-            window=spec.sliding_window or 0,
+            window=get_window(spec),
             tile_rows=tile_rows if shares and tile_rows > 1 else 0,
         )
         self._variants[key] = DecodeVariant(sizes, split, *self._space_for(split, operands.value_width, out.device))

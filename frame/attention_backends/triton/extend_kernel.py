@@ -115,7 +115,11 @@ def extend_kernel(
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
 
     end = tl.minimum(seq_len, prefix + first_query + per_tile)
-    window_start = 0 if WINDOW == 0 else tl.maximum(0, prefix + first_query - WINDOW + 1)
+    window_start = 0
+    if WINDOW > 0:
+        window_start = tl.maximum(0, prefix + first_query - WINDOW + 1)
+    elif WINDOW < 0:  # chunks of -WINDOW keys
+        window_start = (prefix + first_query) // -WINDOW * -WINDOW
     seen = prefix + first_query + 1  # keys that all queries of the tile see, if there is no window
     begin = 0  # first ragged key
     if PAGED:

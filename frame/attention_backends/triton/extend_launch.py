@@ -14,7 +14,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame.attention_backends.triton.extend_kernel import extend_kernel
-from frame.attention_backends.triton.operands import Operands, compute_scales, or_unused
+from frame.attention_backends.triton.operands import Operands, compute_scales, get_window, or_unused
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED, nvidia
@@ -117,7 +117,7 @@ class ExtendLauncher:
         constants = {
             **cached_or_ragged.make_constants(spec, out),
             **dict(zip(names, ragged_or_cached.get_strides()[4:], strict=True)),
-            "WINDOW": spec.sliding_window or 0,
+            "WINDOW": get_window(spec),
             "PAGED": cached is not None,
             "HAS_RAGGED": ragged is not None,
             "RAGGED_HAS_ALL": ragged is not None and ragged.has_all_keys,

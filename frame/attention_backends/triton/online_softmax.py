@@ -158,6 +158,8 @@ def attend_keys(
             seen = (keys < end)[None, :] & (keys[None, :] <= query_at[:, None])
             if WINDOW > 0:
                 seen &= keys[None, :] > query_at[:, None] - WINDOW
+            elif WINDOW < 0:  # chunks of -WINDOW keys
+                seen &= keys[None, :] >= (query_at // -WINDOW * -WINDOW)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         # one multiplication, fused with the subtraction in the exponent
         unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E

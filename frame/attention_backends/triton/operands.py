@@ -133,3 +133,9 @@ def compute_scales(spec: AttentionSpec, operands: Operands) -> tuple[float, floa
 def or_unused(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
     """The tensor, or a placeholder for an argument that the kernel does not use."""
     return instead if tensor is None else tensor
+
+
+def get_window(spec: AttentionSpec) -> int:
+    """The kernels' WINDOW: tokens, or negative for chunks of so many tokens, or 0."""
+    window = spec.sliding_window or 0
+    return -window if spec.chunked else window

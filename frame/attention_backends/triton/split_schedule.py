@@ -37,7 +37,7 @@ class SplitConfig:
     target: int  # items that run concurrently
     min_keys: int  # keys of a piece at least
     block_keys: int  # pieces start at multiples of it
-    window: int
+    window: int  # negative: chunks of so many keys
     tile_rows: int  # rows per tile of a shared prefix; 0: prefixes are not shared
 
     def count_tiles(self, rows: int) -> int:
@@ -109,6 +109,8 @@ def schedule_kernel(
     begin = tl.zeros([BLOCK_ROWS], tl.int32)
     if WINDOW > 0:
         begin = tl.maximum(0, seq_len - WINDOW)
+    elif WINDOW < 0:  # chunks of -WINDOW keys
+        begin = tl.maximum(0, seq_len - 1) // -WINDOW * -WINDOW
     row_part = schedule + HEADER + rows * ROW
     item_part = schedule + HEADER + capacity * ROW
     num_shared = 0

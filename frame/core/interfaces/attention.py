@@ -54,6 +54,7 @@ class AttentionRequirements:
     kv_dtype: str  # of the cache: as `dtype`, or "fp8_e4m3"
     page_size: int | None  # tokens
     sliding_window: bool = False
+    chunked: bool = False  # attention in chunks (`AttentionSpec.chunked`)
     soft_cap: bool = False
     sinks: bool = False
     bidirectional: bool = False  # an encoder: every token attends to the whole row
@@ -102,6 +103,7 @@ class AttentionCapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     kv_dtypes: tuple[str, ...] | None = None  # None: only the model's own dtype
     sliding_window: bool = False
+    chunked: bool = False
     soft_cap: bool = False
     sinks: bool = False
     tree_mask: bool = False
@@ -178,6 +180,7 @@ class AttentionCapabilities:
         wanted = (
             (bool(missing), f"does not compute {' and '.join(missing)}; name another backend for them as well"),
             (requirements.sliding_window and not self.sliding_window, "has no sliding window"),
+            (requirements.chunked and not self.chunked, "has no attention in chunks"),
             (requirements.soft_cap and not self.soft_cap, "has no logit soft cap"),
             (requirements.sinks and not self.sinks, "has no attention sinks"),
             (requirements.bidirectional and not self.bidirectional, "computes causal attention only, and the model is an encoder"),

@@ -30,6 +30,7 @@ class AttentionSpec:
     v_head_dim: int
     scale: float  # factor of the products of queries and keys
     sliding_window: int | None = None  # tokens, the query's own position included
+    chunked: bool = False  # the row is cut into chunks of `sliding_window` tokens; a query sees the keys of its own chunk alone
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     causal: bool = True

@@ -170,6 +170,8 @@ class _Reader:
 
     def _sliding_window(self) -> int | None:
         family = str(self.config.get("model_type", ""))
+        if "attention_chunk_size" in self.config:
+            return self._count(("attention_chunk_size",), default=0) or None
         window = self.config.get("sliding_window", _DEFAULT_WINDOW.get(family))
         if not self.config.get("use_sliding_window", family not in _WINDOW_IS_OPT_IN):
             return None

@@ -20,7 +20,7 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.linear import HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.parameter import ShardedParameter, ShardRule
-from frame.models.layers.qk_norm import QKNorm, QKNormKind, build_qk_norm
+from frame.models.layers.qk_norm import QKNorm, QKNormKind, RotatedNorm, build_qk_norm
 from frame.models.layers.rotary import SPARE_POSITIONS
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class AttentionOptions:
     soft_cap: float | None = None
     sinks: bool = False  # the checkpoint has one more logit a head, without a value, as `sinks`
     rotates: bool = True  # False: no position embedding in this layer
+    chunked: bool = False  # the window is a chunk, see `AttentionSpec`
+    temperature: tuple[float, float, int] | None = None  # beta, scale and shift of a `QueryTemperature`
     gated: bool = False  # q_proj also has an output gate, after each head's query
 
 
@@ -63,6 +65,8 @@ class Attention(nn.Module):
         self.stores_kv = context.attention.capabilities.stores_kv
         self.rotary = rotary if options.rotates else None
         self.temperature = QueryTemperature.from_config(context, model_config)
+        if options.temperature is not None:
+            self.temperature = QueryTemperature(context, *options.temperature)
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=heads.num_heads,
@@ -72,6 +76,7 @@ class Attention(nn.Module):
             scale=options.scale if options.scale is not None else model_config.head_dim**-0.5,
             sliding_window=options.sliding_window,
             soft_cap=options.soft_cap,
+            chunked=options.chunked,
         )
         names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         self.gated = options.gated
@@ -82,7 +87,8 @@ class Attention(nn.Module):
         self.qk_norm: nn.Module | None = None
         if options.qk_norm is not None:
             self.qk_norm = build_qk_norm(context, prefix, heads, options.qk_norm, options.qk_norm_kind, options.norm_offset)
-        self.kernel = FusedQKVKernel(context, self.spec, rotary) if rotary.fused and options.rotates else None
+        can_fuse = rotary.fused and options.rotates and options.qk_norm_kind != "rotated"
+        self.kernel = FusedQKVKernel(context, self.spec, rotary) if can_fuse else None
         self.kv_scales = KVScales(prefix)
         self.sinks: ShardedParameter | None = None
         if options.sinks:
@@ -106,7 +112,8 @@ class Attention(nn.Module):
             q, k, v = self._rotated(qkv, rows)
             is_stored = False
         else:
-            raise TypeError("rows of the rotary table may be None only if the layer has a fused kernel or does not rotate")
+            q, k, v = self._rotated(qkv, self.rotary.gather_rows(batch.positions))
+            is_stored = False
         if self.temperature is not None:
             q = self.temperature.scale_queries(q, batch.positions)
         if not (is_stored or self.stores_kv):
@@ -126,10 +133,13 @@ class Attention(nn.Module):
         rotated = spec.num_heads + spec.num_kv_heads
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))  # [tokens, q heads + 2 * kv heads, head_dim]
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
-        if self.qk_norm is not None:
+        norms_last = isinstance(self.qk_norm, RotatedNorm)
+        if self.qk_norm is not None and not norms_last:
             qk = self.qk_norm(qk)
         if self.rotary is not None and rows is not None:
             qk = self.rotary.rotate(qk, rows)
+        if self.qk_norm is not None and norms_last:
+            qk = self.qk_norm(qk)
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
 
 

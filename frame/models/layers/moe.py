@@ -131,6 +131,8 @@ class MoE(nn.Module):
 
     def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
         ids, weights = self.router(x, logits)
+        if self.router.rule.scales_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         tokens = self.dispatcher.dispatch(x, ids, weights, self.placement)
         if not len(tokens.x):  # none came to this rank
             return self.dispatcher.combine(tokens.x, tokens)

@@ -18,7 +18,7 @@ from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
 
-QKNormKind = Literal["head", "projection", "layer"]
+QKNormKind = Literal["head", "projection", "layer", "rotated"]
 
 
 class QKNorm(nn.Module):
@@ -96,8 +96,22 @@ class SeparateNorm(nn.Module):
         return [q * roots[0], k * roots[1]]
 
 
+class RotatedNorm(nn.Module):
+    """RMSNorm without weights over each head, after the rotary embedding (Llama 4)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, head_dim] -> the same shape."""
+        return F.rms_norm(qk.float(), qk.shape[-1:], None, self.eps).to(qk.dtype)
+
+
 def build_qk_norm(
     context: BuildContext, prefix: str, heads: HeadLayout, eps: float, kind: QKNormKind, offset: float
-) -> QKNorm | SeparateNorm:
+) -> QKNorm | SeparateNorm | RotatedNorm:
     """The norm of queries and keys of the attention layer `prefix`."""
+    if kind == "rotated":
+        return RotatedNorm(eps)
     return QKNorm(context, prefix, heads, eps, offset) if kind == "head" else SeparateNorm(context, prefix, heads, eps, kind)

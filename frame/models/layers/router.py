@@ -29,7 +29,8 @@ class RoutingRule:
     `groups` > 1: experts are divided into groups, of which `top_groups` are open to a token; a
     group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a
     stored bias that affects the selection but not the weights. `bias`: a stored bias of the logits.
-    `precise`: scores are computed in
+    `scales_input`: the weight multiplies the token before its expert, not the result; only for one
+    expert per token. `precise`: scores are computed in
     float32 from the input on.
     """
 
@@ -43,6 +44,7 @@ class RoutingRule:
     correction: bool = False
     precise: bool = False
     bias: bool = False
+    scales_input: bool = False
 
 
 class Router(nn.Module):

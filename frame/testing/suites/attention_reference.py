@@ -77,6 +77,7 @@ def make_inputs(case: Case) -> Inputs:
         v_head_dim=case.v_head_dim,
         scale=case.scores / case.magnitude / case.head_dim**0.5,
         sliding_window=case.window,
+        chunked=case.chunked,
         soft_cap=case.soft_cap,
         sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
         causal=case.causal,
@@ -114,7 +115,7 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
         keys = torch.arange(length, device=case.device)[None]
         hidden = keys > (at if case.causal else length)
         if spec.sliding_window is not None:
-            hidden |= keys <= at - spec.sliding_window
+            hidden |= (keys < at // spec.sliding_window * spec.sliding_window) if spec.chunked else (keys <= at - spec.sliding_window)
         scores = scores.masked_fill(hidden, -torch.inf)
         if spec.sinks is not None:
             sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)

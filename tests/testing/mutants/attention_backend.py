@@ -80,6 +80,25 @@ class WindowInDecodesOnly(PlainAttention):
 
 
 @mutant
+class WindowForChunks(PlainAttention):
+    """Computes a sliding window in layers that attend in chunks."""
+
+    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super().hidden(replace(spec, chunked=False), row, q, k)
+
+
+@mutant
+class ChunkOfTheFirstQuery(PlainAttention):
+    """Hides the keys before the chunk of a row's first query from all its queries."""
+
+    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(replace(spec, sliding_window=None), row, q, k)
+        if not spec.chunked or spec.sliding_window is None:
+            return super().hidden(spec, row, q, k)
+        return hidden | (torch.arange(k.shape[0]) < row.start // spec.sliding_window * spec.sliding_window)
+
+
+@mutant
 class CausalEncoder(PlainAttention):
     """Masks the layers of an encoder as a decoder's."""
 
