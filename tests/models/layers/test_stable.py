@@ -34,6 +34,7 @@ ARGUMENTS = {
     "Decoder.build_norm": "self name",
     "Decoder.build_rotary": "self",
     "Decoder.embed": "self token_ids",
+    "Decoder.forward": "self batch",
     "Decoder.get_ignored": "self",
     "Decoder.get_rotary": "self layer",
     "Decoder.map_weights": "self weights",
