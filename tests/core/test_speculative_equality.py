@@ -16,8 +16,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
-from frame.testing.drafters import ScriptedDrafter
+from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.local_loop import LocalLoop
+from tests.core.greedy import Case, on_two_ranks
 
 FOLDER = str(find_model(EMBEDDED))
 
@@ -96,6 +97,13 @@ def test_suffix(expected: Any) -> None:
 
 def with_drafts(expected: Any, num_right: int, **settings: Any) -> LocalLoop:
     """A loop whose drafts are right for `num_right` tokens, then wrong."""
+    loop = make_loop(**settings)
+    loop.scheduler.enable_speculation(ScriptedDrafter(make_script(expected, num_right)), 5)
+    return loop
+
+
+def make_script(expected: Any, num_right: int) -> Script:
+    """Drafts that are right for `num_right` tokens."""
     prompts, _, outputs = expected
     whole = {tuple(prompt): prompt + output for prompt, output in zip(prompts, outputs, strict=True)}
 
@@ -103,9 +111,7 @@ def with_drafts(expected: Any, num_right: int, **settings: Any) -> LocalLoop:
         draft = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) : len(given) + most]
         return [token if i < num_right else (token + 1) % 384 for i, token in enumerate(draft)]
 
-    loop = make_loop(**settings)
-    loop.scheduler.enable_speculation(ScriptedDrafter(script), 5)
-    return loop
+    return script
 
 
 @pytest.mark.parametrize("num_right", [0, 2])
@@ -118,6 +124,17 @@ def test_oracle_and_adversary(expected: Any, num_right: int) -> None:
     loop.scheduler.check_integrity()
     loop.scheduler.flush_cache()
     assert loop.scheduler.get_load()["used_pages"] == 0
+
+
+def test_two_ranks(expected: Any) -> None:
+    """The other rank gets the drafts with the batch."""
+    prompts, params, outputs = expected
+
+    def generate(loop: LocalLoop) -> list[list[int]]:
+        loop.scheduler.enable_speculation(ScriptedDrafter(make_script(expected, 2)), 5)
+        return loop.generate(prompts, params)
+
+    assert on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512) == outputs
 
 
 @pytest.mark.soak
