@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
+    from frame.core.parallel.rank_watch import RankWatch
     from frame.core.sampling.logits_pipeline import Processors
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class TorchModelRunner(ModelRunner):
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
+        self.watch: RankWatch | None = None  # set where there are several ranks
         if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(platform.get_current_stream())
 

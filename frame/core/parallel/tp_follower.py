@@ -6,6 +6,7 @@ Only rank 0 has a scheduler, so ranks cannot diverge. Must not know a request or
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.runner import PendingStep, ProfileRequest
     from frame.core.ipc.results import ResultReceiver, ResultSender
     from frame.core.ipc.transport import BatchReceiver, BatchSender
+    from frame.core.parallel.rank_watch import RankWatch
 
 
 log = logging.getLogger(__name__)
@@ -35,19 +37,24 @@ class LeadingRunner(ModelRunner):
     DeviceLost. `results`: those of steps come from another rank.
     """
 
-    def __init__(self, runner: ModelRunner, followers: BatchSender, results: ResultReceiver | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, followers: BatchSender, results: ResultReceiver | None = None, watch: RankWatch | None = None
+    ) -> None:
         self._runner = runner
         self._followers = followers
         self._results = results
+        self._watch = watch
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         self._followers.send(batch)
+        if self._watch is not None:
+            self._watch.step = batch.step
         try:
             step = self._runner.launch(batch)
             if self._results is not None:
-                remote = RemoteStep(step, self._results, batch.step)
+                remote = RemoteStep(step, self._watch, self._results, batch.step)
                 return RemoteUnsampledStep(remote, self._followers) if batch.has_deferred_grammar_mask else remote
-            return LedUnsampledStep(step) if isinstance(step, UnsampledStep) else LedStep(step)
+            return LedUnsampledStep(step, self._watch) if isinstance(step, UnsampledStep) else LedStep(step, self._watch)
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
@@ -78,15 +85,22 @@ class LeadingRunner(ModelRunner):
         self._runner.close()
 
 
+def watch_wait(watch: RankWatch | None, what: str) -> contextlib.AbstractContextManager[None]:
+    """The context of a wait, reported if it takes long."""
+    return contextlib.nullcontext() if watch is None else watch.waiting(what)
+
+
 class LedStep:
     """A step that all ranks run."""
 
-    def __init__(self, step: PendingStep) -> None:
+    def __init__(self, step: PendingStep, watch: RankWatch | None) -> None:
         self._step = step
+        self._watch = watch
 
     def wait(self) -> StepResult:
         try:
-            return self._step.wait()
+            with watch_wait(self._watch, "its device"):
+                return self._step.wait()
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
 
@@ -94,15 +108,16 @@ class LedStep:
 class RemoteStep(LedStep):
     """A step whose result another rank sends."""
 
-    def __init__(self, step: PendingStep, results: ResultReceiver, number: int) -> None:
-        super().__init__(step)
+    def __init__(self, step: PendingStep, watch: RankWatch | None, results: ResultReceiver, number: int) -> None:
+        super().__init__(step, watch)
         self._results = results
         self._number = number
 
     def wait(self) -> StepResult:
         super().wait()
         try:
-            return self._results.receive(self._number)
+            with watch_wait(self._watch, "the result"):
+                return self._results.receive(self._number)
         except Exception as error:
             raise DeviceLost(f"step {self._number} failed on the rank that samples: {error}") from error
 
@@ -124,8 +139,8 @@ class RemoteUnsampledStep(UnsampledStep):
 class LedUnsampledStep(LedStep, UnsampledStep):
     """A step that all ranks run and whose tokens only this rank draws."""
 
-    def __init__(self, step: UnsampledStep) -> None:
-        super().__init__(step)
+    def __init__(self, step: UnsampledStep, watch: RankWatch | None) -> None:
+        super().__init__(step, watch)
         self._unsampled = step
 
     def sample(self, mask: np.ndarray | None) -> None:
@@ -173,16 +188,22 @@ class ResultThread:
         self._sender.close()
 
 
-def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver | None = None, results: ResultSender | None = None) -> None:
+def follow(
+    runner: ModelRunner,
+    batches: BatchReceiver,
+    observer: RankObserver | None = None,
+    results: ResultSender | None = None,
+    watch: RankWatch | None = None,
+) -> None:
     """Run batches until rank 0 stops. Each step is awaited after the next launch, as rank 0 does
     with overlap. `results`: this rank's results count, and are sent.
 
     Raises the error of a failed step: a rank that missed a step cannot rejoin the others, so its
-    process ends.
+    process ends. It does not wait for its device then, which may wait for other ranks.
     """
     in_flight: PendingStep | None = None
     thread = None if results is None else ResultThread(results)
-    try:
+    with contextlib.closing(batches):
         while (batch := batches.receive()) is not None:
             if isinstance(batch, Profile):
                 batches.reply(_profile(runner, batch))
@@ -205,18 +226,19 @@ def follow(runner: ModelRunner, batches: BatchReceiver, observer: RankObserver |
                 continue
             if observer is not None:
                 observer.on_launch(batch)
+            if watch is not None:
+                watch.step = batch.step
             launched = runner.launch(batch)
             if thread is not None and not isinstance(launched, UnsampledStep):
                 thread.add(launched)
                 continue
             if in_flight is not None:
-                in_flight.wait()
+                with watch_wait(watch, "its device"):
+                    in_flight.wait()
             in_flight = launched
-    finally:
         if thread is not None:
             thread.close()
         runner.close()
-        batches.close()
 
 
 def _profile(runner: ModelRunner, order: Profile) -> str:

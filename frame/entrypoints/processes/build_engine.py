@@ -93,7 +93,9 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
     def build(parts: Parts) -> TorchModelRunner:
         groups = join_groups(resolved, registry, place, platform)
-        return build_runner(resolved, parts, groups.tp, platform, groups.pipeline)
+        runner = build_runner(resolved, parts, groups.tp, platform, groups.pipeline)
+        runner.watch = groups.watch
+        return runner
 
     if not platform.is_asynchronous:
         return build(load_parts(resolved, registry)), None
@@ -192,7 +194,7 @@ def _build_engine(
     capacity = rank.capacity
     runner = add_profiling(resolved, rank, place)
     if followers is not None:
-        runner = LeadingRunner(runner, followers, results)
+        runner = LeadingRunner(runner, followers, results, rank.watch)
     found = find_observers(registry)
     on_finish = found.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []

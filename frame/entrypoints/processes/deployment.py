@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import psutil
 from pydantic import BaseModel
 
 from frame.core.config.resolved import Resolved
@@ -55,6 +56,7 @@ class Child:
     process: RankProcess = field(init=False)
     is_ready: bool = False
     silence: float = 0.0  # seconds without a heartbeat
+    stopped: float = 0.0  # seconds that the operating system has kept it stopped (SIGSTOP)
     last_error: str | None = None  # of its Fatal message
     device_memory: int = 0  # bytes, from its last heartbeat
     is_dump_requested: bool = False  # it hangs and was asked for its stacks
@@ -68,6 +70,13 @@ class Child:
     @property
     def has_heartbeat(self) -> bool:
         return not self.name.startswith("rank-")  # rank 0 waits for the others, so its heartbeats stop with theirs
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the operating system keeps the process stopped."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def describe_exit(self) -> str | None:
         """How the process ended, as a sentence; None while it runs."""
@@ -146,6 +155,7 @@ class Deployment:
         for child in children:
             self._renew(child.name)
             child.is_ready, child.silence, child.last_error, child.device_memory, child.is_dump_requested = False, 0.0, None, 0, False
+            child.stopped = 0.0
             self._spawn(child)
 
     def _spawn(self, child: Child) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from frame.core.interfaces.collective import LOOPBACK, Collective, CollectiveContext, LocalGroup
 from frame.core.interfaces.rank_context import Pipeline
+from frame.core.parallel.rank_watch import RankWatch, WatchedGroup
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
@@ -35,6 +36,7 @@ class Groups:
 
     tp: Collective
     pipeline: Pipeline | None = None
+    watch: RankWatch | None = None  # None: one rank
 
     def close(self) -> None:
         """Leave all groups."""
@@ -49,6 +51,7 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
     other ranks do not join in time."""
     plan = resolved.plan
     stage, tp_rank = divmod(place.rank, plan.tp)
+    watch = RankWatch(place.rank, place.size) if place.size > 1 else None
 
     def join(name: str, rank: int, size: int) -> Collective:
         if name and size == 1:
@@ -57,11 +60,11 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
             rank, size, place.rendezvous, platform, place.host, name=name, listens=place.rank == 0 if name else None
         )
         group: Collective = registry.create(resolved.choice("collective"), context)
-        return group
+        return group if watch is None else WatchedGroup(group, watch, name or "tp")
 
     if plan.pp == 1:
-        return Groups(join("", place.rank, place.size))
+        return Groups(join("", place.rank, place.size), watch=watch)
     tp = join(f"tp{stage}", tp_rank, plan.tp)
     hidden, tokens = (join(f"{name}{tp_rank}", stage, plan.pp) for name in ("hidden", "tokens"))
     layers = plan.find_layers(stage, resolved.model.num_layers)
-    return Groups(tp, Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens))
+    return Groups(tp, Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens), watch)

@@ -28,6 +28,8 @@ BACKOFF = 0.5  # seconds before the second attempt after a failed start; doubles
 MAX_BACKOFF = 30.0
 START_FACTOR, START_SLACK = 5.0, 60.0  # a restart may take START_FACTOR times as long as the first start, plus START_SLACK seconds
 EXIT_CRASHED = 1
+STOPPED_LIMIT = 3.0  # seconds that a rank may be stopped by a signal; the other ranks wait for it
+ERROR_LIMIT = 3.0  # seconds that a rank may take to end after its error
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,12 @@ class Supervisor:
             if how is not None:
                 return how
             child.silence += passed
+            if unit.state == "up" and child.is_rank:
+                child.stopped = child.stopped + passed if child.is_stopped else 0.0
+                if child.stopped > STOPPED_LIMIT:
+                    return f"the {child.name} process has been stopped by a signal for {child.stopped:.0f} s"
+                if child.last_error is not None and child.silence > ERROR_LIMIT:  # it waits for its device, which waits for other ranks
+                    return f"the {child.name} process has failed and does not end ({child.last_error})"
             if unit.state == "up" and child.has_heartbeat and 0 < policy.heartbeat_timeout < child.silence:
                 if not child.is_dump_requested:  # it writes its stacks before the next check
                     self._deployment.request_stack_dump(child.name)

@@ -122,12 +122,13 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
     place = Place(options.rank, options.ranks, options.rendezvous, options.local_index, options.host)
-    runner = add_profiling(resolved, build_rank(resolved, registry_of(resolved), place), place)
+    rank = build_rank(resolved, registry_of(resolved), place)
+    runner = add_profiling(resolved, rank, place)
     tracing = open_tracing(resolved.user.server, name)
     results = ResultSender(sockets.address("rank-results")) if options.rank == resolved.plan.result_rank else None
     transport.send(Ready(process=name, pid=os.getpid()))
     try:
-        follow(runner, batches, None if tracing is None else RankSpans(tracing), results)
+        follow(runner, batches, None if tracing is None else RankSpans(tracing), results, rank.watch)
     finally:
         if tracing is not None:
             tracing.close()

@@ -170,6 +170,38 @@ async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.deployment.started == ["detokenizer", "engine"]
 
 
+async def test_a_stopped_rank_is_seen_within_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, *ALL)
+    stopped: set[int] = set()
+    monkeypatch.setattr(Child, "is_stopped", property(lambda child: child.process.pid in stopped))
+    stopped.add(rig.deployment.children["rank-1"].process.pid)
+    for _ in range(20):
+        await rig.tick()
+    stopped.clear()
+    await rig.tick()  # it goes on in time
+    assert rig.lines == []
+    stopped.add(rig.deployment.children["rank-1"].process.pid)
+    ticks = 0
+    while not rig.lines:
+        await rig.tick()
+        ticks += 1
+    assert ticks < 50
+    assert "the rank-1 process has been stopped by a signal for 3 s" in rig.lines[0]
+    await rig.get_ready()
+    assert sorted(rig.deployment.started) == ["detokenizer", "engine", "rank-1"]
+
+
+async def test_a_rank_that_fails_and_does_not_end_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, *ALL)
+    await rig.tick(Fatal(process="rank-1", error="no such batch"))
+    ticks = 1
+    while not rig.lines:
+        await rig.tick()
+        ticks += 1
+    assert ticks < 50
+    assert "the rank-1 process has failed and does not end (no such batch)" in rig.lines[0]
+
+
 @pytest.mark.parametrize("name", ["engine", "rank-1", "detokenizer", "tokenizer-1"])
 async def test_a_process_that_holds_too_much_is_restarted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     rig = Rig(monkeypatch, *ALL)
