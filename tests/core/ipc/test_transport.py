@@ -297,7 +297,7 @@ def test_a_batch_that_cannot_be_decoded_ends_the_follower(
     with pytest.raises(RuntimeError, match="cannot be decoded"):
         follow(runner, receiver)
     assert runner.steps == [0]
-        assert not runner.closed  # its device may wait for other ranks, for ever
+    assert not runner.closed  # its device may wait for other ranks, for ever
 
 
 def test_bytes_without_framing_are_dropped(ranks: tuple[BatchSender, BatchReceiver, str], caplog: pytest.LogCaptureFixture) -> None:

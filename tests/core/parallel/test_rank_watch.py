@@ -1,4 +1,4 @@
-"""A wait that takes long names the rank, the collective and the step, and its end is reported too."""
+"""A wait that takes long names the rank, the collective and the step, and its end is reported."""
 
 from __future__ import annotations
 
