@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from frame import Engine
 from frame.core.config.resolve import ResolveError
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.collective import CollectiveContext, LocalGroup
+from frame.core.interfaces.collective import Collective, CollectiveContext, LocalGroup
 from frame.entrypoints.configuration.prepare import prepare
+from frame.plugins.collectives import P2pOptions, p2p
+from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.loader import load_registry
 from frame.testing import conformance, fake_collective
 from frame.testing.checkpoints import make_checkpoint
@@ -75,6 +78,34 @@ def test_named_groups_meet_at_one_address() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(act, range(4)))
     assert found == [[11.0, 1111.0]] * 2 + [[1100.0, 1111.0]] * 2
+
+
+def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine without GPUs: which kernel would sum, with the kernels replaced."""
+    calls: list[str] = []
+
+    def noted(name: str, result: int) -> Any:
+        return lambda *arguments: (calls.append(name), arguments[result])[1]
+
+    monkeypatch.setattr(Nccl, "__init__", Collective.__init__)
+    monkeypatch.setattr(Nccl, "all_reduce", noted("nccl", 1))
+    monkeypatch.setattr(p2p, "open_store", lambda context: None)
+    monkeypatch.setattr(p2p.P2p, "_share_memory", lambda self, size: (torch.empty(size, dtype=torch.uint8), None))
+    operations = SimpleNamespace(one_shot_all_reduce_copy=noted("one_shot", 1), two_shot_all_reduce_out=noted("two_shot", 3))
+    monkeypatch.setattr(torch, "ops", SimpleNamespace(symm_mem=operations))
+    for size, expected in (
+        (2, ["one_shot", "two_shot", "nccl", "nccl", "nccl", "nccl"]),
+        (3, ["nccl", "nccl", "nccl", "nccl", "nccl", "nccl"]),
+    ):
+        calls.clear()
+        group = p2p.P2p(CollectiveContext(0, size, "file:///x"), P2pOptions(one_shot_bytes=1024, two_shot_bytes=4096))
+        for x in (torch.ones(256), torch.ones(2, 512), torch.ones(2048), torch.ones(7), torch.ones(64, dtype=torch.int64), torch.ones(0)):
+            assert group.all_reduce(x).shape == x.shape
+        assert calls == expected
+    group = p2p.P2p(CollectiveContext(0, 4, "file:///x"), P2pOptions(one_shot_bytes=1024, two_shot_bytes=4096))
+    calls.clear()
+    group.all_reduce(torch.ones(256))
+    assert calls == ["two_shot"]  # one-shot sums of more than two ranks have other bits on each
 
 
 RANK = """

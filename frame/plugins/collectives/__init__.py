@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from frame.core.interfaces.collective import CollectiveCapabilities
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
+
+
+class P2pOptions(BaseModel):
+    """Options of `p2p`. Messages are tensors, in bytes; larger ones are summed by NCCL."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    one_shot_bytes: int = Field(256 << 10, ge=0, description="Largest message of the one-shot kernel, which serves two ranks.")
+    two_shot_bytes: int = Field(2 << 20, ge=16, description="Largest message of the two-shot kernel.")
 
 
 @hookimpl
@@ -37,4 +48,11 @@ def register_collectives(registry: KindRegistry) -> None:
         capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True),
         rank=10,
         summary="NCCL, over NVLink, PCIe and the network between GPUs.",
+    )
+    registry.add(
+        "p2p",
+        "frame.plugins.collectives.p2p:P2p",
+        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True, max_size=8, several_hosts=False),
+        options=P2pOptions,
+        summary="Sums of small tensors over peer memory, all else by NCCL. GPUs of one host with NVLink.",
     )

@@ -50,7 +50,6 @@ class Wires:
         for each in self.queues:
             each.put(None)
 
-
     def send_order(self, order: Any) -> None:
         for each in self.queues[1:]:
             each.put(order)
