@@ -78,11 +78,11 @@ class WatchedGroup(Collective):
         self._group, self._watch, self._name = group, watch, name
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._watch.waiting(f"all_reduce ({self._name})"):
+        with self._watch.waiting(f"all-reduce ({self._name})"):
             return self._group.all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        with self._watch.waiting(f"all_gather ({self._name})"):
+        with self._watch.waiting(f"all-gather ({self._name})"):
             return self._group.all_gather(tensor, dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -90,11 +90,11 @@ class WatchedGroup(Collective):
             return self._group.broadcast(tensor, source)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        with self._watch.waiting(f"reduce_scatter ({self._name})"):
+        with self._watch.waiting(f"reduce-scatter ({self._name})"):
             return self._group.reduce_scatter(tensor, dim)
 
     def all_to_all(self, tensor: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]) -> torch.Tensor:
-        with self._watch.waiting(f"all_to_all ({self._name})"):
+        with self._watch.waiting(f"all-to-all ({self._name})"):
             return self._group.all_to_all(tensor, send_rows, recv_rows)
 
     def send(self, tensor: torch.Tensor, target: int) -> None:

@@ -29,8 +29,8 @@ def test_a_long_wait_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         time.sleep(0.1)
     group.close()
     first, second = caplog.messages
-    assert first.startswith("rank 1 of 4 has waited 0 s in all_reduce (tp0) of step 17: another rank")
-    assert second == "rank 1 of 4 goes on after all_reduce (tp0)"
+    assert first.startswith("rank 1 of 4 has waited 0 s in all-reduce (tp0) of step 17: another rank")
+    assert second == "rank 1 of 4 goes on after all-reduce (tp0)"
 
 
 def test_operations_are_those_of_the_group() -> None:
