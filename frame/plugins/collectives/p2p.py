@@ -1,5 +1,5 @@
-"""The collective `p2p`: sums of small tensors by kernels that read the other GPUs' memory; all else
-by NCCL.
+"""The collective `p2p`: sums of small tensors with kernels that read the other GPUs' memory; all
+else by NCCL.
 
 The memory is PyTorch's symmetric memory. One-shot: each rank reads all ranks' tensors. Two-shot:
 each rank sums a part, and reads the others' parts. NVLink multicast is not used.

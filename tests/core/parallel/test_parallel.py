@@ -131,16 +131,17 @@ class Model:
         loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
         self.tokens = loop.generate(PROMPTS, TOKENS)
 
-    def check(self, scratch: Path, tokens: int = 4096, **sections: Any) -> None:
-        """Twice the same prompts: the second time with prefix hits."""
+    def check(self, scratch: Path, tokens: int = 4096, **sections: Any) -> dict[str, int]:
+        """Twice the same prompts: the second time with prefix hits. -> the scheduler's counters."""
 
-        def act(loop: LocalLoop) -> None:
+        def act(loop: LocalLoop) -> dict[str, int]:
             for _ in range(2):
                 assert loop.generate(PROMPTS, TOKENS) == self.tokens
             assert loop.stats["cached"] > 0
             loop.scheduler.check_integrity()
+            return loop.scheduler.get_load()
 
-        generate_with(prepared_for(self.folder, tokens, **sections), scratch, act)
+        return generate_with(prepared_for(self.folder, tokens, **sections), scratch, act)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,11 @@ def test_whole_experts_on_two_ranks(models: dict[str, Model], architecture: str,
 def test_two_stages(models: dict[str, Model], architecture: str, parallel: Any, overlap: bool, tmp_path: Path) -> None:
     scheduler = {"max_running_requests": 8, "chunked_prefill_size": 32, "overlap": overlap}
     models[architecture].check(tmp_path, parallel=parallel, scheduler=scheduler)
+
+
+def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> None:
+    load = models["LlamaForCausalLM"].check(tmp_path, parallel={"pp": 2}, speculative={"algorithm": "ngram"})
+    assert load["drafted_tokens"] > 0
 
 
 @pytest.mark.parametrize(

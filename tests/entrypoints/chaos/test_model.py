@@ -68,9 +68,10 @@ def test_a_real_engine_dies_and_comes_again(server: RunningServer) -> None:
     assert not any(child.is_running() for child in family)
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=["tp 1", "tp 2", "pp 2"])
 def tiny(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    flags = ("--dtype", "float32", "--tp", request.param, "--heartbeat-timeout", "10", "--max-restarts", "1000")
+    name, size = request.param.split()
+    flags = ("--dtype", "float32", f"--{name}", size, "--heartbeat-timeout", "10", "--max-restarts", "1000")
     with RunningServer(find_model("frame-tiny"), *flags, "--grammar-backend", "combined", fake=False) as running:
         yield running
 
