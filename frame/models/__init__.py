@@ -90,6 +90,7 @@ def register_models(registry: KindRegistry) -> None:
             windows=name in _WINDOWED,
             draft_layers=name in _DRAFTS,
             biased_experts=name in ("gpt_oss", "nemotron_h"),
+            graphs=name not in _RECURRENT,  # their layers read the rows of the batch
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:
