@@ -130,8 +130,9 @@ def model_folder(config: Path | None) -> Iterator[tuple[str, Any]]:
 class Runs:
     """Runs of one engine, none of which finds anything of another's prompts in the cache."""
 
-    def __init__(self, engine: Engine, length: int, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, length: int, vocab_size: int, temperature: float) -> None:
         self._engine = engine
+        self._temperature = temperature
         self.length = length
         self._numbers = random.Random(0)
         self._most = vocab_size - 10
@@ -143,7 +144,8 @@ class Runs:
     def __call__(self, asked: list[dict[str, Any]]) -> tuple[float, float]:
         """-> output tokens a second, and a second of the process's CPU time."""
         prompts = [[self._numbers.randint(5, self._most) for _ in range(PROMPT)] for _ in asked]
-        params = [SamplingParams(max_tokens=self.length, seed=self._numbers.randint(0, 1 << 30), ignore_eos=True, **each) for each in asked]
+        common = {"max_tokens": self.length, "temperature": self._temperature, "ignore_eos": True}
+        params = [SamplingParams(**common, seed=self._numbers.randint(0, 1 << 30), **each) for each in asked]
         before = self._engine.control("server_info")
         began, busy = time.perf_counter(), time.process_time()
         outputs = self._engine.generate(prompts, params)
@@ -243,6 +245,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--running", type=int, help="most requests that the engine is made for; as many as there are")
     parser.add_argument("--length", type=int, default=64, help="output tokens of each request")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: texts repeat themselves, as trained models' do in part")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", help="kinds beside the free ones")
     parser.add_argument("--steps", action="store_true", help="tell where the host's time goes, too")
@@ -257,12 +260,13 @@ def main() -> None:
             folder, load_format="dummy", grammar_backend=options.backend, sampling_grammar_workers=0,
             max_running_requests=options.running or options.requests, max_model_len=1024, **settings,
         ) as engine:  # fmt: skip
-            run = Runs(engine, options.length, tokenizer.get_vocab_size())
+            run = Runs(engine, options.length, tokenizer.get_vocab_size(), options.temperature)
             rows = throughput(run, asked, options.rounds)
             steps = step_times(run, asked) if options.steps else {}
             info = {key: engine.info[key] for key in ("device", "dtype") if key in engine.info}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_after": os.getloadavg()[0], **info}
     what = {"config": None if options.config is None else options.config.name, "backend": options.backend, "requests": options.requests}
+    what["temperature"] = options.temperature
     print(
         json.dumps({**what, "length": options.length, "settings": settings, "machine": machine, "rows": rows, "step_us": steps}, indent=1)
     )
