@@ -229,7 +229,7 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(layout: Fp8Layer | Rounde
         with DEVICE:
             experts = ExpertWeights(layer, context, "experts", ("gate_proj", "up_proj", "down_proj"), (4, 256, Range.whole(128)))
         for expert in range(4):
-            experts.bind(expert, Range.whole(256), Range.whole(128))
+            experts.bind(expert, expert, Range.whole(256), Range.whole(128))
         load_parameters(layer, [pair for name, weight in numbers.items() for pair in stored_tensors(layout, name, weight)])
         experts.finish()
         experts.finish()
