@@ -153,8 +153,19 @@ class GroupRows:
         for rows in self.windows:
             # a step in flight may have counted drafted tokens that are not accepted
             first = rows.find_first(np.minimum(a.num_computed_tokens, a.num_committed_tokens))
-            for slot in np.flatnonzero((first > rows.first) & (a.num_pages > 0)).tolist():
+            slots = np.flatnonzero((first > rows.first) & (a.num_pages > 0))
+            if not slots.size:
+                continue
+            at = rows.first[slots]
+            decodes = (first[slots] == at + 1) & (at >= a.num_shared[slots])  # one private page each: all at once
+            for slot in slots[~decodes].tolist():
                 self._free_before(rows, slot, int(first[slot]))
+            slots, at = slots[decodes], at[decodes]
+            pages = rows.pages[slots, at]
+            self.allocator.free(pages[pages > 0])
+            rows.pages[slots, at] = 0
+            rows.first[slots] = at + 1
+            self._writes[rows.index].append(np.stack((slots, at, np.zeros_like(at)), axis=1).astype(np.int32))
 
     def _free_before(self, rows: WindowRows, slot: int, first: int) -> None:
         shared, begin = int(self._table.arrays.num_shared[slot]), int(rows.first[slot])
