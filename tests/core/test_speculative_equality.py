@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.plugins.loader import load_registry
 from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import Case, on_two_ranks
@@ -93,6 +96,26 @@ def test_suffix(expected: Any) -> None:
         assert loop.generate(prompts, params) == outputs
         accepted.append(loop.scheduler.get_load()["accepted_tokens"])
     assert accepted[1] > 3 * accepted[0] > 0
+
+
+def test_grammars() -> None:
+    """Requests with and without a grammar."""
+    pytest.importorskip("llguidance")
+    registry, tokenizer = load_registry(installed=False), Tokenizer.load(FOLDER)
+    backend = registry.load(registry.get("grammar_backend", "llguidance"))(GrammarContext(tokenizer, 2048))
+    sources = ("(foo|bar|[a-c]{2,5})( (foo|bar|[a-c]{2,5})){3,12}", "[0-9]{30}", None)
+    compiled = [backend.compile("regex", source) if source else None for source in sources]
+    prompts = [[*tokenizer.encode("foo bar aab foo bar aab 000000000"), 6 + number] for number in range(6)]
+    params = [SamplingParams(temperature=(0.0, 0.7, 1.0)[number // 2], seed=number, max_tokens=32) for number in range(6)]
+    outputs = []
+    for algorithm in (None, "ngram"):
+        loop = make_loop(algorithm=algorithm)
+        started = (None if each is None else each.start() for each in compiled * 2)
+        add = loop.scheduler.add_request
+        loop.scheduler.add_request = lambda message, add=add, started=started: add(message, next(started))  # type: ignore[method-assign]
+        outputs.append(loop.generate(prompts, params))
+    assert outputs[0] == outputs[1]
+    assert loop.scheduler.get_load()["accepted_tokens"] > 10
 
 
 def with_drafts(expected: Any, num_right: int, **settings: Any) -> LocalLoop:
