@@ -142,6 +142,8 @@ def test_the_kernel_lists_pages() -> None:
     """Runs in its own process under the interpreter."""
     program = """
 import numpy as np, torch
+from tests.interpreter import pytest_configure
+pytest_configure()
 from frame.attention_backends.flashinfer.page_list_kernel import write_page_lists
 rng = np.random.default_rng(0)
 lengths = torch.tensor([5, 1, 4097, 64, 16, 4096] * 43, dtype=torch.int32)  # rows: more than the block of 256
@@ -157,7 +159,8 @@ assert pages[:-7].tolist() == torch.cat([table[s, :c] for s, c in zip(slots, cou
 assert pages[-7:].tolist() == [-1] * 7
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=Path(__file__).parents[2], check=False, **options)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

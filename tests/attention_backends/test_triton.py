@@ -30,11 +30,6 @@ def test_conformance_under_the_interpreter(tmp_path: Path) -> None:
     assert verdict["counts"]["passed"] >= 30
 
 
-@pytest.mark.slow
-def test_schedules_under_the_interpreter() -> None:
-    run_interpreted(str(Path(__file__).with_name("test_triton_split_schedule.py")))
-
-
 def test_runs_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     record = load_registry(installed=False).get("attention_backend", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -15,7 +15,7 @@ import torch
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_triton.py under the interpreter"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/kernels/test_interpreted.py"),
 ]
 
 

@@ -1,5 +1,5 @@
-"""Runs the kernel tests beside this file under Triton's interpreter; tests/gpu collects the same
-files on a GPU."""
+"""Runs the kernel tests beside this file, and those of a backend's schedules, under Triton's
+interpreter; tests/gpu collects the kernel tests on a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.interpreter import needs_triton, run_interpreted
 
 FILES = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.name.startswith(("test_", "_")))
+FILES.append(Path(__file__).parents[1] / "attention_backends" / "test_triton_split_schedule.py")
 NEED_A_GPU = {"fp8"}  # some of their tests need a GPU
 
 
