@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.batch import SlotSetup
-from frame.core.messages import Finish
+from frame.core.messages import Finish, Generate
 from frame.testing.drafters import Script
 from frame.testing.fake_runner import continuation
-from frame.testing.scheduler_rig import SchedulerRig
+from frame.testing.scheduler_rig import Expected, SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script as Grammar
 from tests.core.scheduling.small_rig import VOCAB, config, params, policy, prompt, rig
 
@@ -96,6 +96,16 @@ def test_request_with_a_constrained_draft_length() -> None:
     used.run()
     assert drafter.num_proposals == 0  # one more token is drawn in any case
     assert not drafter.slots - {0, 1}
+
+
+def test_recovered_request_is_drafted_from_its_output_on() -> None:
+    whole = continuation(prompt(9), params(), 0, VOCAB, 12)
+    used = rig()
+    used.enable_drafts(oracle, 3)
+    message = Generate(rid="r", token_ids=prompt(9) + whole[:5], output_len=5, params=params(max_tokens=12))
+    assert used.scheduler.add_request(message) is None
+    used.requests["r"] = Expected(message, whole[5:], cached=0)
+    assert count_steps(used) == 1 + 2
 
 
 def test_slots_of_ended_requests_are_released() -> None:
