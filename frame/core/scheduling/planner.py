@@ -30,13 +30,15 @@ MAX_GROWTH_RESERVE = 512  # tokens; upper bound of the growth reserve for each r
 MAX_PREFIX_LOOKUPS = 8  # long waiting prompts of which a step looks up how many of their tokens are not cached
 RESERVE_DECAY_STEPS = 128  # the growth reserve is halved after so many steps without a preemption
 
+_NO_SLOTS = np.empty(0, np.intp)
+
 
 @dataclass(slots=True)
 class StepPlan:
     """The rows of a step. It is false when the step has none."""
 
     decode_slots: np.ndarray  # intp [n]; one token each
-    draft_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.intp))  # intp [m]; decodes with drafted tokens
+    draft_slots: np.ndarray = field(default_factory=lambda: _NO_SLOTS)  # intp [m]; decodes with drafted tokens
     drafts: Drafts | None = None  # of `draft_slots`; None: there are none
     chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
     budget: int = 0  # prompt tokens that may still be added
