@@ -252,7 +252,7 @@ def test_tokens_before_their_start_are_kept() -> None:
         "logprobs": {1: logprobs},
         "prompt_logprobs": {1: logprobs},
     }
-    parts |= {"finishes": {1: LENGTH}}
+    parts |= {"finishes": {1: LENGTH}, "drafts": {1: (2, 1)}}
     assert {*parts, "pooled"} == set(BY_INDEX)  # a vector has no text
     step = StepTokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
     detokenizer = Detokenizer(byte_level(), early_limit=2)
