@@ -28,14 +28,14 @@ GIB = 2**30
 B200 = Hardware(64, 512 * GIB, accelerators=(Accelerator("cuda", "B200", (10, 0), 180 * GIB),) * 8)
 H200 = Hardware(64, 512 * GIB, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 * GIB),) * 8)
 
-# DeepSeek-V3's shape (arXiv 2412.19437, section 4.2), as its config.json states it, with plain
-# weights.
+# DeepSeek-V3's shape (arXiv 2412.19437, section 4.2), as its config.json states it.
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 129280,
     "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
     "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
     "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "max_position_embeddings": 163840, "eos_token_id": 1, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }  # fmt: skip
 BLACKWELL = PluginRecord(
     kind="attention_backend",

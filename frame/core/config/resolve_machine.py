@@ -103,16 +103,18 @@ def _estimate_weights(model_config: ModelConfig) -> int:
     return values * (1 if model_config.quantization else _BYTES.get(model_config.dtype, 2))
 
 
-def count_weights(model_config: ModelConfig) -> int:
+def count_weights(model_config: ModelConfig, chosen_format: str | None) -> int:
     """The least bytes that the weights take: attention, MLPs, experts, embedding and head; a
-    quantized weight takes half a byte, unless it is float8."""
+    quantized weight takes half a byte, unless it is float8. `chosen_format`: the user's weight
+    format, which may quantize while loading."""
     config, hidden, layers = model_config.config, model_config.hidden_size, model_config.num_layers
     experts, inner = model_config.num_experts, int(config.get("intermediate_size") or 0)
     dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts else layers
     routed = experts * int(config.get("moe_intermediate_size") or inner)
     values = layers * _attention_weights(model_config) + 3 * hidden * (dense * inner + (layers - dense) * routed)
     values += model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    width = _BYTES.get(model_config.dtype, 2) if model_config.quantization is None else 1 if "fp8" in model_config.quantization else 0.5
+    stored = chosen_format or model_config.quantization or "none"
+    width = _BYTES.get(model_config.dtype, 2) if stored == "none" else 1 if "fp8" in stored else 0.5
     return int(values * width)
 
 

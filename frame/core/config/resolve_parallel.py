@@ -20,8 +20,11 @@ def make_plan(config: FrameConfig) -> ParallelPlan:
     return ParallelPlan(tp=config.parallel.tp, pp=config.parallel.pp, ep=config.parallel.ep)
 
 
-def find_conflicts(plan: ParallelPlan, model_config: ModelConfig, platform: PluginRecord, hardware: Hardware) -> Iterator[ResolveError]:
-    """What stands against the plan: each sentence has the numbers."""
+def find_conflicts(
+    plan: ParallelPlan, model_config: ModelConfig, platform: PluginRecord, hardware: Hardware, chosen_format: str | None
+) -> Iterator[ResolveError]:
+    """What stands against the plan: each sentence has the numbers. `chosen_format`: the weight
+    format that the user named."""
     devices = hardware.of(platform.name)
     is_host, available = get_capabilities(platform).is_host, len(devices)
     if not is_host and plan.num_ranks > available:
@@ -41,7 +44,7 @@ def find_conflicts(plan: ParallelPlan, model_config: ModelConfig, platform: Plug
     if plan.ep > 1:
         yield from _find_expert_conflicts(plan, model_config)
     if not is_host and devices:
-        memory, weights = min(device.memory_bytes for device in devices), count_weights(model_config)
+        memory, weights = min(device.memory_bytes for device in devices), count_weights(model_config, chosen_format)
         each = weights // plan.num_ranks
         if each > memory:
             yield ResolveError(

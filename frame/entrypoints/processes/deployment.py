@@ -74,7 +74,7 @@ class Child:
     @property
     def is_stopped(self) -> bool:
         """Whether the operating system keeps the process stopped."""
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):  # OSError: no descriptor is free to read its state
             return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
         return False
 

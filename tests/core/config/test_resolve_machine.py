@@ -10,8 +10,10 @@ import pytest
 from frame.core.config.hardware import Accelerator, Hardware
 from frame.core.config.resolve import ResolveError, resolve
 from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, launch_bound_tokens
+from frame.core.config.resolve_parallel import find_conflicts
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.model import ModelConfig
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.loading.model_config import EMBEDDED
 from frame.plugins.loader import load_registry
 
@@ -103,3 +105,13 @@ def test_decode_graphs_cover_all_running_requests(running: int) -> None:
     found = resolve(config, H200, LLAMA_8B, records)
     assert found.max_running_requests == running
     assert found.cuda_graph_max_bs == running
+
+
+@pytest.mark.parametrize(("chosen_format", "gib"), [(None, 131), ("none", 131), ("fp8", None), ("int4", None)])
+def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: str | None, gib: int | None) -> None:
+    """A format that quantizes while loading makes them fit."""
+    large = dataclasses.replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, config={"intermediate_size": 28672})
+    small = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "H100", (9, 0), 80 << 30),))
+    found = list(find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), small, chosen_format))
+    sentences = [str(each) for each in found]
+    assert sentences == [] if gib is None else f"at least {gib} GiB / 1 rank(s) = {gib} GiB a rank" in sentences[0]
