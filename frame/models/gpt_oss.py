@@ -13,7 +13,7 @@ from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.router import RoutingRule
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU
-from frame.models.layers.weights.fused_tensors import split_expert_biases, split_experts
+from frame.models.layers.weights.fused_tensors import split_expert_biases, split_experts, split_packed_experts
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
@@ -49,6 +49,13 @@ class GptOssForCausalLM(Decoder):
             elif last == "down_proj":
                 yield from split_experts(prefix, tensor, ("down_proj",), interleaved=False)
             elif last in ("gate_up_proj_bias", "down_proj_bias"):
-                yield from split_expert_biases(prefix, tensor, ("gate_proj", "up_proj") if last.startswith("gate") else ("down_proj",))
+                yield from split_expert_biases(prefix, tensor, _list_layers(last))
+            elif last.endswith(("_proj_blocks", "_proj_scales")):  # MXFP4
+                yield from split_packed_experts(prefix, tensor, _list_layers(last), last.rpartition("_")[2])
             else:
                 yield name.replace(".mlp.router.", ".mlp.gate."), tensor
+
+
+def _list_layers(name: str) -> tuple[str, ...]:
+    """The layers of a stacked tensor."""
+    return ("gate_proj", "up_proj") if name.startswith("gate_up_proj") else ("down_proj",)

@@ -72,6 +72,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
         ("w8a8_fp8", "w8a8_fp8:W8A8Fp8", ("plain", "e4m3"), "e4m3 weights with one scale per output."),
         ("gptq", "gptq:Gptq", ("plain", "int4", "int8"), "GPTQ: integers of 2, 3, 4 or 8 bits per group, also in act-order."),
         ("awq", "awq:Awq", ("plain", "int4"), "AWQ: 4-bit integers with zero points per group."),
+        ("mxfp4", "mxfp4:Mxfp4", ("plain", "e2m1"), "gpt-oss: the experts in MXFP4, e2m1 per 32 inputs."),
     ):
         capabilities = FormatCapabilities(checkpoints=(name,), codes=codes)  # type: ignore[arg-type]
         registry.add(name, f"frame.quantization.{target}", capabilities=capabilities, rank=20, summary=summary)

@@ -85,6 +85,24 @@ def split_expert_biases(prefix: str, tensor: LazyTensor, names: Sequence[str]) -
             yield f"{prefix}.{expert}.{name}.bias", TensorView((total // step,), read)
 
 
+def split_packed_experts(prefix: str, tensor: LazyTensor, names: Sequence[str], part: str) -> Iterator[tuple[str, LazyTensor]]:
+    """The packed weights or scales of single layers of a tensor [experts, outputs of all `names`,
+    groups of inputs, values of a group, if there are several], as `prefix`.N.name.part [outputs,
+    groups * values]. The outputs of the layers alternate."""
+    experts, total, groups, *rest = tensor.shape
+    step, width = len(names), rest[0] if rest else 1
+    for expert in range(experts):
+        for place, name in enumerate(names):
+
+            def read(index: tuple[slice, ...], expert: int = expert, place: int = place) -> torch.Tensor:
+                rows, columns = index
+                first, last = columns.start // width, -(-columns.stop // width)
+                found = tensor[expert : expert + 1, rows.start * step : rows.stop * step, first:last][0, place::step]
+                return found.flatten(1)[:, columns.start - first * width : columns.stop - first * width]
+
+            yield f"{prefix}.{expert}.{name}.{part}", TensorView((total // step, groups * width), read)
+
+
 def split_stacked_experts(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors, with `experts.gate_up_proj` [experts, 2 * inner, hidden] and `experts.down_proj`
     [experts, hidden, inner] divided by expert and layer."""
