@@ -45,7 +45,7 @@ class NemotronHForCausalLM(Decoder):
             raise ConfigurationError(
                 f"{self.model_config.architecture} with moe_latent_size or another mlp_hidden_act than relu2 is not implemented here."
             )
-        self.sizes = MambaSizes.from_config(config)
+        self.sizes = MambaSizes.read_config(config)
         self.positions = StepPositions(self.sizes.width)
         kinds = config.get("layers_block_type") or [_PATTERN[letter] for letter in config["hybrid_override_pattern"]]
         self.kinds = [_NAMES.get(kind, kind) for kind in kinds]

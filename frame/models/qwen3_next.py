@@ -39,7 +39,7 @@ class Qwen3NextForCausalLM(Decoder):
 
     def build_rotary(self) -> Rotary:
         config = self.model_config.config
-        self.sizes = DeltaSizes.from_config(config, self.model_config.architecture.startswith("Qwen3Next"))
+        self.sizes = DeltaSizes.read_config(config, self.model_config.architecture.startswith("Qwen3Next"))
         self.positions = StepPositions(self.sizes.width)
         stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
         share = stored.get("partial_rotary_factor") or config.get("partial_rotary_factor") or _ROTATED

@@ -33,9 +33,9 @@ FIXED: dict[str, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 # Without a published vulnerability in the versions that the bounds permit.
 NONE_KNOWN = {
-    "click", "fastapi", "flashinfer-python", "grpcio-health-checking", "grpcio-reflection", "llguidance", "matplotlib", "msgspec",
-    "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy", "prometheus-client", "pydantic-core",
-    "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "tokenizers", "triton",
+    "click", "fastapi", "flashinfer-python", "grpcio-health-checking", "grpcio-reflection", "humming-kernels", "llguidance", "matplotlib",
+    "msgspec", "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy", "prometheus-client",
+    "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "tokenizers", "triton",
     "typing-extensions", "uvloop",
 }  # fmt: skip
 NOT_SERVING = ("test", "load", "docs", "dev")  # extras that servers do not use

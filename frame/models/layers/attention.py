@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.backend = context.attention
         self.stores_kv = context.attention.capabilities.stores_kv
         self.rotary = rotary if options.rotates else None
-        self.temperature = QueryTemperature.from_config(context, model_config)
+        self.temperature = QueryTemperature.read_config(context, model_config)
         if options.temperature is not None:
             self.temperature = QueryTemperature(context, *options.temperature)
         self.spec = AttentionSpec(
@@ -190,7 +190,7 @@ class QueryTemperature(nn.Module):
         self.device = context.device
 
     @classmethod
-    def from_config(cls, context: BuildContext, model_config: ModelConfig) -> QueryTemperature | None:
+    def read_config(cls, context: BuildContext, model_config: ModelConfig) -> QueryTemperature | None:
         """That of Ministral 3, whose rotary settings have `llama_4_scaling_beta`; else None."""
         rope = model_config.config.get("rope_parameters") or model_config.config.get("rope_scaling") or {}
         beta = rope.get("llama_4_scaling_beta")

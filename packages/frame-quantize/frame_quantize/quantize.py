@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from datasets import Dataset
-from huggingface_hub import snapshot_download
 from llmcompressor import model_free_ptq, oneshot
 from llmcompressor.logger import LoggerConfig, configure_logger
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -55,9 +54,8 @@ def quantize_weights(
 ) -> None:
     """Round each weight to nearest, shard by shard: needs the memory of one shard. Raises
     ValueError for a weight whose sizes the scheme does not divide."""
-    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
     config = QuantizationConfig(config_groups={"group_0": _scheme(weights, activations)}, ignore=_ignored(ignore))
-    model_free_ptq(folder, out, config=config, device=device)
+    model_free_ptq(model, out, config=config, device=device)
 
 
 def quantize_calibrated(

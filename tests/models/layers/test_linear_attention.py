@@ -92,7 +92,7 @@ def test_layers_declare_a_state_of_each_sequence() -> None:
     config = {"hidden_size": 32, "linear_num_heads": 4, "linear_head_dim": 8}
     sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "hidden_size": 32}
     assert kimi_delta.read_sizes(config) == (4, 8, 4)
-    assert mamba2.MambaSizes.from_config(sizes).fused["conv1d"] == {"conv1d_x": 32, "conv1d_b": 32, "conv1d_c": 32}
+    assert mamba2.MambaSizes.read_config(sizes).fused["conv1d"] == {"conv1d_x": 32, "conv1d_b": 32, "conv1d_c": 32}
     delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
-    fused = gated_delta.DeltaSizes.from_config(config | delta, grouped=False).fused
+    fused = gated_delta.DeltaSizes.read_config(config | delta, grouped=False).fused
     assert fused["in_proj_qkv"] == {"in_proj_q": 16, "in_proj_k": 16, "in_proj_v": 64}

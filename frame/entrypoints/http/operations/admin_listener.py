@@ -49,6 +49,7 @@ class AdminListener:
             certificate = None if listener.family == socket.AF_UNIX else self._certificate
             http = HttpServer(app, limits, certificate)
             self._running.append((http, loop.create_task(http.serve([listener]))))
+            listener.listen()  # before the address is reported: the task has not run yet
             name, scheme = listener.getsockname(), "http" if certificate is None else "https"
             report(f"admin routes on {name if isinstance(name, str) else f'{scheme}://{address(*name[:2])}'}")
 

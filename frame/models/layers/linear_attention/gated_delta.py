@@ -44,7 +44,7 @@ class DeltaSizes:
     grouped: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], grouped: bool) -> DeltaSizes:
+    def read_config(cls, config: Mapping[str, Any], grouped: bool) -> DeltaSizes:
         """The sizes that config.json names."""
         return cls(
             config["hidden_size"],

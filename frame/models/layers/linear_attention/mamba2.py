@@ -43,7 +43,7 @@ class MambaSizes:
     conv_bias: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MambaSizes:
+    def read_config(cls, config: Mapping[str, Any]) -> MambaSizes:
         """The sizes that config.json of a Nemotron-H names."""
         return cls(
             config["hidden_size"],
