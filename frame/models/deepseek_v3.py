@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from frame.models.deepseek_v2 import DeepseekV2ForCausalLM
 from frame.models.layers.decoder import match_draft_layers
-from frame.models.layers.router import RoutingRule
+from frame.models.layers.router import RoutingRule, read_sigmoid_rule
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -15,15 +15,4 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         return (*super().get_ignored(), match_draft_layers(self.model_config))
 
     def build_routing(self) -> RoutingRule:
-        config = self.model_config.config
-        return RoutingRule(
-            top_k=config["num_experts_per_tok"],
-            scoring="sigmoid",
-            renormalize=bool(config.get("norm_topk_prob", True)),
-            scale=config.get("routed_scaling_factor", 1.0),
-            groups=config.get("n_group") or 1,
-            top_groups=config.get("topk_group") or 1,
-            group_score="top2",
-            correction=True,
-            precise=True,
-        )
+        return read_sigmoid_rule(self.model_config.config)

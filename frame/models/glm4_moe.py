@@ -10,7 +10,7 @@ from frame.models.layers.decoder import Decoder, match_draft_layers
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
-from frame.models.layers.router import RoutingRule
+from frame.models.layers.router import read_sigmoid_rule
 
 _ROTATED = 0.5  # share of a head that rotates, unless the config says otherwise
 
@@ -39,16 +39,6 @@ class Glm4MoeForCausalLM(Decoder):
         if layer < config.get("first_k_dense_replace", 1):
             return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
         inner = config["moe_intermediate_size"]
-        rule = RoutingRule(
-            top_k=config["num_experts_per_tok"],
-            scoring="sigmoid",
-            renormalize=bool(config.get("norm_topk_prob", True)),
-            scale=config.get("routed_scaling_factor", 1.0),
-            groups=config.get("n_group") or 1,
-            top_groups=config.get("topk_group") or 1,
-            group_score="top2",
-            correction=True,
-            precise=True,
-        )
+        rule = read_sigmoid_rule(config)
         shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config.get("n_shared_experts", 1))
         return MoE(self.context, prefix, ExpertSizes(self.model_config.num_experts, hidden, inner), rule, shared)

@@ -17,7 +17,7 @@ from frame.models.layers.mlp import PlainMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.rotary import Rotary, read_rope_parameters
-from frame.models.layers.router import RoutingRule
+from frame.models.layers.router import read_sigmoid_rule
 from frame.models.layers.weights.expert_activation import squared_relu
 from frame.models.layers.weights.fused_tensors import split_layers
 
@@ -73,17 +73,7 @@ class NemotronHForCausalLM(Decoder):
         sizes = ExpertSizes(
             self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False
         )
-        rule = RoutingRule(
-            top_k=config["num_experts_per_tok"],
-            scoring="sigmoid",
-            renormalize=bool(config.get("norm_topk_prob", True)),
-            scale=config.get("routed_scaling_factor", 1.0),
-            groups=config.get("n_group") or 1,
-            top_groups=config.get("topk_group") or 1,
-            group_score="top2",
-            correction=True,
-            precise=True,
-        )
+        rule = read_sigmoid_rule(config)
         inner = config["moe_shared_expert_intermediate_size"]
         shared = PlainMLP(self.context, f"{prefix}.shared_experts", hidden, inner, bias, squared_relu)
         return MoE(self.context, prefix, sizes, rule, shared)

@@ -7,8 +7,12 @@ not know a plugin by name, or pytest.
 
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
+import types
 import unittest
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -77,3 +81,21 @@ def checks(kind: str, subject: Subject) -> list[Check]:
     if not found:
         raise PluginError(f"No conformance check of {kind!r} fits {subject.record.name!r} on {subject.setting.device}.")
     return found
+
+
+def count_elements(plugin: object, most: int = 100_000) -> int:
+    """Elements of the containers that a plugin refers to, those of its class included; objects
+    after the first `most` are not counted. Suites compare two counts to find what grows."""
+    containers = (list, dict, set, deque, tuple, bytearray)
+    shared = [value for kind in type(plugin).__mro__ for value in vars(kind).values() if isinstance(value, containers)]
+    foreign = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType, logging.Logger)
+    waiting: list[Any] = [plugin, *shared]
+    seen: set[int] = set()
+    size = 0
+    while waiting and len(seen) < most:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, foreign):
+            seen.add(id(one))
+            size += len(one) if isinstance(one, containers) else 0
+            waiting += gc.get_referents(one)
+    return size

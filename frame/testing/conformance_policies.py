@@ -7,12 +7,9 @@ Used by the conformance option of the pytest plugin. Must not know a policy by n
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import time
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -29,14 +26,13 @@ from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling import policy_guard as guarded_policy
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, count_elements
 from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
 EDGE_VIEWS = (SchedulerView(0.0, 0, 0, 0, 0, 1), SchedulerView(1e9, 10_000, 1 << 20, 0, 1 << 30, 128))
 VOCAB = 97
-CONTAINERS = (list, dict, set, deque, tuple, bytearray)
 WINDOW = 128  # waiting requests that the scheduler shows a policy at most
 MAX_SECONDS = 0.02  # of one `sort_waiting` of a window; a step takes about as long
 MAX_WAIT = 200  # seconds that a request may wait while later ones are admitted
@@ -188,7 +184,7 @@ def requests_are_not_kept(policy: Make) -> None:
         for request in waiting[1:9]:
             one.can_preempt(waiting[0], request)
         if turn % 20 == 19:
-            sizes.append(_measure(one))
+            sizes.append(count_elements(one))
     grows = sizes[0] + 20 <= sizes[1] and sizes[1] + 20 <= sizes[2]  # at least by one in each step
     _require(not grows, f"the policy holds {sizes} elements after 20, 40 and 60 steps: it keeps what it has seen")
 
@@ -324,22 +320,6 @@ def _renamed(request: Request, rid: str, index: int) -> Request:
     found = copy(request)
     found.rid, found.index = rid, index
     return found
-
-
-def _measure(policy: object, most: int = 100_000) -> int:
-    """Elements of the containers that a policy refers to, those of its class included."""
-    shared = [value for kind in type(policy).__mro__ for value in vars(kind).values() if isinstance(value, CONTAINERS)]
-    code = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType)
-    waiting: list[Any] = [policy, *shared]
-    seen: set[int] = set()
-    size = 0
-    while waiting and len(seen) < most:
-        one = waiting.pop()
-        if id(one) not in seen and not isinstance(one, code):
-            seen.add(id(one))
-            size += len(one) if isinstance(one, CONTAINERS) else 0
-            waiting += gc.get_referents(one)
-    return size
 
 
 def _require(holds: bool, sentence: str) -> None:

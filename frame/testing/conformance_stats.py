@@ -13,21 +13,18 @@ import logging
 import signal
 import threading
 import time
-import types
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from frame.core.interfaces.stats import Metric, RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, count_elements
 
 MANY = 6000  # records
 MAX_SECONDS = 1e-3  # of one record
 MAX_RENDER_SECONDS = 0.05  # of `render_metrics`
 MAX_KEPT = 1500  # elements of all containers that a logger holds
-CONTAINERS = (list, dict, set, deque, tuple, bytearray)
 STEP = StepRecord(
     num_requests=3, prompt_tokens=20, generated_tokens=3, running=3, waiting=1, used_pages=9, total_pages=64,
     first_token_latencies=(0.1,), inter_token_latencies=(0.01, 0.02), queue_times=(0.01,), prefill_times=(0.09,),
@@ -102,7 +99,7 @@ def _returns_at_once(make: Any) -> None:
 def _keeps_a_bounded_amount(make: Any) -> None:
     logger = make()
     _run(logger, MANY)
-    kept = _measure(logger)
+    kept = count_elements(logger)
     logger.close()
     _require(kept <= MAX_KEPT, f"the logger holds {kept} elements after {MANY} steps: it keeps records")
 
@@ -177,22 +174,6 @@ def _process_state() -> dict[str, Any]:
         "threads that keep it alive": [thread.name for thread in threading.enumerate() if not thread.daemon],
         "garbage collection": gc.isenabled(),
     }
-
-
-def _measure(logger: StatLogger, most: int = 100_000) -> int:
-    """Elements of the containers that a logger refers to, those of its class included."""
-    shared = [value for kind in type(logger).__mro__ for value in vars(kind).values() if isinstance(value, CONTAINERS)]
-    code = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType, logging.Logger)
-    waiting: list[Any] = [logger, *shared]
-    seen: set[int] = set()
-    size = 0
-    while waiting and len(seen) < most:
-        one = waiting.pop()
-        if id(one) not in seen and not isinstance(one, code):
-            seen.add(id(one))
-            size += len(one) if isinstance(one, CONTAINERS) else 0
-            waiting += gc.get_referents(one)
-    return size
 
 
 def _require(holds: bool, sentence: str) -> None:

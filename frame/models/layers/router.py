@@ -6,8 +6,9 @@ The router's weight is replicated, so all ranks select the same experts. Depends
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,7 @@ class RoutingRule:
     group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a
     stored bias that affects the selection but not the weights. `bias`: a stored bias of the logits.
     `scales_input`: the weight multiplies the token before its expert, not the result; only for one
-    expert per token. `precise`: scores are computed in
-    float32 from the input on.
+    expert per token. `precise`: scores are computed in float32 from the input on.
     """
 
     top_k: int
@@ -45,6 +45,23 @@ class RoutingRule:
     precise: bool = False
     bias: bool = False
     scales_input: bool = False
+
+
+def read_sigmoid_rule(config: Mapping[str, Any]) -> RoutingRule:
+    """The routing of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), under the names of its
+    config.json: sigmoid scores, a correction bias, and group scores that are the sum of the two
+    best experts."""
+    return RoutingRule(
+        top_k=config["num_experts_per_tok"],
+        scoring="sigmoid",
+        renormalize=bool(config.get("norm_topk_prob", True)),
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group") or 1,
+        top_groups=config.get("topk_group") or 1,
+        group_score="top2",
+        correction=True,
+        precise=True,
+    )
 
 
 class Router(nn.Module):

@@ -85,10 +85,10 @@ class HummingGroupedProduct(HummingProduct):
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         layout = F.pad(ends, (1, 0))  # the row before each expert's first
-        product = self._multiply(
+        out: torch.Tensor = self._multiply(
             self._config, x.contiguous(), **self._tensors, locks=self._locks, expert_layout=layout, compute_config=_GROUPED
         )
-        return torch.as_tensor(product)
+        return out
 
 
 def _name_tensors(weight: PackedWeight) -> dict[str, torch.Tensor]:
