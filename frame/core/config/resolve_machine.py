@@ -3,6 +3,7 @@ and CUDA graphs. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from frame.core.config.hardware import Hardware
@@ -24,6 +25,8 @@ MOST_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured
 # (0.2 ms, measured).
 _PRODUCTS_PER_LAUNCHED_LAYER = 60e9
 _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
+_ONE_PART = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
+_EXPERTS_EVERY = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq")  # fields: the distance of layers with experts
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
@@ -103,16 +106,25 @@ def _estimate_weights(model_config: ModelConfig) -> int:
     return values * (1 if model_config.quantization else _BYTES.get(model_config.dtype, 2))
 
 
+def _count_expert_layers(config: Mapping[str, Any], layers: int) -> int:
+    """The least number of the `layers` after the dense ones that have experts."""
+    every = max((config[name] for name in _EXPERTS_EVERY if isinstance(config.get(name), int)), default=1)
+    return max(0, layers // max(1, every) - len(config.get("mlp_only_layers") or ()))
+
+
 def count_weights(model_config: ModelConfig, chosen_format: str | None) -> int:
     """The least bytes that the weights take: attention, MLPs, experts, embedding and head; a
-    quantized weight takes half a byte, unless it is float8. `chosen_format`: the user's weight
-    format, which may quantize while loading."""
+    quantized weight takes half a byte, unless it is float8. Layers of one part each (Nemotron-H)
+    are left out, and where experts are in some layers only, the MLPs of the others.
+    `chosen_format`: the user's weight format, which may quantize while loading."""
     config, hidden, layers = model_config.config, model_config.hidden_size, model_config.num_layers
     experts, inner = model_config.num_experts, int(config.get("intermediate_size") or 0)
-    dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts else layers
-    routed = experts * int(config.get("moe_intermediate_size") or inner)
-    values = layers * _attention_weights(model_config) + 3 * hidden * (dense * inner + (layers - dense) * routed)
-    values += model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    values = model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    if not any(config.get(name) for name in _ONE_PART):
+        dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts else layers
+        routed = experts * int(config.get("moe_intermediate_size") or inner)
+        with_experts = _count_expert_layers(config, layers - dense)
+        values += layers * _attention_weights(model_config) + 3 * hidden * (dense * inner + with_experts * routed)
     stored = chosen_format or model_config.quantization or "none"
     width = _BYTES.get(model_config.dtype, 2) if stored == "none" else 1 if "fp8" in stored else 0.5
     return int(values * width)

@@ -9,7 +9,7 @@ import pytest
 
 from frame.core.config.hardware import Accelerator, Hardware
 from frame.core.config.resolve import ResolveError, resolve
-from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, launch_bound_tokens
+from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, count_weights, launch_bound_tokens
 from frame.core.config.resolve_parallel import find_conflicts
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.model import ModelConfig
@@ -115,3 +115,23 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: 
     found = list(find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), small, chosen_format))
     sentences = [str(each) for each in found]
     assert sentences == [] if gib is None else f"at least {gib} GiB / 1 rank(s) = {gib} GiB a rank" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "config", "parameters"),
+    [
+        # Llama 4 Maverick: experts in every second layer
+        (48, 5120, {"intermediate_size": 8192, "interleave_moe_layer_step": 2}, 401e9),
+        # Qwen3-30B-A3B
+        (48, 2048, {"intermediate_size": 6144, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []}, 30.5e9),
+        # Nemotron 3 Nano: a layer is attention, a recurrence or experts
+        (52, 2688, {"intermediate_size": 1856, "moe_intermediate_size": 1856, "hybrid_override_pattern": "MEM*E"}, 31.6e9),
+    ],
+)
+def test_the_count_of_weights_is_never_above_the_published_one(
+    layers: int, hidden: int, config: dict[str, Any], parameters: float
+) -> None:
+    large = dataclasses.replace(LLAMA_8B, num_layers=layers, hidden_size=hidden, num_heads=hidden // 128, num_experts=128, config=config)
+    assert count_weights(large, None) <= 2 * parameters
+    if "hybrid_override_pattern" not in config:
+        assert count_weights(large, None) > 1.8 * parameters
