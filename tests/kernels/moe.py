@@ -35,6 +35,8 @@ from frame.kernels.moe.grouped_gemm import (
 )
 from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
 from frame.models.layers.router import Router, RoutingRule
+from frame.models.layers.weights.expert_activation import ClampedSwiGLU, gelu_mul, squared_relu
+from frame.plugins.moe_runners.torch_native import run_biased
 from frame.plugins.moe_runners.triton import Triton
 from frame.testing.conformance_moe import PlainExperts
 from frame.testing.devices import open_platform
@@ -154,8 +156,9 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
     x, ids, weights, first, second = drawn(2 if way == "vector" else 9, sizes, dtype)
     want = reference(x, ids, weights, first, second)
     if way == "vector":
-        act = compute_gate_up_vector(x, first, Pairs(ids, weights), Vector(16, 32, 4))
-        check(compute_down_vector(act, second, ids, Vector(16, 32, 4, 2)), want)
+        pairs = Pairs(ids, weights)
+        act = compute_gate_up_vector(x, Weights(first), pairs, Vector(16, 32, 4))
+        check(compute_down_vector(act, Weights(second), pairs, Vector(16, 32, 4, 2)), want)
         return
     pairs, order = Pairs(ids, weights), align_tokens(ids, sizes[0], 32)
     tiles = Tile(32, 16, 16, 4, 2), Tile(32, 32, 16, 4, 2, half_blocks=True), Tile(32, 64, 32, 4, 2, swap=True)
@@ -163,6 +166,46 @@ def test_products(sizes: tuple[int, int, int, int], way: str, dtype: torch.dtype
         rows = compute_gate_up(Rows(x), Weights(first), pairs, order, tile, dtype)
         for way in (replace(tile, swap=False), replace(tile, persistent=True))[: 1 + tile.tma]:
             check(combine_pairs(compute_down(rows, Weights(second), pairs, order, way, dtype), sizes[1]), want)
+
+
+FORMS = {
+    "clamped": (ClampedSwiGLU(1.702, 0.5), True),
+    "gelu": (gelu_mul, False),
+    "ungated": (squared_relu, False),
+    "ungated-biased": (squared_relu, True),
+    "unfused": (torch.mul, True),
+}
+
+
+def with_form(name: str, first: torch.Tensor, second: torch.Tensor) -> PlainExperts:
+    """Experts with an activation of their own; without gates, the first weights' first half."""
+    activation, is_biased = FORMS[name]
+    is_gated = not name.startswith("ungated")
+    experts = PlainExperts(first if is_gated else first[:, : first.shape[1] // 2].contiguous(), second, hidden_first=False)
+    experts.activation, experts.gated = activation, is_gated  # type: ignore[assignment]
+    if is_biased:
+        for product in ("gate_up", "down"):
+            bias = torch.randn(getattr(experts, product).shape[:2]).to(first)
+            setattr(experts, f"{product}_bias", torch.nn.Parameter(bias, requires_grad=False))
+    return experts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_biases_and_activations(form: str, dtype: torch.dtype) -> None:
+    """One token and few (vectors), and 2 to 100 rows of an expert."""
+    x, ids, weights, first, second = drawn(200, (4, 2, 48, 40), dtype)
+    experts = with_form(form, first, second)
+    exact = with_form(form, first.double(), second.double())
+    for name, bias in list(experts.named_parameters()):
+        setattr(exact, name, torch.nn.Parameter(bias.double(), requires_grad=False))
+    runner = Triton(CONTEXT)
+    for count in (1, 4, 30, 200):
+        tokens = DispatchOutput(x[:count], ids[:count], weights[:count])
+        want = run_biased(replace(tokens, x=tokens.x.double()), exact)
+        check(runner.run(tokens, experts), want)
+    x[0, 0] = torch.nan
+    assert runner.run(tokens, experts)[0].isnan().all(), "an activation that clamps keeps NaN"
 
 
 def rounded(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
@@ -200,13 +243,17 @@ def test_products_of_float8_blocks(swap: bool) -> None:
     torch.testing.assert_close(got, compute_down(Rows(stands_for(act)), Weights(down_), pairs, order, tile, torch.float32), **SUMS)
 
 
-def test_float8_experts_are_close_to_plain_ones() -> None:
+@pytest.mark.parametrize("form", ["plain", "clamped", "ungated", "unfused"])
+def test_float8_experts_are_close_to_plain_ones(form: str) -> None:
     x, ids, weights, *plain = drawn(9, (4, 2, 256, 128), torch.float32)
-    experts = PlainExperts(*plain, hidden_first=False)
-    for name, (made, _) in zip(("gate_up", "down"), map(rounded, plain), strict=True):
+    experts = PlainExperts(*plain, hidden_first=False) if form == "plain" else with_form(form, *plain)
+    tokens = DispatchOutput(x, ids, weights)
+    want = reference(x, ids, weights, *plain) if form == "plain" else run_biased(tokens, experts)
+    for name in ("gate_up", "down"):
+        made, _ = rounded(getattr(experts, name).data)
         setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
         setattr(experts, f"{name}_fp8_scale", made.scale)
-    got, want = Triton(CONTEXT).run(DispatchOutput(x, ids, weights), experts).double(), reference(x, ids, weights, *plain)
+    got = Triton(CONTEXT).run(tokens, experts).double()
     assert (got - want).norm() < 0.08 * want.norm()
 
 

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Triton kernels of the expert products: gate and up with SiLU, then the weighted down product.
+"""Triton kernels of the expert products: the first with its activation, then the weighted down
+product.
 
 `experts_kernel`: grouped GEMM over block-aligned rows of one expert per block, on the tensor cores
 (as vLLM's and SGLang's fused MoE kernel). The `vector` kernels: one (token, expert) pair per
@@ -83,6 +84,30 @@ def _quantize_tile(values, places, column, out_scale, stride):
 
 
 @triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The factors of the second product; without gates, `gate` holds the products."""
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu_tanh":
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    elif ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        gate = (up + 1) * gate * tl.sigmoid(gate * ALPHA)
+    elif ACTIVATION == "squared_relu":
+        gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        gate = gate * gate
+    return gate
+
+
+@triton.jit
+def _add_bias(acc, bias, rows, SWAP: tl.constexpr):
+    """A product [BM, BN], or [BN, BM] if SWAP, plus the bias of its outputs."""
+    added = tl.load(bias + rows).to(tl.float32)
+    return acc + (added[:, None] if SWAP else added[None, :])
+
+
+@triton.jit
 def _compute_tile(
     x,
     w,
@@ -92,6 +117,7 @@ def _compute_tile(
     x_scale,
     w_scale,
     out_scale,
+    bias,
     expert,
     start,
     first,
@@ -104,7 +130,12 @@ def _compute_tile(
     N: tl.constexpr,
     K: tl.constexpr,
     TOP: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIASED: tl.constexpr,
     SCALED: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     BM: tl.constexpr,
@@ -119,7 +150,7 @@ def _compute_tile(
     pairs = tl.load(pairs_of + places)
     valid = pairs < num_pairs
     source = places
-    if GATED:
+    if FIRST:
         source = tl.where(valid, pairs, 0) // TOP  # padding rows read token 0; their results are dropped
     x_rows = x + source.to(tl.int64)[:, None] * x_stride
     columns = first + tl.arange(0, BN)
@@ -161,8 +192,12 @@ def _compute_tile(
         acc = _scale_outputs(acc, output_scales, rows, SWAP)
         if GATED:
             up_acc = _scale_outputs(up_acc, output_scales + N, rows, SWAP)
-    if GATED:
-        acc = acc * tl.sigmoid(acc) * up_acc
+    if BIASED:
+        acc = _add_bias(acc, bias + expert.to(tl.int64) * WEIGHT_ROWS, rows, SWAP)
+        if GATED:
+            up_acc = _add_bias(up_acc, bias + expert.to(tl.int64) * WEIGHT_ROWS + N, rows, SWAP)
+    if FIRST:
+        acc = _activate(acc, up_acc, ACTIVATION, ALPHA, LIMIT)
     else:
         weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
         acc *= weight[None, :] if SWAP else weight[:, None]
@@ -170,7 +205,7 @@ def _compute_tile(
         inside = inside & valid[:, None]
     if SWAP:
         acc = tl.trans(acc)
-    if GATED and SCALED and out.dtype.element_ty == tl.float8e4nv:
+    if FIRST and SCALED and out.dtype.element_ty == tl.float8e4nv:
         result = round_to_fp8(_quantize_tile(acc, places, first // SCALE_BLOCK, out_scale, out_scale_stride), UPCAST)
     else:
         result = acc.to(out.dtype.element_ty)
@@ -189,6 +224,7 @@ def experts_kernel(
     x_scale,  # float32 [K / 128, tokens or rows]
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]; if BY_OUTPUT [experts, weight rows]
     out_scale,  # float32 [N / 128, rows]
+    bias,  # [experts, weight rows]
     num_pairs,
     x_scale_stride,
     out_scale_stride,
@@ -198,7 +234,12 @@ def experts_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     TOP: tl.constexpr,
-    GATED: tl.constexpr,  # the first product, whose weights are gates, then ups; the second applies the pairs' weights
+    FIRST: tl.constexpr,  # the first product, which applies the activation; the second applies the pairs' weights
+    GATED: tl.constexpr,  # the weights are gates, then ups
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIASED: tl.constexpr,
     SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
     BY_OUTPUT: tl.constexpr,
     BM: tl.constexpr,
@@ -225,13 +266,15 @@ def experts_kernel(
         is_half = tl.load(pairs_of + start + BM // 2) >= num_pairs
     if is_half:
         _compute_tile(
-            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
-            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
+            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, GATED, ACTIVATION, ALPHA, LIMIT, BIASED, SCALED,
+            BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
     else:
         _compute_tile(
-            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, expert, start, first, num_pairs, x_stride, x_scale_stride,
-            out_scale_stride, w_expert, w_row, N, K, TOP, GATED, SCALED, BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
+            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, GATED, ACTIVATION, ALPHA, LIMIT, BIASED, SCALED,
+            BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
 
 
@@ -333,12 +376,18 @@ def vector_gate_up_kernel(
     act,  # [pairs, INNER], already times the pairs' weights
     ids,
     pair_weights,
+    bias,  # [experts, weight rows]
     x_stride,
     w_expert,
     w_row,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIASED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -359,12 +408,18 @@ def vector_gate_up_kernel(
         inputs = k + tl.arange(0, BK)
         mask = inputs < HIDDEN
         gate_tile = tl.load(gates + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
-        up_tile = tl.load(gates + INNER * w_row + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
         row = tl.load(x + inputs, mask=mask, other=0.0).to(tl.float32)
-        up += _partial_sums(up_tile, row, LANES)
+        if GATED:
+            up_tile = tl.load(gates + INNER * w_row + inputs[None, :], mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+            up += _partial_sums(up_tile, row, LANES)
         gate += _partial_sums(gate_tile, row, LANES)
-    gate_sum = tl.sum(gate, 1)
-    result = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1) * tl.load(pair_weights + pair)
+    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if BIASED:
+        biases = bias + expert * (2 * INNER if GATED else INNER) + tl.minimum(columns, INNER - 1)
+        gate_sum += tl.load(biases).to(tl.float32)
+        if GATED:
+            up_sum += tl.load(biases + INNER).to(tl.float32)
+    result = _activate(gate_sum, up_sum, ACTIVATION, ALPHA, LIMIT) * tl.load(pair_weights + pair)
     tl.store(act + pair * INNER + columns, result.to(act.dtype.element_ty), mask=columns < INNER)
 
 
@@ -385,12 +440,15 @@ def vector_down_kernel(
     w,
     out,  # [tokens, HIDDEN]
     ids,
+    pair_weights,
+    bias,  # [experts, HIDDEN]
     w_expert,
     w_row,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
     PLACES: tl.constexpr,  # experts loaded at a time
+    BIASED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -422,4 +480,8 @@ def vector_down_kernel(
         products = tile.to(tl.float32) * row
         acc += tl.sum(tl.reshape(products, [PLACES, BN, BK // LANES, LANES]), 3)
     total = tl.sum(tl.sum(acc, 2), 0)
+    if BIASED:
+        for place in tl.static_range(TOP):
+            biases = bias + tl.load(ids + place) * HIDDEN + tl.minimum(columns, HIDDEN - 1)
+            total += tl.load(biases).to(tl.float32) * tl.load(pair_weights + token * TOP + place)
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=columns < HIDDEN)

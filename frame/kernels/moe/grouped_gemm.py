@@ -1,4 +1,5 @@
-"""Grouped GEMM of a mixture of experts: gate and up, down, and the sum over each token's experts.
+"""Grouped GEMM of a mixture of experts: the first product with its activation, down, and the sum
+over each token's experts.
 
 Public functions that launch the kernels of `expert_kernels` and `expert_prefill`. The weights of
 all experts are [experts, outputs, inputs], inputs contiguous; float8 weights have a float32
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -35,10 +36,40 @@ _PIECE = 16  # bytes per asynchronous copy
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of all experts; `scale` is None for unquantized ones."""
+    """The weights of all experts; `scale` is None for unquantized ones. `bias`: [experts, outputs],
+    contiguous."""
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What the first product's result becomes. "none": the products of all outputs, without an
+    activation. `alpha` and `limit`: see `ClampedSwiGLU`."""
+
+    name: Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu", "none"] = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weights are gates, then ups."""
+        return self.name not in ("squared_relu", "none")
+
+    def count_inner(self, weights: Weights) -> int:
+        """Columns of the result."""
+        outputs = weights.values.shape[1]
+        return outputs // 2 if self.is_gated else outputs
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernels' constants."""
+        return {"GATED": self.is_gated, "ACTIVATION": self.name, "ALPHA": self.alpha, "LIMIT": self.limit}
+
+
+SILU, _PLAIN = Activation(), Activation("none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +93,18 @@ class Pairs:
         return self.ids.numel()
 
 
-def compute_gate_up(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> Rows:
-    """SiLU(gate) * up of each row of the alignment: x [tokens, hidden] -> [rows, inner] in `dtype`.
-    In float8, with scales, if the tile's BN is 128."""
-    if tile.use_gluon and _can_use_gluon(x, weights, dtype):
+def compute_gate_up(
+    x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype, activation: Activation = SILU
+) -> Rows:
+    """The activated first product of each row of the alignment: x [tokens, hidden] -> [rows, inner]
+    in `dtype`. In float8, with scales, if the tile's BN is 128."""
+    if tile.use_gluon and activation == SILU and _can_use_gluon(x, weights, dtype):
         return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, pairs.ids.shape[1], order))
-    rows, inner, device = len(order.pairs), weights.values.shape[1] // 2, x.values.device
+    rows, inner, device = len(order.pairs), activation.count_inner(weights), x.values.device
     act = Rows(torch.empty((rows, inner), dtype=dtype, device=device))
     if dtype == torch.float8_e4m3fn:
         act = Rows(act.values, torch.empty((inner // 128, rows), dtype=torch.float32, device=device).t())
-    _launch(x, weights, act, pairs, order, tile, gated=True)
+    _launch(x, weights, act, pairs, order, tile, activation)
     return act
 
 
@@ -81,10 +114,10 @@ def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, ti
     if tile.use_gluon and _can_use_gluon(act, weights, dtype):
         return _prefill().compute_down(act.values, weights.values, pairs.weights, order)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
-    if tile.persistent and tile.tma and weights.scale is None:
+    if tile.persistent and tile.tma and weights.scale is None and weights.bias is None:
         _launch_persistent(act.values, weights.values, rows, pairs, order, tile)
     else:
-        _launch(act, weights, Rows(rows), pairs, order, tile, gated=False)
+        _launch(act, weights, Rows(rows), pairs, order, tile, None)
     return rows
 
 
@@ -104,24 +137,28 @@ def combine_pairs(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torc
     return out
 
 
-def compute_gate_up_vector(x: torch.Tensor, weights: torch.Tensor, pairs: Pairs, size: Vector) -> torch.Tensor:
+def compute_gate_up_vector(x: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector, activation: Activation = SILU) -> torch.Tensor:
     """`compute_gate_up` for one token or a few, times the pairs' weights: each pair reads its
     expert separately."""
-    inner, hidden = weights.shape[1] // 2, weights.shape[2]
+    values, inner, hidden = weights.values, activation.count_inner(weights), x.shape[1]
     act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
-    strides = x.stride(0), weights.stride(0), weights.stride(1)
-    launch = _prepared_vector(True, inner, hidden, pairs.ids.shape[1], size, (x.dtype, weights.dtype), strides, x.device)
-    launch((ceil_div(inner, size.bn), pairs.count, 1), (x, weights, act, pairs.ids, pairs.weights), strides)
+    strides = x.stride(0), values.stride(0), values.stride(1)
+    types = x.dtype, values.dtype, None if weights.bias is None else weights.bias.dtype
+    launch = _prepared_vector(activation, inner, hidden, pairs.ids.shape[1], size, types, strides, x.device)
+    tensors = x, values, act, pairs.ids, pairs.weights, _or(weights.bias, x)
+    launch((ceil_div(inner, size.bn), pairs.count, 1), tensors, strides)
     return act
 
 
-def compute_down_vector(act: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, size: Vector) -> torch.Tensor:
+def compute_down_vector(act: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector) -> torch.Tensor:
     """`compute_gate_up_vector`'s result -> [tokens, hidden], the sum over each token's experts."""
-    (tokens, top), (hidden, inner) = ids.shape, weights.shape[1:]
+    values, (tokens, top), (hidden, inner) = weights.values, pairs.ids.shape, weights.values.shape[1:]
     out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
-    strides = weights.stride(0), weights.stride(1)
-    launch = _prepared_vector(False, inner, hidden, top, size, (act.dtype, weights.dtype), strides, act.device)
-    launch((ceil_div(hidden, size.bn), tokens, 1), (act, weights, out, ids), strides)
+    strides = values.stride(0), values.stride(1)
+    types = act.dtype, values.dtype, None if weights.bias is None else weights.bias.dtype
+    launch = _prepared_vector(None, inner, hidden, top, size, types, strides, act.device)
+    tensors = act, values, out, pairs.ids, pairs.weights, _or(weights.bias, act)
+    launch((ceil_div(hidden, size.bn), tokens, 1), tensors, strides)
     return out
 
 
@@ -129,7 +166,12 @@ def _can_use_gluon(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
     """Whether `expert_prefill` runs with both: unquantized, with rows that TMA and 16-byte copies
     can read."""
     x, values = rows.values, weights.values
-    if dtype not in _NARROW or not x.dtype == values.dtype == dtype or not (values.is_contiguous() and _supports_tma_streaming(x.device)):
+    if (
+        weights.bias is not None
+        or dtype not in _NARROW
+        or not x.dtype == values.dtype == dtype
+        or not (values.is_contiguous() and _supports_tma_streaming(x.device))
+    ):
         return False
     starts = x.data_ptr() | values.data_ptr() | x.stride(0) * x.element_size()
     return starts % _PIECE == 0 and x.stride(1) == 1 and _prefill().can_tile(values.shape[1], values.shape[2])
@@ -145,18 +187,20 @@ def _prefill() -> ModuleType:
     return expert_prefill
 
 
-def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, *, gated: bool) -> None:
+def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, activation: Activation | None) -> None:
+    """`activation` None: the second product."""
     x, values = rows.values, weights.values
-    x_scale, w_scale, out_scale = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values)
-    outputs, inputs, top = values.shape[1] // 2 if gated else values.shape[1], values.shape[2], pairs.ids.shape[1]
-    types = tuple(each.dtype for each in (x, values, out.values, x_scale, w_scale, out_scale))
+    x_scale, w_scale, out_scale, bias = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values), _or(weights.bias, x)
+    outputs, inputs, top = out.values.shape[1], values.shape[2], pairs.ids.shape[1]
+    types = tuple(each.dtype for each in (x, values, out.values, x_scale, w_scale, out_scale, bias))
     strides = x.stride(0), values.stride(0), values.stride(1)
     scales = 0 if weights.scale is None else weights.scale.dim()
-    launch = _prepared_experts(gated, outputs, inputs, top, scales, tile, types, strides, x.device)
+    form = activation, weights.bias is not None
+    launch = _prepared_experts(form, outputs, inputs, top, scales, tile, types, strides, x.device)
     w: Any = values
     if tile.tma:
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
-    tensors = x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale
+    tensors = x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale, bias
     numbers = pairs.count, x_scale.stride(1), out_scale.stride(1), *strides
     launch((len(order.experts) * ceil_div(outputs, tile.bn), 1, 1), tensors, numbers)
 
@@ -177,7 +221,7 @@ def _or(scale: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _prepared_experts(
-    gated: bool,
+    form: tuple[Activation | None, bool],  # see `_launch`; whether there is a bias
     outputs: int,
     inputs: int,
     top: int,
@@ -187,10 +231,12 @@ def _prepared_experts(
     strides: tuple[int, ...],
     device: torch.device,
 ) -> PreparedLaunch:
-    x, w, out, x_scale, w_scale, out_scale = types
+    x, w, out, x_scale, w_scale, out_scale, bias = types
+    activation, biased = form
     weights = _descriptor(w, tile.bn, tile.bk, device) if tile.tma else w
-    example = x, weights, out, torch.float32, torch.int32, torch.int32, torch.int32, x_scale, w_scale, out_scale, 0, 0, 0, *strides
-    constants = {"N": outputs, "K": inputs, "TOP": top, "GATED": gated, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
+    example = x, weights, out, torch.float32, *[torch.int32] * 3, x_scale, w_scale, out_scale, bias, 0, 0, 0, *strides
+    constants = {"N": outputs, "K": inputs, "TOP": top, "FIRST": activation is not None, **(activation or _PLAIN).constants}
+    constants |= {"BIASED": biased, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
     constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "TMA": tile.tma, "SWAP": tile.swap, "HALF_BLOCKS": tile.half_blocks}
     constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
     return PreparedLaunch(experts_kernel, example, constants, device, tile.warps)
@@ -219,24 +265,20 @@ def _prepared_combine(hidden: int, top: int, placed: bool, bm: int, bn: int, dty
 
 @lru_cache(maxsize=64)
 def _prepared_vector(
-    gated: bool,
+    activation: Activation | None,  # None: the second product
     inner: int,
     hidden: int,
     top: int,
     size: Vector,
-    types: tuple[torch.dtype, torch.dtype],
+    types: tuple[torch.dtype, torch.dtype, torch.dtype | None],  # of x, weights and bias
     strides: tuple[int, ...],
     device: torch.device,
 ) -> PreparedLaunch:
-    x, w = types
-    constants = {
-        "INNER": inner,
-        "HIDDEN": hidden,
-        "TOP": top,
-        "BN": size.bn,
-        "BK": min(size.bk, next_power_of_2(hidden if gated else inner)),
-    }
-    if gated:
-        return PreparedLaunch(vector_gate_up_kernel, (x, w, x, torch.int64, torch.float32, *strides), constants, device, size.warps)
+    x, w, bias = types
+    example = x, w, x, torch.int64, torch.float32, bias or x, *strides
+    constants: dict[str, Any] = {"INNER": inner, "HIDDEN": hidden, "TOP": top, "BN": size.bn, "BIASED": bias is not None}
+    constants["BK"] = min(size.bk, next_power_of_2(inner if activation is None else hidden))
+    if activation is not None:
+        return PreparedLaunch(vector_gate_up_kernel, example, constants | activation.constants, device, size.warps)
     constants["PLACES"] = min(size.places, top & -top)
-    return PreparedLaunch(vector_down_kernel, (x, w, x, torch.int64, *strides), constants, device, size.warps)
+    return PreparedLaunch(vector_down_kernel, example, constants, device, size.warps)

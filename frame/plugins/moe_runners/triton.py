@@ -8,6 +8,7 @@ experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
+    SILU,
+    Activation,
     Pairs,
     Rows,
     Weights,
@@ -30,6 +33,7 @@ from frame.kernels.moe.grouped_gemm import (
     compute_gate_up,
     compute_gate_up_vector,
 )
+from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, gelu_mul, squared_relu
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -61,34 +65,38 @@ class Triton(MoERunner):
     def run_parts(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         if len(tokens.x) == 0:
             return tokens.x.clone()
-        first, second = _weights(experts, "gate_up"), _weights(experts, "down")
-        sizes = (*first.values.shape, tokens.ids.shape[1], first.values.element_size())
+        layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), _find_activation(experts), experts)
+        first = layer.first.values
+        sizes = (*first.shape, tokens.ids.shape[1], first.element_size())
         if sizes not in self._compiled and self.context.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled.add(sizes)
-            self._compile(tokens, first, second)
-        return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), first, second)
+            self._compile(tokens, layer)
+        return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), layer)
 
-    def _compile(self, tokens: DispatchOutput, first: Weights, second: Weights) -> None:
+    def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""
-        top, experts, most = tokens.ids.shape[1], len(first.values), self.context.limits.max_tokens_per_step
+        top, experts, most = tokens.ids.shape[1], len(layer.first.values), self.context.limits.max_tokens_per_step
         for count in list_token_thresholds(top, experts, CHUNKS, most):
             ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
-            self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), first, second)
+            self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), layer)
 
-    def _run(self, x: torch.Tensor, pairs: Pairs, first: Weights, second: Weights) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, pairs: Pairs, layer: _Layer) -> torch.Tensor:
+        first, second, activation = layer.first, layer.second, layer.activation
         is_float8 = first.scale is not None
-        vectors = None if is_float8 else choose_vectors(len(x), pairs.ids.shape[1], len(first.values))
+        is_fused = activation.name != "none"
+        vectors = choose_vectors(len(x), pairs.ids.shape[1], len(first.values)) if is_fused and not is_float8 else None
         if vectors is not None:
-            return compute_down_vector(compute_gate_up_vector(x, first.values, pairs, vectors[0]), second.values, pairs.ids, vectors[1])
+            return compute_down_vector(compute_gate_up_vector(x, first, pairs, vectors[0], activation), second, pairs, vectors[1])
         tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
         order = align_tokens(pairs.ids, len(first.values), tiles.first.bm)
-        tile, dtype = self._fit_tile(tiles.first, first, 2), x.dtype
-        if not is_float8:
-            act = compute_gate_up(Rows(x), first, pairs, order, tile, dtype)
-        elif tile.bm <= ROUNDED_ROWS:
-            act = compute_gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, torch.float8_e4m3fn)
-        else:
-            act = Rows(*quantize_groups(compute_gate_up(Rows(*quantize_groups(x)), first, pairs, order, tile, dtype).values))
+        tile, dtype = self._fit_tile(tiles.first, first, 2 if activation.is_gated else 1), x.dtype
+        rounds = is_float8 and is_fused and tile.bm <= ROUNDED_ROWS
+        rows = Rows(*quantize_groups(x)) if is_float8 else Rows(x)
+        act = compute_gate_up(rows, first, pairs, order, tile, torch.float8_e4m3fn if rounds else dtype, activation)
+        if not is_fused:
+            act = Rows(activate(layer.experts, act.values))
+        if is_float8 and not rounds:
+            act = Rows(*quantize_groups(act.values))
         return compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), dtype).view(*pairs.ids.shape, -1)
 
     def _fit_tile(self, tile: Tile, weights: Weights, width: int) -> Tile:
@@ -99,9 +107,32 @@ class Triton(MoERunner):
         return tile.fit_shared_memory(outputs // width, inputs, values.element_size(), width, self._shared_memory, tma=tma)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a layer's experts multiply. `activation` "none": PyTorch computes that of `experts`."""
+
+    first: Weights
+    second: Weights
+    activation: Activation
+    experts: nn.Module
+
+
 def _weights(experts: nn.Module, name: str) -> Weights:
     values: torch.Tensor = getattr(experts, name)
-    return Weights(values, getattr(experts, f"{name}_fp8_scale") if values.dtype == torch.float8_e4m3fn else None)
+    scale = getattr(experts, f"{name}_fp8_scale") if values.dtype == torch.float8_e4m3fn else None
+    return Weights(values, scale, getattr(experts, f"{name}_bias", None))
+
+
+def _find_activation(experts: nn.Module) -> Activation:
+    """The kernels' activation that equals the experts' own."""
+    activation = getattr(experts, "activation", None)
+    if activation is None:
+        return SILU
+    if isinstance(activation, ClampedSwiGLU):
+        return Activation("clamped_swiglu", activation.alpha, activation.limit)
+    if activation is gelu_mul:
+        return Activation("gelu_tanh")
+    return Activation("squared_relu" if activation is squared_relu else "none")
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -30,11 +30,17 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GELU(gate) * up, with the tanh approximation (Gemma)."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
     """gates [rows, 2 * inner], products of the experts `ids` int64 [rows] -> [rows, inner]. Without
-    `activation`, SiLU(gate) * up. Experts that are not `gated` have [rows, inner]."""
+    `activation`, SiLU(gate) * up. Experts that are not `gated` have [rows, inner]. `ids` None: the
+    products include the bias."""
     bias, activation = getattr(experts, "gate_up_bias", None), getattr(experts, "activation", None)
-    if bias is not None:
+    if bias is not None and ids is not None:
         gates = gates + bias.index_select(0, ids)
     if activation is not None and not getattr(experts, "gated", True):
         products: torch.Tensor = activation(gates)
