@@ -43,7 +43,9 @@ class CohereForCausalLM(Decoder):
         if self.model_config.architecture.startswith("Cohere2"):
             window = find_layer_window(self.model_config, layer, config.get("sliding_window_pattern", _DEFAULT_PATTERN))
             rotates = window is not None
-        options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=eps, qk_norm_kind="layer", sliding_window=window, rotates=rotates)
+        options = AttentionOptions(
+            qkv_bias=bias, out_bias=bias, qk_norm=eps, qk_norm_kind="layer", sliding_window=window, rotates=rotates
+        )
         return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:

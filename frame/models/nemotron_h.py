@@ -70,7 +70,9 @@ class NemotronHForCausalLM(Decoder):
         bias = bool(config.get("mlp_bias", False))
         if self.kinds[layer] == "mlp":
             return PlainMLP(self.context, prefix, hidden, config["intermediate_size"], bias, squared_relu)
-        sizes = ExpertSizes(self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False)
+        sizes = ExpertSizes(
+            self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False
+        )
         rule = read_sigmoid_rule(config)
         inner = config["moe_shared_expert_intermediate_size"]
         shared = PlainMLP(self.context, f"{prefix}.shared_experts", hidden, inner, bias, squared_relu)

@@ -248,7 +248,8 @@ class Registry:
         except PluginError as error:
             owner = f"{choice.distribution} {choice.version}"
             raise PluginError(
-                f"{choice.kind} {choice.name!r} ({owner}) is missing in this process: {error} Start every process in the same environment."
+                f"{choice.kind} {choice.name!r} ({owner}) is missing in this process: {error} Start every process in the same "
+                "environment."
             ) from None
         found = (record.target, record.distribution, record.version)
         if found != (choice.target, choice.distribution, choice.version):

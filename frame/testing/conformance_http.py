@@ -239,7 +239,6 @@ def check_objects_are_independent(make: Callable[[], HttpExtension], target: typ
 
 def check_responses(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """`on_response` raises for no status, for requests that `on_request` did not see either."""
-
     async def run() -> None:
         extension = make()
         for request in example_requests(target):
@@ -289,7 +288,6 @@ async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
 
 def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """What an extension holds does not grow with the number of requests."""
-
     async def serve(extension: HttpExtension, numbers: range) -> int:
         examples = example_requests(target)
         for number in numbers:

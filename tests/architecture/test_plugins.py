@@ -105,7 +105,9 @@ def stray_names(modules: Iterable[Module], names: dict[str, str]) -> list[str]:
                 found += [
                     f"{each.at(node)}: names the plugin {name!r}"
                     for name, folder in names.items()
-                    if not each.path.startswith(folder) and _mentions(node.value, name) and f"{each.path}: {name}" not in NAMED_ELSEWHERE
+                    if not each.path.startswith(folder)
+                    and _mentions(node.value, name)
+                    and f"{each.path}: {name}" not in NAMED_ELSEWHERE
                 ]
     return found
 

@@ -201,7 +201,9 @@ class _Solver:
             task = self._task()
         with self._collect():
             pooling = self._model(task)
-        self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
+        self.conflicts += find_conflicts(
+            self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization
+        )
         with self._collect():
             self._collective()
         with self._collect():

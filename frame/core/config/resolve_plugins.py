@@ -61,7 +61,9 @@ class Choices:
             self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
 
 
-def choose_list(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any) -> None:
+def choose_list(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any
+) -> None:
     """Choose the named plugins of a kind once each, in their order; `BUILT_IN` stands for in-tree
     ones. Raises ResolveError if one is unknown or unfit."""
     key, candidates = KEYS[kind], sorted(records.get(kind, ()), key=by_rank)

@@ -471,8 +471,7 @@ class LogSection(Section):
     format: Literal["text", "json"] = setting("text", "Format of log messages: text, or json (one object per line).", flag="log-format")
     access: bool = setting(False, "Log each HTTP request: method, path, status, seconds.", flag="access-log")
     stat_loggers: tuple[str, ...] = setting(
-        ("builtin",),
-        "Stat loggers that get the records of steps and requests, by plugin name; builtin: prometheus, which has /metrics.",
+        ("builtin",), "Stat loggers that get the records of steps and requests, by plugin name; builtin: prometheus, which has /metrics.",
         flag="stat-loggers",
     )
 

@@ -110,7 +110,9 @@ def limits_of(resolved: Resolved) -> Limits:
     )
 
 
-def build_context(resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None) -> BuildContext:
+def build_context(
+    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None
+) -> BuildContext:
     """The context of one rank, with its attention backend, weight format, MoE runner and MoE
     dispatcher."""
     base = BuildContext(

@@ -263,7 +263,9 @@ class DecodeGraphs:
 
         return _Size(planned, outputs, captured, self._capture(again, again, pool), views)
 
-    def _planned(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]) -> ForwardBatch:
+    def _planned(
+        self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]
+    ) -> ForwardBatch:
         """The batch with its plan, and with the views of its cache groups."""
         groups = self._input_batch.groups
         if groups is not None:

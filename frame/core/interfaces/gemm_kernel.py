@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.rank_context import RankContext
 
 
+
 _MOST = 1 << 62  # stands for any number of rows
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
+
 LayerKind = Literal["linear", "experts", "head"]
 Codes = Literal["plain", "int4", "int8", "e2m1", "e4m3"]
 

@@ -55,7 +55,9 @@ class Checkpoint:
     seed: int = 0  # for sources that make weights up
 
 
-def load_model(make: Callable[[], Model], context: BuildContext, checkpoint: Checkpoint) -> tuple[Model, LoadReport]:
+def load_model(
+    make: Callable[[], Model], context: BuildContext, checkpoint: Checkpoint
+) -> tuple[Model, LoadReport]:
     """Build and load a model on `context.device`, ready to run. `make` constructs it. Raises
     CheckpointError, one sentence, if the checkpoint does not fit."""
     report = LoadReport()

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class VerificationPlan:
     """The comparison of one step's samples with the drafts. `arrays`, int64:
 
-    verify.cells    [samples]; sampling row * width + offset of the sample in its row
-    verify.targets  [samples]; the drafted token, -1 for the last sample of a row
-    verify.first    [sampling rows]; the first sample of the row
-    verify.slots    [sampling rows]; request slots
+      verify.cells    [samples]; sampling row * width + offset of the sample in its row
+      verify.targets  [samples]; the drafted token, -1 for the last sample of a row
+      verify.first    [sampling rows]; the first sample of the row
+      verify.slots    [sampling rows]; request slots
     """
 
     num_rows: int

@@ -25,6 +25,10 @@ def register_scheduling_policies(registry: KindRegistry) -> None:
         f"{here}.dfs_weight:DepthFirstByWeight",
         summary="Groups requests by shared cached prefix, the largest group first.",
     )
-    registry.add("lof", f"{here}.lof:LongestOutputFirst", summary="Longest allowed output first, so that no long one is left for the end.")
+    registry.add(
+        "lof", f"{here}.lof:LongestOutputFirst", summary="Longest allowed output first, so that no long one is left for the end."
+    )
     registry.add("random", f"{here}.random:RandomOrder", summary="A new random order each step, from a fixed seed.")
-    registry.add("priority", f"{here}.priority:PriorityFirst", summary="Highest request priority first; pushes lower ones off the device.")
+    registry.add(
+        "priority", f"{here}.priority:PriorityFirst", summary="Highest request priority first; pushes lower ones off the device."
+    )

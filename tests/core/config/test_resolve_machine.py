@@ -128,7 +128,9 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: 
         (52, 2688, {"intermediate_size": 1856, "moe_intermediate_size": 1856, "hybrid_override_pattern": "MEM*E"}, 31.6e9),
     ],
 )
-def test_the_count_of_weights_is_never_above_the_published_one(layers: int, hidden: int, config: dict[str, Any], parameters: float) -> None:
+def test_the_count_of_weights_is_never_above_the_published_one(
+    layers: int, hidden: int, config: dict[str, Any], parameters: float
+) -> None:
     large = dataclasses.replace(LLAMA_8B, num_layers=layers, hidden_size=hidden, num_heads=hidden // 128, num_experts=128, config=config)
     assert count_weights(large, None) <= 2 * parameters
     if "hybrid_override_pattern" not in config:

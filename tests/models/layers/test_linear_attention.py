@@ -50,7 +50,9 @@ def test_the_gated_delta_rule_equals_transformers() -> None:
 
     inputs, states, _, _ = draw("gated delta", lens=[75])
     rows = inputs.map(lambda part: part[None])
-    want, after = torch_chunk_gated_delta_rule(*rows[:3], g=rows.decay, beta=rows.beta, initial_state=states[:1], output_final_state=True)
+    want, after = torch_chunk_gated_delta_rule(
+        *rows[:3], g=rows.decay, beta=rows.beta, initial_state=states[:1], output_final_state=True
+    )
     got, new = scan(rows._replace(q=rows.q * rows.q.shape[-1] ** -0.5), states[:1])
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(new, after, atol=1e-5, rtol=1e-4)

@@ -32,7 +32,9 @@ class RowPositions:
         token = torch.arange(tokens, device=device)
         inside = token - starts[row]  # number of the token in its row
         base = rows * past  # tokens follow the past inputs
-        self.lags = [torch.where(inside >= lag, base + token - lag, row * past + past + inside - lag) for lag in range(1, width)]
+        self.lags = [
+            torch.where(inside >= lag, base + token - lag, row * past + past + inside - lag) for lag in range(1, width)
+        ]
         kept = lens[:, None] - past + torch.arange(past, device=device)  # inputs that the next step finds
         stored = torch.arange(rows, device=device)[:, None] * past + past + kept
         self.kept = torch.where(kept >= 0, base + starts[:, None] + kept, stored).flatten()

@@ -157,7 +157,9 @@ def _build_projections(context: BuildContext, prefix: str, sizes: DeltaSizes) ->
             {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values},
             {"in_proj_b": sizes.value_heads, "in_proj_a": sizes.value_heads},
         ]
-    return nn.ModuleList(ColumnLinear(context, [f"{prefix}.{name}" for name in part], sizes.hidden, list(part.values())) for part in parts)
+    return nn.ModuleList(
+        ColumnLinear(context, [f"{prefix}.{name}" for name in part], sizes.hidden, list(part.values())) for part in parts
+    )
 
 
 def normalize(x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,9 @@ class Recurrence(NamedTuple):
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Recurrence:
         """The inputs with each tensor changed."""
-        return Recurrence(change(self.q), change(self.k), change(self.v), change(self.decay), change(self.beta), self.delta)
+        return Recurrence(
+            change(self.q), change(self.k), change(self.v), change(self.decay), change(self.beta), self.delta
+        )
 
 
 def run_rows(

@@ -188,7 +188,9 @@ def join(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
         if other.scheme != first.scheme or not same_order or first.tensors.keys() != other.tensors.keys():
             return list(weights)
     lead = first.codes.dim() - 2
-    joined: dict[str, Any] = {name: torch.cat([each.tensors[name] for each in weights], lead) for name in first.tensors if name != "order"}
+    joined: dict[str, Any] = {
+        name: torch.cat([each.tensors[name] for each in weights], lead) for name in first.tensors if name != "order"
+    }
     return [replace(first, **joined)]
 
 
