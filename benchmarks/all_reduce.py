@@ -69,16 +69,18 @@ def measure(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         groups["one_shot"] = P2p(context("one"), P2pOptions(one_shot_bytes=LARGEST, two_shot_bytes=16))
     groups["two_shot"] = P2p(context("two"), P2pOptions(one_shot_bytes=0, two_shot_bytes=LARGEST))
     found: dict[str, Any] = {"ranks": ranks, "device": torch.cuda.get_device_name(rank), "torch": torch.__version__, "calls_us": {}}
-    generator = torch.Generator(device="cuda").manual_seed(rank)
+    generator = torch.Generator(device=f"cuda:{rank}").manual_seed(rank)
     for size in SIZES:
         x = torch.randn(size // 2, generator=generator, device=f"cuda:{rank}").to(torch.bfloat16)
         expected = groups["nccl"].all_reduce(x.clone())
+        zeros = torch.zeros_like(x)  # NCCL sums in place, and sums of sums would overflow
         row = {}
         for name, group in groups.items():
             result = group.all_reduce(x.clone())
             if not torch.allclose(result.float(), expected.float(), atol=0.05, rtol=0.02):
                 raise SystemExit(f"{name} gives a wrong sum of {size} bytes")
-            row[name] = round(time_graph(lambda group=group, x=x: group.all_reduce(x)), 2)  # type: ignore[misc]
+            row[name] = round(time_graph(lambda group=group, zeros=zeros: group.all_reduce(zeros)), 2)  # type: ignore[misc]
+        print(f"rank {rank}: {size} bytes {row} us", flush=True)
         found["calls_us"][str(size)] = row
     handle = groups["two_shot"]._handle  # noqa: SLF001 - the floor is measured on the memory that the kernels use
     found["barrier_us"] = round(time_graph(lambda: handle.barrier(0)), 2)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from frame import Engine
 from frame.core.config.resolve import ResolveError
@@ -165,3 +166,15 @@ def test_a_collective_of_another_package_serves(tmp_path: Path, monkeypatch: pyt
             found.append(engine.generate([5, 6, 7, 8], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}).token_ids)
             assert engine.info["plugins"]["collective"] == [more.get("collective", "single")]
     assert found[0] == found[1]
+
+
+def test_pytorch_finds_a_registered_group_by_its_name(tmp_path: Path) -> None:
+    group = subject("gloo").target(CollectiveContext(0, 1, f"file://{tmp_path / 'ranks'}"))
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    registered = p2p.register_group("frame test", store, group._groups[0], torch.device("cpu"))
+    found = dist.distributed_c10d._resolve_process_group("frame test")
+    assert (found.group_name, found.rank(), found.size()) == ("frame test", 0, 1)
+    p2p.unregister_group("frame test", registered)
+    with pytest.raises(RuntimeError, match="frame test"):
+        dist.distributed_c10d._resolve_process_group("frame test")
+    group.close()
