@@ -76,15 +76,23 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("settings", GRID.values(), ids=GRID)
-def test_ngram(expected: Any, settings: dict[str, Any]) -> None:
+CASES = [("ngram", name) for name in GRID] + [
+    pytest.param("mtp", name, marks=() if name in {"single-token pages", "preemption"} else pytest.mark.soak) for name in GRID
+]
+
+
+@pytest.mark.parametrize(("algorithm", "name"), CASES)
+def test_grid(expected: Any, algorithm: str, name: str) -> None:
     prompts, params, outputs = expected
-    loop = make_loop(algorithm="ngram", **settings)
+    settings = GRID[name]
+    loop = make_loop(algorithm=algorithm, **settings)
     assert loop.generate(prompts, params) == outputs
     load = loop.scheduler.get_load()
     assert load["accepted_tokens"] > 0
     assert load["preempted"] > 0 or "tokens" not in settings
     loop.scheduler.check_integrity()
+    loop.scheduler.flush_cache()
+    assert loop.scheduler.get_load()["used_pages"] == 0
 
 
 def test_suffix(expected: Any) -> None:

@@ -417,7 +417,13 @@ class _Solver:
                 f"speculative.algorithm is {config.algorithm}, but no tokens are drawn for model.task {task}.",
                 change="speculative.algorithm: null",
             )
-        requirements = DrafterRequirements(self.device, config.draft_model_path is not None, self._compatible)
+        requirements = DrafterRequirements(
+            device=self.device,
+            draft_model=config.draft_model_path is not None,
+            draft_layers=int(self.model_config.config.get("num_nextn_predict_layers") or 0),
+            pp=self.config.parallel.pp,
+            compatible=self._compatible,
+        )
         self._select("drafter", requirements, config.algorithm, "")
 
     def _optional(self, kind: str, requirements: Any, named: str | None) -> None:

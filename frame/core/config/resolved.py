@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.drafter import DrafterContext
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
 
@@ -69,6 +70,17 @@ class Resolved(BaseModel):
     def computes_whole_prompts(self) -> bool:
         """Whether each prompt is computed in one step, without chunks or a cached prefix."""
         return self.pooling is not None and self.pooling.needs_whole_prompts(self.model.encoder)
+
+    @property
+    def drafter_context(self) -> DrafterContext:
+        """What the drafter is built for."""
+        return DrafterContext(
+            vocab_size=self.model.vocab_size,
+            max_slots=self.max_running_requests,
+            max_context=self.max_context,
+            num_steps=self.user.speculative.num_steps,
+            draft_model_path=self.user.speculative.draft_model_path,
+        )
 
     def choice(self, kind: str) -> PluginChoice:
         """The first selected plugin of a kind. Raises KeyError if the kind is not used."""

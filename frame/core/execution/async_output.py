@@ -61,17 +61,18 @@ class StepOutput:
     prompts: PromptResult | None
     faults: dict[int, str] | None = None  # see `StepResult.faults`
     counts: torch.Tensor | None = None  # int64 [sampling rows]; see `StepResult.counts`
+    drafts: torch.Tensor | None = None  # int64 [sampling rows, k]; see `StepResult.drafts`
 
     def tensors(self) -> list[torch.Tensor]:
         sampled = self.sampled
-        tensors = (sampled.token_ids, sampled.best, self.counts, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        tensors = (sampled.token_ids, sampled.best, self.counts, self.drafts, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
         return [tensor for tensor in tensors if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
         """Build the StepResult from host copies of `tensors()`, which are not written to
         afterwards."""
         token_ids, best = arrays[:2]
-        counts = arrays.pop(2).astype(np.int32) if self.counts is not None else None
+        counts, drafts = (arrays.pop(2).astype(np.int32) if each is not None else None for each in (self.counts, self.drafts))
         is_finite = np.isfinite(best)
         values: dict[str, np.ndarray] = {}
         if self.plan.logprob_rows is not None:
@@ -82,6 +83,7 @@ class StepOutput:
             step=self.step,
             token_ids=token_ids.astype(np.int32),
             counts=counts,
+            drafts=drafts,
             invalid=None if is_finite.all() else ~is_finite,
             prompt_logprobs=prompts,
             faults=self.faults,

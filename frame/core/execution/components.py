@@ -24,6 +24,7 @@ from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.finite_check import check_finite
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from frame.core.config.resolved import Resolved
     from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel
     from frame.core.interfaces.gemm_kernel import GemmKernel, Speed
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
@@ -96,6 +98,7 @@ class Parts:
     moe_runner: Loaded[MoERunner] | None = None
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
     processors: tuple[Loaded[LogitsProcessor], ...] = ()
+    drafter: Loaded[DeviceDrafter] | None = None  # None: none runs on the device
 
 
 def limits_of(resolved: Resolved) -> Limits:
@@ -171,8 +174,10 @@ def build_runner(
     model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, checkpoint)
     phases.update(report.seconds)
     clock = time.perf_counter()
-    geometry = model_geometry(model, kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype))
-    memory = measure(platform, report.bytes, activation_bytes(model_config, context.limits, context.dtype), resolved.plan.num_ranks)
+    drafter, draft_bytes = _build_drafter(resolved, parts, model, context)
+    geometry = model_geometry(model, kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype), drafter)
+    activations = activation_bytes(model_config, context.limits, context.dtype)
+    memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_ranks)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
         pages = _least_of_ranks(pages, group, device)
@@ -188,6 +193,8 @@ def build_runner(
         processors = Processors(build_processors(parts, model_config, slots, device), slots)
         make = TorchModelRunner if pipeline is None else StageRunner
         runner = make(model, model_config, context, pool, processors, capacity)
+        if drafter is not None:
+            runner.set_drafter(drafter)
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
@@ -206,6 +213,21 @@ def build_runner(
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
     return runner
+
+
+def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: BuildContext) -> tuple[DraftModel | None, int]:
+    """Build and load the model of a device drafter. -> the `DraftModel`, or None without one, and
+    its bytes."""
+    if parts.drafter is None:
+        return None, 0
+    drafter = parts.drafter.build(resolved.drafter_context)
+    model_config = drafter.read_config(resolved.model)
+    context = DraftModelContext(target, ModelContext.from_build(build, model_config), resolved.model.num_layers)
+    folder = Path(drafter.get_folder() or resolved.model_path)
+    checkpoint = Checkpoint(folder, parts.weight_source.build, resolved.user.model.seed)
+    # the target's layers have prepared the attention backend
+    model, report = load_model(partial(drafter.build_model, context), replace(build, attention=None), checkpoint)
+    return model, report.bytes
 
 
 def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:

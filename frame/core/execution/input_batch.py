@@ -22,6 +22,7 @@ from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
 from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
+from frame.core.sampling.draft_plan import plan_drafting
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
 from frame.core.sampling.verification import plan_rounds, plan_verification
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.platform import Platform
+    from frame.core.sampling.draft_plan import DraftingPlan
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.prompt_logprobs import PromptPlan
     from frame.core.sampling.sampling_metadata import SamplingPlan
@@ -161,17 +163,23 @@ class StepPlans:
     prompts: PromptPlan | None  # None: no row needs prompt log-probabilities
     verification: VerificationPlan | None = None  # None: no row has a draft
     rounds: tuple[SampleRound, ...] = ()  # of a step with drafts and logits processors, whose `processing` is None
+    drafting: DraftingPlan | None = None  # None: there is no device drafter
+
+    def later_inputs(self) -> dict[str, np.ndarray]:
+        """The arrays that the verification and the device drafter read on the device, by name."""
+        plans = (self.verification, self.drafting)
+        return {name: array for plan in plans if plan is not None for name, array in plan.arrays.items()}
 
     def extra_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the sampler, the logits processors, the prompt log-probabilities and the
-        verification read on the device, by name."""
+        """The arrays that the sampler, the logits processors, the prompt log-probabilities, the
+        verification and the device drafter read on the device, by name."""
         arrays = self.sampling.arrays
         if self.processing is not None:
             arrays = {**arrays, **self.processing.arrays}
         if self.prompts is not None:
             arrays = {**arrays, "prompt_targets": self.prompts.targets}
-        if self.verification is not None:
-            arrays = {**arrays, **self.verification.arrays}
+        if self.verification is not None or self.drafting is not None:
+            arrays = {**arrays, **self.later_inputs()}
         for each in self.rounds:
             arrays = {**arrays, **each.arrays}
         return arrays
@@ -199,8 +207,8 @@ class ReplayInputs:
     """A step that a decode graph replays.
 
     tensors: as in `ForwardInputs`; where the graph draws the tokens, those of the verification
-    alone. draws: parameters of the draw inside of the graph, one entry a sample; empty: the sampler
-    draws from the graph's logits.
+    and the device drafter alone. draws: parameters of the draw inside of the graph, one entry a
+    sample; empty: the sampler draws from the graph's logits.
     """
 
     plans: StepPlans
@@ -236,7 +244,7 @@ class InputBatch:
         self.max_graph_rows = 0
         self.placement: TokenPlacement | None = None
         self._processors = processors
-        self._selects_tokens = selects_tokens
+        self.selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
         self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
         self._staging = make_staging(context.platform, staged)
@@ -253,6 +261,8 @@ class InputBatch:
             if plans.processing is not None:
                 rounds = plan_rounds(layout, layout.drafts, self.sampling, self._processors, sampling.slots, batch.grammar_mask)
                 plans.processing, plans.rounds = None, rounds
+        if batch.draft_order is not None:
+            plans.drafting = plan_drafting(batch, batch.draft_order, layout, self.sampling)
         if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
             return self._prepare_replay(batch, layout, plans)
         return self._prepare_forward(batch, layout, plans)
@@ -338,8 +348,7 @@ class InputBatch:
     def _prepare_replay(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ReplayInputs:
         sampling = plans.sampling
         if sampling.is_plain and plans.processing is None and not plans.rounds and not batch.has_deferred_grammar_mask:
-            compared = {} if plans.verification is None else plans.verification.arrays
-            tensors, draws = self._stage(batch, compared), self.sampling.draws(sampling)
+            tensors, draws = self._stage(batch, plans.later_inputs()), self.sampling.draws(sampling)
         else:  # the sampler replaces the tokens that the graph draws
             tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
         return ReplayInputs(plans, tensors, self._token_rows(batch, layout), draws)
@@ -348,7 +357,7 @@ class InputBatch:
         placement, tokens, used = self.placement, layout.num_tokens, len(layout.logits_indices)
         if placement is not None and tokens > placement.most:
             placement = None
-        is_selected = placement is None and self._selects_tokens and 2 * used <= tokens
+        is_selected = placement is None and self.selects_tokens and 2 * used <= tokens
         forward, tensors = self.build_forward_batch(batch, layout, plans.extra_inputs(), placement, selects_tokens=is_selected)
         tensors.setdefault("sampling_slots", forward.request_slots)
         all_sample = len(layout.sample_rows) == used == tokens  # every token samples, in order

@@ -21,6 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
+from frame.core.execution.draft_runner import DraftRunner
 from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.execution.input_batch import InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from frame.core.execution.input_batch import ForwardInputs, StepInputs, StepPlans
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.device_drafter import DraftModel
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
@@ -69,6 +71,7 @@ class TorchModelRunner(ModelRunner):
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
+        self.drafts: DraftRunner | None = None  # of a device drafter
         self.watch: RankWatch | None = None  # set where there are several ranks
         if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(platform.get_current_stream())
@@ -210,9 +213,13 @@ class TorchModelRunner(ModelRunner):
         [sampling rows, vocab] (None: no row samples) and the scores of prompt tokens (None: no row
         needs them)."""
         plans, placed = inputs.plans, self.piecewise_graphs if inputs.is_placed else None
+        if plans.drafting is not None and self.drafts is not None:
+            self.drafts.add_taps(inputs.batch)
         hidden = self.forward(inputs.batch) if placed is None else placed.run(inputs.batch)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
+        if plans.drafting is not None and self.drafts is not None:
+            self.drafts.begin_step(inputs.batch, hidden)
         if inputs.logits_indices is not None:
             hidden = hidden.index_select(0, inputs.logits_indices)
         rows, prompts = plans.sampling.num_rows, None
@@ -254,13 +261,16 @@ class TorchModelRunner(ModelRunner):
         return self._fetch(step, inputs, self._sample(logits, inputs.plans, inputs.tensors), prompts)
 
     def _fetch(self, step: int, inputs: StepInputs, sampled: Sampled, prompts: PromptScores | None) -> PendingStep:
-        """Verify the drafts, if there are any, and start the copy of the results to the host."""
-        plans, counts = inputs.plans, None
+        """Verify the drafts, if there are any, draft the next tokens, and start the copy of the
+        results to the host."""
+        plans, counts, drafts = inputs.plans, None, None
         if plans.verification is not None:
             verified = verify_drafts(sampled.token_ids, plans.verification, inputs.tensors)
             self.inputs.table.last_token.index_copy_(0, inputs.tensors["verify.slots"], verified.last)
             counts = verified.counts
-        output = StepOutput(step, sampled, plans.sampling, prompts, self.processors.find_faults(plans.sampling.slots), counts)
+        if plans.drafting is not None and self.drafts is not None:
+            drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors)
+        output = StepOutput(step, sampled, plans.sampling, prompts, self.processors.find_faults(plans.sampling.slots), counts, drafts)
         return fetch(output, self.context.platform)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
@@ -280,6 +290,11 @@ class TorchModelRunner(ModelRunner):
         if plans.processing is not None:
             self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled
+
+    def set_drafter(self, model: DraftModel) -> None:
+        """Draft with this model after each step that asks for drafts."""
+        self.drafts = DraftRunner(model, self.inputs.backend, self.inputs.table, self._agree)
+        self.inputs.selects_tokens = False  # the model reads the hidden states of all tokens
 
     def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rank 0's tokens: logits of ranks may differ in the last bit, tokens must not."""

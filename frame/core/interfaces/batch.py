@@ -43,6 +43,14 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""  # the owner of the request's cache namespace
 
 
+class DraftOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What a device drafter does after a step."""
+
+    num_tokens: int  # to draft for each sampling row; 0: only the drafter's cache is filled
+    limits: np.ndarray  # int32 [rows]; tokens that the pages of the row hold
+    next_tokens: np.ndarray  # int32 [rows]; the prompt token after the row's last one; of sampling rows unused
+
+
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that one step computes, as host arrays. Other ranks receive it as bytes.
 
@@ -69,6 +77,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     state_loads: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied before the step, all at once; 0: the initial state
     state_saves: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied after the step
     num_drafts: np.ndarray | None = None  # int32 [rows]; drafted tokens at the row's end; the row samples one more; None: all 0
+    draft_order: DraftOrder | None = None  # None: there is no device drafter
     grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
 
@@ -84,6 +93,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     token_ids: np.ndarray  # int32 [samples]
     counts: np.ndarray | None = None  # int32 [sampling rows]; leading samples of the row that are output; None: 1 each
+    drafts: np.ndarray | None = None  # int32 [sampling rows, k]; tokens that the device drafter proposes after the row's last one
     logprobs: np.ndarray | None = None  # float32 [samples]; of the sampled token
     top_ids: np.ndarray | None = None  # int32 [samples, k]; k = the largest number asked for in the batch
     top_logprobs: np.ndarray | None = None  # float32 [samples, k]

@@ -2,8 +2,8 @@
 
 A draft is verified by replay: the row computes the drafted tokens as an extend, the sampler draws
 the token of each position, and a drafted token is accepted while it equals the token drawn there.
-The output therefore does not depend on the drafter; only the number of steps does. Host drafters
-are called by the scheduler. Imports no torch.
+The output therefore does not depend on the drafter; only the number of steps does. The scheduler
+calls host drafters; `device_drafter` has the interface of those with a model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class DrafterRequirements:
 
     device: str
     draft_model: bool = False  # whether `speculative.draft_model_path` is set
+    draft_layers: int = 0  # layers of the checkpoint that only a drafter uses
+    pp: int = 1  # stages
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
 
 
@@ -47,8 +49,9 @@ class DrafterRequirements:
 class DrafterCapabilities:
     """Where a drafter runs and what it needs."""
 
-    runs_on: Literal["host"] = "host"  # host: the scheduler calls it with committed tokens
+    runs_on: Literal["host", "device"] = "host"  # host: the scheduler calls it with committed tokens; device: a `DeviceDrafter`
     needs_draft_model: bool = False  # reads `speculative.draft_model_path`
+    needs_draft_layers: bool = False  # reads layers of the target's checkpoint that only a drafter uses
     keeps_texts: bool = False  # uses texts of ended requests, for requests of the same tenant
 
     def unsupported(self, requirements: DrafterRequirements) -> list[Reason]:
@@ -56,6 +59,10 @@ class DrafterCapabilities:
             return [Reason("it needs a draft model; set speculative.draft_model_path")]
         if requirements.draft_model and not self.needs_draft_model:
             return [Reason("it reads no draft model; leave speculative.draft_model_path open")]
+        if self.needs_draft_layers and not requirements.draft_layers:
+            return [Reason("it reads multi-token-prediction layers, and the checkpoint's config.json has no num_nextn_predict_layers")]
+        if self.runs_on == "device" and requirements.pp > 1:
+            return [Reason("it drafts on the device, which stages cannot share", "parallel.pp: 1")]
         return []
 
 

@@ -17,6 +17,7 @@ from frame.core.interfaces.attention_spec import AttentionSpec
 from frame.core.interfaces.cache_groups import CacheTensor, GroupKind, LayerCache
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.device_drafter import DraftModel
     from frame.core.interfaces.model import Model, ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {
@@ -79,11 +80,19 @@ def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtyp
     return group_layers((LayerCache(layer, "tokens", tensors) for layer in range(num_layers)), page_size, DTYPES[kv_dtype])
 
 
-def model_geometry(model: Model | torch.nn.Module, uniform: KVGeometry) -> KVGeometry:
-    """The groups that the modules of `model` declare; `uniform` if none declares any."""
+def model_geometry(model: Model | torch.nn.Module, uniform: KVGeometry, drafter: DraftModel | None = None) -> KVGeometry:
+    """The groups that the modules of `model` declare; those of `uniform` if none declares any. The
+    layers of a drafter's model are added to them."""
+    layers, added = _list_layers(model), [] if drafter is None else _list_layers(drafter)
+    if not layers and not added:
+        return uniform
+    layers = layers or [layer for group in uniform.groups for layer in group.layers]
+    return group_layers(layers + added, uniform.page_size, uniform.dtype)
+
+
+def _list_layers(model: Model | DraftModel | torch.nn.Module) -> list[LayerCache]:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    layers = [declared for module in modules for declared in _declared(module)]
-    return group_layers(layers, uniform.page_size, uniform.dtype) if layers else uniform
+    return [declared for module in modules for declared in _declared(module)]
 
 
 def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtype) -> KVGeometry:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,10 +23,13 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.device_drafter import DraftModel
 from frame.core.interfaces.model import Model
 from frame.core.interfaces.platform import HOST, Platform
 from frame.core.interfaces.weights import WeightSource, WeightSourceContext
 from frame.core.loading.weight_reader import ReadAhead, read_weights
+
+M = TypeVar("M", bound=Model | DraftModel)
 
 _NAMED = 4  # missing tensors that an error names; the others are counted
 
@@ -56,8 +59,8 @@ class Checkpoint:
 
 
 def load_model(
-    make: Callable[[], Model], context: BuildContext, checkpoint: Checkpoint
-) -> tuple[Model, LoadReport]:
+    make: Callable[[], M], context: BuildContext, checkpoint: Checkpoint
+) -> tuple[M, LoadReport]:
     """Build and load a model on `context.device`, ready to run. `make` constructs it. Raises
     CheckpointError, one sentence, if the checkpoint does not fit."""
     report = LoadReport()

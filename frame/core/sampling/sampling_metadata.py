@@ -106,6 +106,13 @@ class SamplingTable:
         rows = self._rows.take(plan.slots)
         return {"temperature": rows["temperature"], "key": _keys(rows["seed"], plan.positions)}
 
+    def plan_drafts(self, slots: np.ndarray, positions: np.ndarray, width: int) -> dict[str, np.ndarray]:
+        """What a device drafter draws with: temperature of each slot, float32 [n] (0: greedy), and
+        the keys of `width` positions from `positions` on, int64 [n, width]. slots: int64 [n]."""
+        rows = self._rows.take(slots)
+        keys = _keys(rows["seed"][:, None], positions[:, None] + np.arange(width))
+        return {"temperature": np.ascontiguousarray(rows["temperature"]), "key": keys}
+
     def plan(self, batch: ScheduledBatch, layout: BatchLayout) -> SamplingPlan:
         """Build the plan of one step."""
         slots = batch.slots[layout.sample_rows].astype(np.int64)

@@ -134,6 +134,13 @@ class KVCacheManager:
         self._writes.append(writes)
         return True
 
+    def grow_rows_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Extend the slots' rows to hold these numbers of tokens, as far as pages are available."""
+        a = self._table.arrays
+        while (short := slots[a.num_pages[slots] * self.page_size < num_tokens]).size:
+            if not self.grow_rows(short):
+                return
+
     def cache_prefill(self, request: Request, num_computed: int) -> np.ndarray:
         """Insert a running request's first `num_computed` tokens (whole pages) into the prefix
         cache, so that other requests match them (vLLM: `cache_blocks`). -> its private pages that

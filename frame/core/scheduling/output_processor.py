@@ -85,7 +85,7 @@ class OutputProcessor:
         sampled = self._select_live_rows(record, result)
         num_committed = self._commit_tokens(sampled) if sampled.runs is None else self._commit_runs(sampled, sampled.runs, record)
         if self._speculation.is_active:
-            self._observe_tokens(sampled)
+            self._observe_tokens(sampled, record, result)
         self._find_finished(sampled, num_committed, result)
         slots = sampled.slots.tolist()
         rids = [self._table.rids[slot] for slot in slots]
@@ -155,12 +155,15 @@ class OutputProcessor:
         self._speculation.count(runs.num_drafts, runs.accepted)
         return num_committed
 
-    def _observe_tokens(self, sampled: SampledRows) -> None:
-        """Pass the new tokens to the drafter."""
+    def _observe_tokens(self, sampled: SampledRows, record: StepRecord, result: StepResult) -> None:
+        """Pass the new tokens to the drafter, and the drafts that the device made after them."""
         runs, chosen = sampled.runs, sampled.is_new
         tokens = sampled.tokens[:, None] if runs is None else runs.tokens
         counts = np.ones(len(tokens), np.int32) if runs is None else runs.counts
         self._speculation.observe(sampled.slots[chosen], tokens[chosen], counts[chosen])
+        if result.drafts is not None:
+            sampling_rows = (np.cumsum(record.samples) - 1)[sampled.rows[chosen]]
+            self._speculation.store(sampled.slots[chosen], result.drafts[sampling_rows])
 
     def _commit_tokens(self, sampled: SampledRows) -> np.ndarray:
         """Commit the new tokens. -> committed tokens of each request, int32 [n]."""

@@ -97,6 +97,8 @@ class StepPlanner:
             self._schedule_running_prompts(plan)
         if self.num_preempted == before:  # otherwise a preempted request would be admitted again at once
             self._admit_waiting(plan, now)
+        if self.speculation.num_ahead:
+            self._reserve_ahead(plan)
         return plan
 
     def preempt(self, request: Request, *, is_shortage: bool = True) -> None:
@@ -176,10 +178,7 @@ class StepPlanner:
         if drafts is None:
             return
         a, page_size = self._running.table.arrays, self._config.page_size
-        wanted = a.num_computed_tokens[slots] + drafts.counts
-        while (short := slots[a.num_pages[slots] * page_size < wanted]).size:
-            if not self._kv_manager.grow_rows(short):
-                break
+        self._kv_manager.grow_rows_to(slots, a.num_computed_tokens[slots] + drafts.counts)
         room = a.num_pages[slots] * page_size - a.num_computed_tokens[slots]
         drafts = _shorten(drafts, np.minimum(drafts.counts, room))
         has_draft = drafts.counts > 0
@@ -191,6 +190,15 @@ class StepPlanner:
         a.can_decode[chosen] = False
         plan.decode_slots, plan.draft_slots = slots[~has_draft], chosen
         plan.drafts = Drafts(drafts.token_ids, counts)
+
+    def _reserve_ahead(self, plan: StepPlan) -> None:
+        """Add the pages that a device drafter writes to after this step's last tokens, as far as
+        they are available without a preemption."""
+        a = self._running.table.arrays
+        ended = [request.slot for request, start, count in plan.chunks if start + count == len(request.tokens)]
+        slots = np.concatenate((plan.decode_slots, plan.draft_slots, np.array(ended, np.intp)))
+        wanted = a.num_computed_tokens[slots] + self.speculation.num_ahead
+        self._kv_manager.grow_rows_to(slots, np.minimum(wanted, a.max_num_tokens[slots]))
 
     # prompts --------------------------------------------------------------------------------------
 

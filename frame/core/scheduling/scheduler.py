@@ -20,7 +20,7 @@ import numpy as np
 from frame.core.errors import ConfigurationError
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.grammars.jump_forward import JumpForward
-from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.drafter import Drafter
 from frame.core.interfaces.sampling import Grammar
@@ -329,11 +329,21 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             skip_kv_store=skip_kv_store,
             num_drafts=num_drafts,
+            draft_order=self._order_drafts(plan, slots) if self._planner.speculation.num_ahead else None,
             grammar_mask=None if waits else self._fill_masks(sampling_slots),
             has_deferred_grammar_mask=waits,
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
         return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length)
+
+    def _order_drafts(self, plan: StepPlan, slots: np.ndarray) -> DraftOrder:
+        """What the device drafter does after the step, whose rows have these slots."""
+        limits = np.minimum(self._running.table.arrays.num_pages[slots] * self.config.page_size, self.config.max_context)
+        next_tokens = np.zeros(len(slots), np.int32)
+        for row, (request, start, count) in enumerate(plan.chunks, len(slots) - len(plan.chunks)):
+            if start + count < len(request.tokens):
+                next_tokens[row] = request.tokens[start + count]
+        return DraftOrder(self._planner.speculation.next_length, limits.astype(np.int32), next_tokens)
 
     def _fill_masks(self, slots: np.ndarray) -> np.ndarray | None:
         table = self._running.table

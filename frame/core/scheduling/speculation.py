@@ -18,6 +18,7 @@ import numpy as np
 from frame.core.blame import describe, remedy
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import Drafter, Drafts
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import StepRecord
@@ -122,16 +123,22 @@ class Speculation:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._drafter: Drafter | None = None
+        self._num_steps = 0
         self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
 
     @property
     def is_active(self) -> bool:
         return self._drafter is not None
 
+    @property
+    def num_ahead(self) -> int:
+        """Tokens after a row's last one that a device drafter stores; 0: there is none."""
+        return self._num_steps if isinstance(self._drafter, DeviceDrafter) else 0
+
     def enable(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False) -> None:
         """Draft up to `num_steps` tokens a row from now on. is_adaptive: as many as raise the
         output rate. Called before the first request."""
-        self._drafter = drafter
+        self._drafter, self._num_steps = drafter, num_steps
         self._lengths = DraftLength(num_steps, is_adaptive=is_adaptive)
         self.stats.accepted_at = [0] * num_steps
 
@@ -151,6 +158,11 @@ class Speculation:
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
         return length
+
+    @property
+    def next_length(self) -> int:
+        """The draft length of the next step."""
+        return self._choose_length()
 
     @property
     def may_draft(self) -> bool:
@@ -209,6 +221,12 @@ class Speculation:
         except Exception as error:  # noqa: BLE001 - as above
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
+
+    def store(self, slots: np.ndarray, drafts: np.ndarray) -> None:
+        """The drafts of a device drafter after the tokens that `observe` was called with: int32 [n,
+        k]."""
+        if isinstance(self._drafter, DeviceDrafter):
+            self._drafter.store_drafts(slots, drafts)
 
     def record_step(self, record: StepRecord, num_tokens: int, now: float) -> None:
         """A step is committed, with so many output tokens, at `now` (seconds, monotonic)."""

@@ -20,6 +20,7 @@ from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
@@ -65,7 +66,17 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
+        drafter=_load_device_drafter(resolved, registry),
     )
+
+
+def _load_device_drafter(resolved: Resolved, registry: Registry) -> Loaded[Any] | None:
+    """The drafter, if it runs on the device."""
+    for choice in resolved.plugins.get("drafter", ()):
+        capabilities = registry.get("drafter", choice.name).capabilities
+        if isinstance(capabilities, DrafterCapabilities) and capabilities.runs_on == "device":
+            return Loaded(*registry.choose(choice))
+    return None
 
 
 def _load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel, ...]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache import EvictionContext, PrefixCacheCapabilities, PrefixCacheContext
 from frame.core.interfaces.cache_groups import PagePool
-from frame.core.interfaces.drafter import DrafterContext
 from frame.core.interfaces.scheduling import SchedulingContext
 from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
@@ -77,15 +76,8 @@ def build_scheduler(
     allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
     scheduler = Scheduler(config, cache, allocator, policy, on_finish=on_finish)
     if drafters := resolved.plugins.get("drafter"):
-        speculative = user.speculative
-        context = DrafterContext(
-            vocab_size=resolved.model.vocab_size,
-            max_slots=resolved.max_running_requests,
-            max_context=resolved.max_context,
-            num_steps=speculative.num_steps,
-            draft_model_path=speculative.draft_model_path,
-        )
-        scheduler.enable_speculation(registry.create(drafters[0], context), speculative.num_steps, is_adaptive=speculative.adaptive)
+        drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
+        scheduler.enable_speculation(drafter, speculative.num_steps, is_adaptive=speculative.adaptive)
     return scheduler
 
 

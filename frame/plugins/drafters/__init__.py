@@ -47,6 +47,12 @@ def register_drafters(registry: KindRegistry) -> None:
         summary="Drafts what followed the last tokens where they occurred before, in prompt or output.",
     )
     registry.add(
+        "mtp",
+        "frame.plugins.drafters.mtp:MtpDrafter",
+        capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True),
+        summary="Drafts with the multi-token-prediction layer of the model's checkpoint (DeepSeek-V3).",
+    )
+    registry.add(
         "suffix",
         "frame.plugins.drafters.suffix:SuffixDrafter",
         capabilities=DrafterCapabilities(keeps_texts=True),

@@ -1,0 +1,72 @@
+"""`mtp`: drafts with the multi-token-prediction layer of the target's checkpoint (DeepSeek-V3,
+arXiv 2412.19437, section 2.2).
+
+The layer predicts the token after next from the target's hidden state and the next token. For
+further tokens it reads its own output instead of the target's hidden state. Embedding and head are
+the target's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.batch import SelectedTokens
+from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel, DraftModelContext
+from frame.models.layers.decoder import Decoder
+from frame.models.layers.linear import ReplicatedLinear
+from frame.models.layers.parameter import load_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.model import LazyTensor
+
+
+class MtpDrafter(DeviceDrafter):
+    """Uses the first of the checkpoint's prediction layers for every token of a draft."""
+
+    def get_folder(self) -> None:
+        """None: the layer is in the target's checkpoint."""
+
+    def build_model(self, context: DraftModelContext) -> PredictionLayer:
+        return PredictionLayer(context)
+
+
+class PredictionLayer(DraftModel, nn.Module):
+    """enorm(embedding) and hnorm(hidden state), projected to one hidden state; a layer of the
+    target's kind; a norm before the target's head."""
+
+    def __init__(self, context: DraftModelContext) -> None:
+        super().__init__()
+        target, build, layer = context.target, context.context, context.first_layer
+        if not isinstance(target, Decoder) or target.head is None:
+            raise ConfigurationError(f"{type(target).__name__} has no layers that mtp can draft with; choose another speculative.algorithm")
+        self._prefix = f"model.layers.{target.model_config.num_layers}"
+        hidden = target.model_config.hidden_size
+        self.enorm = target.build_norm(f"{self._prefix}.enorm")
+        self.hnorm = target.build_norm(f"{self._prefix}.hnorm")
+        self.eh_proj = ReplicatedLinear(build, (f"{self._prefix}.eh_proj",), 2 * hidden, (hidden,))
+        self.layer = target.build_layer(layer, self._prefix)
+        self.norm = target.build_norm(f"{self._prefix}.shared_head.norm")
+        self._target = (target,)  # in a tuple, so that its parameters are not those of this module
+        self._rotary = target.get_rotary(layer)
+
+    def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
+        embedded = self._target[0].embed(batch.token_ids)
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), -1))
+        rows = None if self._rotary.fused else self._rotary.gather_rows(batch.positions)
+        selected = batch.get(SelectedTokens)
+        x, residual = self.layer(x, None, rows, batch, None if selected is None else selected.indices)
+        return self.norm.add_residual(x, residual)[0] if len(x) else x
+
+    def compute_logits(self, states: torch.Tensor, place: int) -> torch.Tensor:
+        return self._target[0].compute_logits(states)
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        own = (each for each in weights if each[0].startswith(f"{self._prefix}."))
+        return load_parameters(self, own, (r".*\.(?:embed_tokens|shared_head\.head)\.", r".*rotary_emb\.inv_freq$"))
