@@ -36,7 +36,7 @@ TORCH_NATIVE = AttentionCapabilities(
     soft_cap=True,
     sinks=True,
     bidirectional=True,
-    kv_dtypes=("fp8_e4m3",),
+    kv_dtypes=("fp8_e4m3", "int8"),
 )
 
 FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, compute_capability=((8, 0), (12, 1)))
@@ -62,7 +62,7 @@ TRITON = KernelCapabilities(
     chunked=True,
     soft_cap=True,
     sinks=True,
-    kv_dtypes=("fp8_e4m3",),
+    kv_dtypes=("fp8_e4m3", "int8"),
     graphs="decode",
     shared_prefixes=True,
     measured=MEASURED["triton"],

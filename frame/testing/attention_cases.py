@@ -27,11 +27,16 @@ class PlainKVCache:
     """One layer's cache as bare tensors [pages, page_size, …]
     (`frame.core.interfaces.batch.KVCache`)."""
 
-    def __init__(self, page_size: int, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, page_size: int, parts: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] = ()) -> None:
         self.page_size = page_size
-        self.parts = tuple(parts)
+        self.parts, self.factors = tuple(parts), tuple(factors)
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+        for part, factor, tensor in zip(self.parts, self.factors, tensors, strict=False):
+            codes, scales = quantize_rows(tensor)
+            part.flatten(0, 1)[slots], factor.flatten(0, 1)[slots] = codes, scales
+        if self.factors:
+            return
         for part, tensor, scale in zip(self.parts, tensors, (spec.k_scale, spec.v_scale)[: len(tensors)], strict=True):
             if part.dtype == torch.float8_e4m3fn:  # nothing indexes fp8: its bytes are written
                 stored = (tensor / scale).clamp(-FP8_MAX, FP8_MAX).to(part.dtype)
@@ -41,6 +46,17 @@ class PlainKVCache:
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.parts
+
+    def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.factors
+
+
+def quantize_rows(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 [..., width] and scales float16 [...] of an int8 cache: the largest magnitude of a
+    row is 127. The numbers of such codes give the same codes again."""
+    scales = (numbers.double().abs().amax(-1) / 127).to(torch.float16).clamp_min(2.0**-24)
+    codes = (numbers.double() / scales.double().unsqueeze(-1)).round().clamp(-127, 127)
+    return codes.nan_to_num().to(torch.int8), scales
 
 
 def build_context(device: torch.device | str, dtype: torch.dtype, page_size: int, rows: int = 64, **parts: Any) -> BuildContext:
@@ -198,7 +214,7 @@ class RandomProjections:
 # cases ----------------------------------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KV_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3"}
+KV_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
 
 
 @dataclass(frozen=True)
@@ -251,7 +267,7 @@ EACH_DTYPE = (
 def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str, Case]]:
     """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is
     time for it, the others in one."""
-    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases(), *_chunked_cases()]
+    candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases(), *_chunked_cases(), *_int8_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
@@ -361,6 +377,13 @@ def _fp8_cases() -> Iterator[tuple[str, Case]]:
     for rows, name in ((DECODES, "decodes"), (MIXED, "mixed")):
         yield f"mha-fp8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=fp8, kv_scales=(2.0, 0.5))
         yield f"mla-fp8-{name}", Case(rows, kv_dtype=fp8, kv_scales=(0.5, 1.0), **LATENT)
+
+
+def _int8_cases() -> Iterator[tuple[str, Case]]:
+    for rows, name in ((DECODES, "decodes"), (MIXED, "mixed")):
+        yield f"mha-int8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=torch.int8)
+        yield f"mla-int8-{name}", Case(rows, kv_dtype=torch.int8, **LATENT)
+    yield "mha-int8-odd-widths", Case(MIXED, head_dim=80, v_head_dim=80, kv_dtype=torch.int8, soft_cap=1.5)
 
 
 def replays() -> Iterator[tuple[str, Case, Changes]]:

@@ -23,6 +23,7 @@ from frame.testing.attention_cases import (
     cases,
     forward_batch,
     planned,
+    quantize_rows,
     replays,
     requirements,
     widened,
@@ -52,18 +53,22 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
         return tensor if only in (None, row) else torch.full_like(tensor, torch.nan)
 
     device, rows, pages = case.device, case.rows, inputs.pages
-    parts = []
+    parts, factors = [], []
     last = 0 if only is None else only  # what it shares with others stays its own
     order = [*(row for row in range(len(pages.places)) if row != last), last]
     for index, shape in enumerate(inputs.shapes):
         part = torch.full((pages.num_pages * case.page_size, *shape), torch.nan, dtype=torch.float64)
         for row in order:
             part[torch.from_numpy(pages.places[row])] = poison(row, inputs.cached[row][index] / case.kv_scales[index])
-        parts.append(part.view(pages.num_pages, case.page_size, *shape).to(dtype=case.kv_dtype or case.dtype).to(device))
+        part = part.view(pages.num_pages, case.page_size, *shape)
+        if case.kv_dtype == torch.int8:
+            part, factor = quantize_rows(part)
+            factors.append(factor.to(device))
+        parts.append(part.to(dtype=case.kv_dtype or case.dtype).to(device))
     new = [tuple(poison(row, part[prefix:]) for part in inputs.cached[row]) for row, prefix in enumerate(rows.prefixes)]
     q = torch.cat([poison(row, query) for row, query in enumerate(inputs.queries)]).to(device=device, dtype=case.dtype)
     own = [torch.cat(row_parts).to(device=device, dtype=case.dtype) for row_parts in zip(*new, strict=True)]
-    kv = PlainKVCache(case.page_size, parts)
+    kv = PlainKVCache(case.page_size, parts, factors)
     batch = forward_batch(rows, pages, kv, device)
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
@@ -126,7 +131,7 @@ def _tensors(placed: Placed) -> list[torch.Tensor]:
     """Everything of a placed case that a captured graph reads."""
     batch, weight = placed.batch, [placed.layer.weight] if placed.layer else []
     tensors = [value for value in fields_of(batch).values() if isinstance(value, torch.Tensor)]
-    return [placed.q, *placed.own, *weight, *tensors, *batch.kv.layer(0)]
+    return [placed.q, *placed.own, *weight, *tensors, *batch.kv.layer(0), *batch.kv.scales(0)]
 
 
 def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:

@@ -18,7 +18,7 @@ from frame.core.interfaces.batch import ForwardBatch
 CAPABILITIES = AttentionCapabilities(
     devices=("cpu",),
     kinds=("mha", "mla"),
-    kv_dtypes=("fp8_e4m3",),
+    kv_dtypes=("fp8_e4m3", "int8"),
     sliding_window=True,
     chunked=True,
     soft_cap=True,
@@ -73,7 +73,7 @@ class PlainAttention(AttentionBackend):
         out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
         for row in self.rows(batch):
             (cached,) = batch.kv.layer(spec.layer)
-            rows = self.gather(cached, row.slots, spec.k_scale).to(q_nope.dtype)
+            rows = self.gather(cached, row.slots, self.scales(spec, batch)[0]).to(q_nope.dtype)
             k_nope, v = layer.expand(rows[:, :rank])
             k = torch.cat((k_nope, rows[:, None, rank:].expand(-1, spec.num_heads, -1)), dim=-1)
             q = torch.cat((q_nope[row.tokens], q_rope[row.tokens]), dim=-1)
@@ -87,10 +87,17 @@ class PlainAttention(AttentionBackend):
     def read(self, spec: AttentionSpec, batch: ForwardBatch, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the row, from the cache."""
         k, v = batch.kv.layer(spec.layer)
-        return self.gather(k, row.slots, spec.k_scale), self.gather(v, row.slots, spec.v_scale)
+        k_scale, v_scale = self.scales(spec, batch)
+        return self.gather(k, row.slots, k_scale), self.gather(v, row.slots, v_scale)
 
-    def gather(self, part: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.Tensor:
+    def scales(self, spec: AttentionSpec, batch: ForwardBatch) -> tuple[float | torch.Tensor, ...]:
+        """Of an int8 cache those of its tokens and heads, otherwise the layer's."""
+        return batch.kv.scales(spec.layer) or (spec.k_scale, spec.v_scale)
+
+    def gather(self, part: torch.Tensor, slots: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
         flat = part.view(-1, *part.shape[2:])
+        if isinstance(scale, torch.Tensor):
+            return flat[slots] * scale.flatten(0, 1)[slots].float().unsqueeze(-1)
         if part.dtype == torch.float8_e4m3fn:  # indexed as bytes
             return flat.view(torch.uint8)[slots].view(part.dtype).float() * scale
         return flat[slots]

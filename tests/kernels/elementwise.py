@@ -173,6 +173,45 @@ def stored(x: torch.Tensor, kv_dtype: torch.dtype | None) -> torch.Tensor:
     return x if kv_dtype is None else x.double().clamp(-448, 448)
 
 
+def check_int8(codes: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:
+    """The greatest number of a row has the code 127, and no number is off by more than half a
+    step, or by the rounding of the numbers themselves."""
+    want, scales = want.double(), scales.double()
+    assert torch.equal(codes.int().abs().amax(-1), torch.full_like(codes[..., 0], 127, dtype=torch.int32))
+    torch.testing.assert_close(scales, want.abs().amax(-1) / 127, rtol=2e-3, atol=0)
+    assert bool(((codes * scales.unsqueeze(-1) - want).abs() <= 0.51 * scales.unsqueeze(-1)).all())
+
+
+@pytest.mark.parametrize(
+    ("heads", "norm"), [(QKVLayout(16, 8, 128, 128), True), (QKVLayout(7, 1, 64, 32), False), (QKVLayout(5, 5, 80, 32, True), True)]
+)
+def test_store_in_an_int8_cache(heads: QKVLayout, norm: bool) -> None:
+    dim, num_kv, tokens = heads.dim, heads.num_kv_heads, 5
+    qkv = random(tokens, (heads.num_heads + 2 * num_kv) * dim, dtype=torch.float32)
+    _, k, v = qkv.clone().unflatten(-1, (-1, dim)).split((heads.num_heads, num_kv, num_kv), 1)
+    table, positions = rotary_table(50, heads.rotated, heads.interleaved, torch.float32), torch.randint(50, (tokens,)).to(DEVICE)
+    slots, weights = (torch.randperm(72)[:tokens] + 4).to(DEVICE), random(2, dim, dtype=torch.float32)
+    caches = [torch.zeros(19, 4, num_kv, dim, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+    scales = [torch.zeros(19, 4, num_kv, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    norm_rope_store(qkv, positions, table, heads, (weights, EPS) if norm else None, KVCacheTarget(slots, *caches, 1.0, 1.0, *scales))
+    k = rotated(normed(k, weights[1]) if norm else k, positions, table, heads.interleaved)
+    for cache, scale, want in zip(caches, scales, (k, v), strict=True):
+        check_int8(cache.flatten(0, 1)[slots], scale.flatten(0, 1)[slots], want)
+        assert scale.flatten(0, 1).any(1).sum() == tokens
+
+
+def test_latent_row_in_an_int8_cache() -> None:
+    x = random(5, 48 + 96 + 8, dtype=torch.float32)
+    _, latent, key = x.clone().split((48, 96, 8), -1)
+    weights = random(96, dtype=torch.float32), random(48, dtype=torch.float32)
+    table, positions = rotary_table(30, 8, True, torch.float32), torch.randint(30, (5,)).to(DEVICE)
+    cache, scales = torch.zeros(9, 2, 104, dtype=torch.int8, device=DEVICE), torch.zeros(9, 2, dtype=torch.float16, device=DEVICE)
+    slots = (torch.randperm(17)[:5] + 1).to(DEVICE)
+    latent_norm_rope_store(x, positions, table, True, (weights[1], weights[0], EPS), (slots, cache, 1.0), scales)
+    want = torch.cat((normed(latent, weights[0]), rotated(key[:, None], positions, table, True)[:, 0]), -1)
+    check_int8(cache.flatten(0, 1)[slots], scales.flatten(0, 1)[slots], want)
+
+
 def test_without_a_cache_only_queries_and_keys_change() -> None:
     heads = QKVLayout(4, 2, 32, 32)
     qkv = random(3, 8 * 32, dtype=torch.float32)

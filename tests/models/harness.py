@@ -185,7 +185,8 @@ def build_context(
     attention (class or plugin name), quantization method, and so on."""
     registry = load_own_plugins()
     tp = tp or LocalGroup()
-    base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": Limits(8, 512, 512, 4)}
+    limits = Limits(8, 512, names.get("max_context", 512), 4)
+    base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": limits}
     if "load_code" in names:
         base["load_code"] = names["load_code"]
     bare = BuildContext(**base)

@@ -340,12 +340,13 @@ def test_conformance_of_stored_weights(dialect: str) -> None:
     assert failures("weight_format", stored) == {}
 
 
-def test_an_engine_with_fp8_weights_and_cache() -> None:
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_an_engine_with_fp8_weights_and_a_quantized_cache(kv_dtype: str) -> None:
     prompts = ["copy: alpha beta gamma ->", "The quick brown fox " * 8]
     # float32, since near ties of bfloat16 fall differently on some processors when the prefix is
     # read from the cache
     sizes = {"device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 2048, "max_model_len": 512}
-    keys = {**sizes, "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    keys = {**sizes, "quantization": "fp8", "kv_cache_dtype": kv_dtype}
     with Engine(**keys) as engine:
         first, again = (engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0)) for _ in range(2))
     assert [output.token_ids for output in first] == [output.token_ids for output in again]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 
 from frame.attention_backends import TORCH_NATIVE
+from frame.attention_backends.torch_native.cached_rows import CachedRows, open_cache, take
 from frame.attention_backends.torch_native.plan import Group, Grouping, Groups
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch
@@ -22,10 +23,8 @@ from frame.core.interfaces.build import BuildContext
 
 BLOCK_CELLS = 1 << 24  # scores (queries x keys) for which a mask is built at a time, at most
 BLOCK_QUERIES = 512
-FP8 = torch.float8_e4m3fn
 EXPANDED_BYTES = 1 << 30  # latents stay absorbed if their expansion would be larger than this
 
-Index = slice | torch.Tensor
 MaskView = tuple[int | None, bool, bool]  # (sliding window, causal, in chunks)
 
 
@@ -69,20 +68,19 @@ class TorchNativeBackend(AttentionBackend):
         groups = self._groups(spec, batch)
         if not spec.causal:
             each = groups.extends
-            return _assemble(q.shape[0], each, [self.attend(spec, g, *(_take(part, g.tokens) for part in (q, k, v))) for g in each])
-        cached_k, cached_v = (part.view(-1, *part.shape[2:]) for part in batch.kv.layer(spec.layer))
+            return _assemble(q.shape[0], each, [self.attend(spec, g, *(take(part, g.tokens) for part in (q, k, v))) for g in each])
+        cached_k, cached_v = open_cache(spec, batch)
         work = [*groups.decodes, *groups.extends]
         # round this step's keys as every later step reads them
-        if cached_k.dtype == FP8 and any(group.from_step for group in work):
-            k, v = _read(cached_k, batch.kv_slots, spec.k_scale, q.dtype), _read(cached_v, batch.kv_slots, spec.v_scale, q.dtype)
+        if cached_k.is_rounded and any(group.from_step for group in work):
+            k, v = (cached.read(batch.kv_slots, q.dtype) for cached in (cached_k, cached_v))
         results = []
         for group in work:
             if group.from_step:
-                keys, values = _take(k, group.keys), _take(v, group.keys)
+                keys, values = take(k, group.keys), take(v, group.keys)
             else:
-                keys = _read(cached_k, group.keys, spec.k_scale, q.dtype)
-                values = _read(cached_v, group.keys, spec.v_scale, q.dtype)
-            results.append(self.attend(spec, group, _take(q, group.tokens), keys, values))
+                keys, values = (cached.read(group.keys, q.dtype) for cached in (cached_k, cached_v))
+            results.append(self.attend(spec, group, take(q, group.tokens), keys, values))
         return _assemble(q.shape[0], work, results)
 
     def run_mla(
@@ -90,10 +88,9 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         spec = layer.spec
         groups = self._groups(spec, batch)
-        (cached,) = batch.kv.layer(spec.layer)
-        cached = cached.view(-1, cached.shape[-1])
-        if cached.dtype == FP8 and any(group.from_step for group in groups.extends):
-            latent = _read(cached, batch.kv_slots, spec.k_scale, latent.dtype)
+        (cached,) = open_cache(spec, batch)
+        if cached.is_rounded and any(group.from_step for group in groups.extends):
+            latent = cached.read(batch.kv_slots, latent.dtype)
         decoded = self._decode_mla(layer, q_nope, q_rope, cached, groups.decodes, batch.num_decodes) if groups.decodes else None
         results = [self._extend_mla(layer, q_nope, q_rope, latent, cached, group) for group in groups.extends]
         if not results and decoded is not None:
@@ -108,14 +105,13 @@ class TorchNativeBackend(AttentionBackend):
         layer: LatentProjections,
         q_nope: torch.Tensor,
         q_rope: torch.Tensor,
-        cached: torch.Tensor,
+        cached: CachedRows,
         groups: list[Group],
         num_decodes: int,
     ) -> torch.Tensor:
         """All decodes, absorbed and projected together -> [num_decodes, heads, v_head_dim]."""
         q = torch.cat((layer.absorb(q_nope[:num_decodes]), q_rope[:num_decodes]), dim=-1)
-        scale = layer.spec.k_scale
-        results = [self._absorbed(layer, group, _take(q, group.tokens), _read(cached, group.keys, scale, q.dtype)) for group in groups]
+        results = [self._absorbed(layer, group, take(q, group.tokens), cached.read(group.keys, q.dtype)) for group in groups]
         return layer.unabsorb(_assemble(num_decodes, groups, results))
 
     def _extend_mla(
@@ -124,15 +120,15 @@ class TorchNativeBackend(AttentionBackend):
         q_nope: torch.Tensor,
         q_rope: torch.Tensor,
         latent: torch.Tensor,
-        cached: torch.Tensor,
+        cached: CachedRows,
         group: Group,
     ) -> torch.Tensor:
         """One group of extends in the cheaper form -> [rows, query_len, heads, v_head_dim]."""
         if group.from_step:
-            keys = _take(latent, group.keys)
+            keys = take(latent, group.keys)
         else:
-            keys = _read(cached, group.keys, layer.spec.k_scale, latent.dtype)
-        nope, rope = _take(q_nope, group.tokens), _take(q_rope, group.tokens)
+            keys = cached.read(group.keys, latent.dtype)
+        nope, rope = take(q_nope, group.tokens), take(q_rope, group.tokens)
         if _expands(layer, group, latent.element_size()):
             return self._expanded(layer, group, torch.cat((nope, rope), dim=-1), keys)
         attended = self._absorbed(layer, group, torch.cat((layer.absorb(nope), rope), dim=-1), keys)
@@ -274,19 +270,6 @@ def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
     expanded = group.key_len * (projection + group.query_len * widths)
     absorbed = group.query_len * (projection + group.key_len * (2 * rank + rope))
     return expanded <= absorbed
-
-
-def _take(source: torch.Tensor, places: Index) -> torch.Tensor:
-    return source[places] if isinstance(places, slice) else source.index_select(0, places)
-
-
-def _read(cache: torch.Tensor, places: Index, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of the cache in the dtype of the queries. fp8 is gathered as bytes, because PyTorch
-    cannot index it, and scaled."""
-    if cache.dtype != FP8:
-        return _take(cache, places)
-    rows = _take(cache.view(torch.uint8), places).view(FP8).to(dtype)
-    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:

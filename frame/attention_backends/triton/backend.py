@@ -64,8 +64,8 @@ class TritonBackend(AttentionBackend):
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q = make_rows_contiguous(q)
         cached_k, cached_v = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
-        page_size = batch.kv.page_size
-        # not with an fp8 cache, whose contents differ from this step's keys by rounding
+        page_size, scales = batch.kv.page_size, _scales(spec, cached_k, batch)
+        # not with an fp8 or int8 cache, whose contents differ from this step's keys by rounding
         use_ragged = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0
         if use_ragged:
             k, v = make_rows_contiguous(k), make_rows_contiguous(v)
@@ -73,11 +73,11 @@ class TritonBackend(AttentionBackend):
         ragged = None
         if rest:
             q1, q2 = q[..., :first], q[..., first:]
-            cached = Operands(q1, q2, cached_k[..., :first], cached_k[..., first:], cached_v, page_size)
+            cached = Operands(q1, q2, cached_k[..., :first], cached_k[..., first:], cached_v, page_size, scales=scales)
             if use_ragged:
                 ragged = Operands(q1, q2, k[..., :first], k[..., first:], v, 0)
         else:
-            cached = Operands(q, None, cached_k, None, cached_v, page_size)
+            cached = Operands(q, None, cached_k, None, cached_v, page_size, scales=scales)
             if use_ragged:
                 ragged = Operands(q, None, k, None, v, 0)
         out = AttentionOutput.get_buffer(batch, q, spec.num_heads, spec.v_head_dim)
@@ -96,7 +96,9 @@ class TritonBackend(AttentionBackend):
         if absorbed:
             keys = cached[:, None]
             q = make_rows_contiguous(layer.absorb(q_nope[:absorbed]))
-            operands = Operands(q, make_rows_contiguous(q_rope), keys[..., :rank], keys[..., rank:], None, batch.kv.page_size)
+            scales = tuple([part.unsqueeze(1) for part in _scales(spec, cached, batch)])
+            halves = keys[..., :rank], keys[..., rank:]
+            operands = Operands(q, make_rows_contiguous(q_rope), *halves, None, batch.kv.page_size, scales=scales)
             attended = q.new_empty(absorbed, spec.num_heads, rank)
             self._launch(spec, operands, None, attended, batch, extends=not expands)
             decoded = layer.unabsorb(attended)
@@ -130,7 +132,7 @@ class TritonBackend(AttentionBackend):
         """All extends over keys and values expanded from latents."""
         plan, rank = _plan(batch), layer.kv_lora_rank
         places, starts = plan.locate_expanded_keys()
-        rows = latent[plan.num_decodes :] if places is None else _gathered(cached, places, latent.dtype, layer.spec.k_scale)
+        rows = latent[plan.num_decodes :] if places is None else _gathered(layer.spec, cached, places, latent.dtype, batch)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
         operands = Operands(
@@ -162,9 +164,20 @@ def _plan(batch: ForwardBatch) -> StepPlan:
     return plan
 
 
-def _gathered(cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+def _scales(spec: AttentionSpec, cached: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+    """The scales of an int8 cache by slot; none for another."""
+    if cached.dtype != torch.int8:
+        return ()
+    return tuple([part.flatten(0, 1) for part in batch.kv.scales(spec.layer)])
+
+
+def _gathered(spec: AttentionSpec, cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype, batch: ForwardBatch) -> torch.Tensor:
     """Rows of the cache in `dtype`. An fp8 cache is gathered as bytes, since PyTorch cannot index
     fp8."""
     if cached.dtype == dtype:
         return cached.index_select(0, places)
-    return cached.view(torch.uint8).index_select(0, places).view(cached.dtype).to(dtype).mul_(scale)
+    rows = cached.view(torch.uint8).index_select(0, places).view(cached.dtype)
+    if cached.dtype != torch.int8:
+        return rows.to(dtype).mul_(spec.k_scale)
+    (scales,) = _scales(spec, cached, batch)
+    return (rows * scales.index_select(0, places).float().unsqueeze(1)).to(dtype)

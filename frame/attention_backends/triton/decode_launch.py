@@ -66,7 +66,8 @@ class DecodeLauncher:
         split, parts, weights = variant.split, variant.parts, variant.weights
         schedule = plan.get_schedule(split, batch, self._pdl)
         sinks = or_unused(spec.sinks, out)
-        tensors = (*operands.get_tensors(), out, parts, weights, sinks, schedule, plan.prefixes.order, batch.page_table)
+        planned = schedule, plan.prefixes.order, batch.page_table
+        tensors = (*operands.get_tensors(), out, parts, weights, sinks, *planned, *operands.get_scales())
         numbers = (batch.page_table.stride(0), split.capacity, split.count_items(split.capacity), split.max_own_items, *found[2])
         if variant.launch is None:
             self._prepare(variant, spec, operands, (*tensors, *numbers))

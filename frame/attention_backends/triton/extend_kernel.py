@@ -33,6 +33,8 @@ def extend_kernel(
     request_slots,  # int64 [rows]
     page_table,
     key_starts,  # int32 [extend rows]: start of each row's ragged keys, if RAGGED_HAS_ALL
+    k_scales,  # float16 [slots, kv heads] of an int8 cache, if SCALE_STRIDE > 0
+    v_scales,
     num_tiles,
     first_row,  # index of the first extend row
     table_stride,
@@ -48,6 +50,7 @@ def extend_kernel(
     K2_HEAD: tl.constexpr,
     V_STRIDE: tl.constexpr,
     V_HEAD: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     RAGGED1_STRIDE: tl.constexpr,
     RAGGED1_HEAD: tl.constexpr,
     RAGGED2_STRIDE: tl.constexpr,
@@ -145,9 +148,12 @@ def extend_kernel(
             kv_head * K1_HEAD,
             kv_head * K2_HEAD,
             kv_head * V_HEAD,
+            k_scales + kv_head,
+            v_scales + kv_head,
             K1_STRIDE,
             K2_STRIDE,
             V_STRIDE,
+            SCALE_STRIDE,
             PAGE_SIZE,
             WIDTH1,
             WIDTH2,
@@ -189,9 +195,12 @@ def extend_kernel(
             kv_head * RAGGED1_HEAD,
             kv_head * RAGGED2_HEAD,
             kv_head * RAGGED_V_HEAD,
+            k_scales,
+            v_scales,
             RAGGED1_STRIDE,
             RAGGED2_STRIDE,
             RAGGED_V_STRIDE,
+            0,
             0,
             WIDTH1,
             WIDTH2,

@@ -102,7 +102,7 @@ class ExtendLauncher:
             keys = tuple(
                 [_retarget(box, part, ragged_or_cached.k1) for box, part in zip(step.descriptors, ragged_or_cached[2:5], strict=True)]
             )
-        tensors = (*cached_or_ragged.get_tensors(), *keys, out, or_unused(spec.sinks, out), *step.tensors)
+        tensors = (*cached_or_ragged.get_tensors(), *keys, out, or_unused(spec.sinks, out), *step.tensors, *cached_or_ragged.get_scales())
         numbers = (*step.numbers, *found[2])
         if step.launch is None:
             step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))

@@ -18,6 +18,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # last bits (arXiv 2203.03341). Exact products on the CUDA cores unroll to code that compiles for
 # minutes with a wide tile.
 PRECISION = tl.constexpr("tf32x3")
+# The weights of int8 values are multiplied by it besides the scale, so that float16 represents
+# them, and the result is divided by it.
+VALUE_UNIT = tl.constexpr(128.0)
 # which scores are masked: none, those past the last key, or also those outside a query's position
 # and window
 NONE, TAIL, CAUSAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -44,7 +47,7 @@ def cast_queries(queries, keys_pointer, UPCAST: tl.constexpr):
     """Queries in the type in which they multiply keys of this cache: for an fp8 cache bfloat16
     becomes float16, because fp8 converts to float16 in one instruction and to bfloat16 in several.
     """
-    if keys_pointer.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype.primitive_bitwidth == 16 and not UPCAST:
+    if keys_pointer.dtype.element_ty.is_fp8() and queries.dtype.primitive_bitwidth == 16 and not UPCAST:
         return queries.to(tl.float16)
     else:
         return queries
@@ -98,9 +101,12 @@ def attend_keys(
     k1_column,
     k2_column,
     v_column,
+    k_scales,  # of the keys' head, if SCALE_STRIDE > 0
+    v_scales,
     K1_STRIDE: tl.constexpr,
     K2_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,  # of the slots of an int8 cache's scales; 0: no scales
     PAGE_SIZE: tl.constexpr,  # 0: contiguous keys
     WIDTH1: tl.constexpr,
     WIDTH2: tl.constexpr,
@@ -150,6 +156,9 @@ def attend_keys(
         if WIDTH2 > 0:
             keys2 = load_keys(k2, k2_column, row, places, K2_STRIDE, columns2, WIDTH2, USE_TMA, UPCAST).to(q1.dtype)
             scores = tl.dot(q2, tl.trans(keys2), scores, input_precision=PRECISION)
+        if SCALE_STRIDE > 0:
+            k_factor = tl.load(k_scales + places * SCALE_STRIDE).to(tl.float32)
+            scores *= k_factor[None, :]
         if SOFT_CAP > 0:
             scores = apply_soft_cap(scores * scale, SOFT_CAP)
         if MASK == TAIL:
@@ -176,6 +185,9 @@ def attend_keys(
             values = load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, USE_TMA, UPCAST).to(q1.dtype)
             if USE_TMA and MASK != NONE:  # a box may include another row's values, which may not be finite
                 values = tl.where((keys < end)[:, None], values, 0.0)
+        if SCALE_STRIDE > 0:
+            v_factor = k_factor if VALUES_IN_KEYS else tl.load(v_scales + places * SCALE_STRIDE).to(tl.float32)
+            weights *= v_factor[None, :] * VALUE_UNIT
         acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
     return row_max, row_sum, acc
@@ -201,9 +213,12 @@ def attend_causal(
     k1_column,
     k2_column,
     v_column,
+    k_scales,
+    v_scales,
     K1_STRIDE: tl.constexpr,
     K2_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH1: tl.constexpr,
     WIDTH2: tl.constexpr,
@@ -239,9 +254,12 @@ def attend_causal(
         k1_column,
         k2_column,
         v_column,
+        k_scales,
+        v_scales,
         K1_STRIDE,
         K2_STRIDE,
         V_STRIDE,
+        SCALE_STRIDE,
         PAGE_SIZE,
         WIDTH1,
         WIDTH2,
@@ -276,9 +294,12 @@ def attend_causal(
         k1_column,
         k2_column,
         v_column,
+        k_scales,
+        v_scales,
         K1_STRIDE,
         K2_STRIDE,
         V_STRIDE,
+        SCALE_STRIDE,
         PAGE_SIZE,
         WIDTH1,
         WIDTH2,

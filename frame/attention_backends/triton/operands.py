@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from frame.attention_backends.triton.online_softmax import VALUE_UNIT
 from frame.attention_backends.triton.tile_sizes import pad_width
 from frame.core.interfaces.attention import AttentionSpec
 from frame.kernels import INTERPRETED
@@ -34,6 +35,7 @@ class Operands(NamedTuple):
     v: torch.Tensor | None
     page_size: int  # 0: contiguous ("ragged") keys
     has_all_keys: bool = False  # the ragged keys are all keys of a row, not only this step's
+    scales: tuple[torch.Tensor, ...] = ()  # of an int8 cache: of keys, and of values unless they are in the keys; [slots, kv_heads]
 
     @property
     def group(self) -> int:
@@ -63,6 +65,10 @@ class Operands(NamedTuple):
     def get_tensors(self) -> tuple[torch.Tensor, ...]:
         """The kernel arguments, with placeholders for missing parts."""
         return self.q1, or_unused(self.q2, self.q1), self.k1, or_unused(self.k2, self.k1), or_unused(self.v, self.k1)
+
+    def get_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of keys and of values, or placeholders."""
+        return (self.scales[0], self.scales[-1]) if self.scales else (self.k1, self.k1)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
@@ -98,6 +104,7 @@ class Operands(NamedTuple):
         names = [f"{part}_{what}" for part in ("Q1", "Q2", "K1", "K2", "V") for what in ("STRIDE", "HEAD")]
         return {
             **dict(zip(names, self.get_strides(), strict=True)),
+            "SCALE_STRIDE": self.scales[0].stride(0) if self.scales else 0,
             "OUT_STRIDE": out.stride(0),
             "OUT_HEAD": out.stride(1),
             "GROUP": self.group,
@@ -125,6 +132,8 @@ def _make_descriptor(part: torch.Tensor, rows: int) -> TensorDescriptor:
 def compute_scales(spec: AttentionSpec, operands: Operands) -> tuple[float, float]:
     """(factor of the scores, factor of the result): the layer's scale, and the key and value scales
     of an fp8 cache."""
+    if operands.scales:
+        return spec.scale, 1.0 / VALUE_UNIT.value
     if operands.k1.element_size() > 1:
         return spec.scale, 1.0
     return spec.scale * spec.k_scale, spec.k_scale if operands.v is None else spec.v_scale

@@ -27,7 +27,7 @@ _PRODUCTS_PER_LAUNCHED_LAYER = 60e9
 _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
 _ONE_PART = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
 _EXPERTS_EVERY = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq")  # fields: the distance of layers with experts
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
 
 def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, platform: PluginRecord) -> list[tuple[str, str]]:

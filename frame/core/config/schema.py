@@ -17,7 +17,7 @@ from frame.core.interfaces.drafter import MAX_STEPS
 from frame.core.interfaces.model import PoolingMode, Task
 
 DType = Literal["float32", "bfloat16", "float16"]
-KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
 
 TYPE_ALIASES: dict[str, str] = {

@@ -51,7 +51,7 @@ class AttentionRequirements:
     v_head_dim: int
     latent: tuple[int, int] | None  # mla only: (kv_lora_rank, qk_rope_head_dim)
     dtype: str  # "float32", "bfloat16", "float16"
-    kv_dtype: str  # of the cache: as `dtype`, or "fp8_e4m3"
+    kv_dtype: str  # of the cache: as `dtype`, "fp8_e4m3" or "int8"
     page_size: int | None  # tokens
     sliding_window: bool = False
     chunked: bool = False  # attention in chunks (`AttentionSpec.chunked`)

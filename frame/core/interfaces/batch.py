@@ -122,7 +122,8 @@ class KVCache(Protocol):
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Write this step's tokens to `spec.layer`: slots int64 [tokens]; MHA: (k [tokens,
         kv_heads, head_dim], v [tokens, kv_heads, v_head_dim]); MLA: (latent [tokens, rank +
-        rope],). An fp8 cache divides them by the spec's scales."""
+        rope],). An fp8 cache divides them by the spec's scales; an int8 cache has a scale for each
+        token and head."""
         ...
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
@@ -130,6 +131,11 @@ class KVCache(Protocol):
         kv_heads, v_head_dim]). Layout "paged_latent": (latent [pages, page_size, rank + rope],). A
         `LayerCache`: its tensors, [pages, page_size, *shape], of kind `snapshot` [pages,
         *shape]."""
+        ...
+
+    def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The scales of an int8 cache, float16, for each tensor of `layer` without its last
+        dimension: a code times its scale is the number. Empty for other caches."""
         ...
 
 

@@ -25,7 +25,9 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
+SCALE = torch.float16  # dtype of the scales of an int8 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,19 @@ class KVGeometry:
     def count_bytes(self, pool: int) -> int:
         """Bytes of one token in a pool, or of one state."""
         layers = (layer for group in self.groups if group.pool == pool for layer in group.layers)
-        return sum(math.prod(tensor.shape) * self.dtype_of(tensor).itemsize for layer in layers for tensor in layer.tensors)
+        return sum(self._count_tensor(tensor) for layer in layers for tensor in layer.tensors)
 
     def dtype_of(self, tensor: CacheTensor) -> torch.dtype:
         return self.dtype if tensor.dtype is None else tensor.dtype
+
+    def has_scales(self, tensor: CacheTensor) -> bool:
+        """Whether each row of the last dimension has a scale of its own: keys and values of an int8
+        cache."""
+        return tensor.dtype is None and self.dtype == torch.int8
+
+    def _count_tensor(self, tensor: CacheTensor) -> int:
+        scales = math.prod(tensor.shape[:-1]) * SCALE.itemsize if self.has_scales(tensor) else 0
+        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize + scales
 
 
 def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtype: str) -> KVGeometry:

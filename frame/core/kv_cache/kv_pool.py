@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from frame.core.kv_cache.geometry import SCALE
+
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec
     from frame.core.interfaces.batch import ScheduledBatch
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 GIVEN_TOKENS = 256  # most tokens of a step that come from the host
 _FP8_MAX = 448.0
 _ALIGNMENT = 64
+_INT8_MAX = 127.0
+_SMALLEST = 2.0**-24  # the smallest positive number of float16
 
 
 class KVPool:
@@ -40,12 +44,16 @@ class KVPool:
         self.num_pages = (num_pages,) * geometry.num_pools if isinstance(num_pages, int) else tuple(num_pages)
         self.page_size = geometry.page_size
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._scales: dict[int, tuple[torch.Tensor, ...]] = {}
         for group in geometry.groups:
             count = self.num_pages[group.pool]
             pages = (count, group.page_size) if group.page_size else (count + 1,)
             for layer in group.layers:
                 self._layers[layer.layer] = tuple(
                     _zeros((*pages, *tensor.shape), geometry.dtype_of(tensor), device) for tensor in layer.tensors
+                )
+                self._scales[layer.layer] = tuple(
+                    _zeros((*pages, *tensor.shape[:-1]), SCALE, device) for tensor in layer.tensors if geometry.has_scales(tensor)
                 )
         self._is_fp8 = geometry.dtype == torch.float8_e4m3fn
         # One row for each token; fp8 as bytes, because index_copy_ does not support fp8.
@@ -58,12 +66,19 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for layer in self._layers.values() for tensor in layer)
+        return sum(tensor.numel() * tensor.element_size() for layer in (*self._layers.values(), *self._scales.values()) for tensor in layer)
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Write this step's tokens; see `KVCache.store`. Tensors are cast to the cache's dtype
-        (fp8: scaled and saturated)."""
+        (fp8: scaled and saturated; int8: by a scale for each row, `quantize_rows`)."""
         rows_of_layer = self._rows[spec.layer]
+        scales_of_layer = self._scales[spec.layer]
+        if scales_of_layer:
+            for rows, scales, tensor in zip(rows_of_layer, scales_of_layer, tensors, strict=True):
+                codes, factors = quantize_rows(tensor)
+                rows.index_copy_(0, slots, codes)
+                scales.flatten(0, 1).index_copy_(0, slots, factors)
+            return
         for rows, tensor, scale in zip(rows_of_layer, tensors, (spec.k_scale, spec.v_scale)[: len(rows_of_layer)], strict=True):
             if self._is_fp8:
                 tensor = tensor if scale == 1.0 else tensor * (1.0 / scale)
@@ -80,6 +95,10 @@ class KVPool:
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, pages first; see `KVCache.layer`."""
         return self._layers[layer]
+
+    def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The scales of an int8 cache, pages first; see `KVCache.scales`."""
+        return self._scales[layer]
 
 
 class PageTable:
@@ -151,6 +170,15 @@ class DeviceTable(PageTable):
 def _by_token(tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.view(-1, *tensor.shape[2:])
     return rows.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else rows
+
+
+def quantize_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., width] -> (int8 of the same shape, float16 scales [...]). The largest magnitude of a
+    row becomes 127."""
+    numbers = tensor.float()
+    scales = (numbers.abs().amax(-1) / _INT8_MAX).clamp_(_SMALLEST, torch.finfo(SCALE).max).to(SCALE)
+    codes = (numbers / scales.float().unsqueeze(-1)).round_().clamp_(-_INT8_MAX, _INT8_MAX)
+    return codes.to(torch.int8), scales
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

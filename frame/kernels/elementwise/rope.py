@@ -32,6 +32,9 @@ _HEADS = 8  # heads per program
 _FEW_TOKENS = 64
 _TOKENS = 16  # tokens of one program of `rotate_`, at most
 FP8_MAX = tl.constexpr(448.0)
+INT8_MAX = tl.constexpr(127.0)
+SMALLEST, LARGEST = tl.constexpr(2.0**-24), tl.constexpr(65504.0)  # positive numbers of float16
+ROUND = tl.constexpr(1.5 * 2**23)  # x + ROUND - ROUND rounds a small float32 to the nearest integer
 
 
 class QKVLayout(NamedTuple):
@@ -53,7 +56,8 @@ class KVCacheTarget(NamedTuple):
     """Where the keys and values of a batch are stored.
 
     `slots` int64 [tokens]; `k` and `v` contiguous [pages, page_size, num_kv_heads, dim] of any
-    float dtype. Values for a float8_e4m3 cache are divided by the scale and saturate.
+    float dtype, or int8. Values for a float8_e4m3 cache are divided by the scale and saturate. An
+    int8 cache has the scales of each token and head, float16 [pages, page_size, num_kv_heads].
     """
 
     slots: torch.Tensor
@@ -61,6 +65,8 @@ class KVCacheTarget(NamedTuple):
     v: torch.Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
 
 
 def norm_rope_store(
@@ -81,11 +87,12 @@ def norm_rope_store(
     tokens, stride = qkv.shape[0], qkv.stride(0)
     q = qkv.new_empty((tokens, heads.num_heads, heads.dim))
     weights, eps = norm if norm is not None else (table, 0.0)
-    slots, k_cache, v_cache, k_scale, v_scale = cache if cache is not None else KVCacheTarget(positions, q, q)
-    types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype
+    slots, k_cache, v_cache, k_scale, v_scale, *scales = cache if cache is not None else KVCacheTarget(positions, q, q)
+    k_scales, v_scales = (slots if part is None else part for part in scales)
+    types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype, k_scales.dtype
     tile = _tile(tokens)
     launch, across = _prepared_heads(heads, tile, norm is not None, cache is not None, types, stride, qkv.device)
-    tensors = qkv, positions, table, weights, slots, k_cache, v_cache, q
+    tensors = qkv, positions, table, weights, slots, k_cache, v_cache, k_scales, v_scales, q
     launch((ceil_div(tokens, tile[0]), across, 1), tensors, (tokens, stride, eps, 1.0 / k_scale, 1.0 / v_scale))
     return q
 
@@ -111,8 +118,8 @@ def _prepared_heads(
         "BLOCK_TAIL": next_power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": tile[0],
         "NORM": norm, "STORE": store,
     }  # fmt: skip
-    dtype, table, weights, cache = types
-    example = dtype, torch.int64, table, weights, torch.int64, cache, cache, dtype, 0, stride, 0.0, 1.0, 1.0
+    dtype, table, weights, cache, scales = types
+    example = dtype, torch.int64, table, weights, torch.int64, cache, cache, scales, scales, dtype, 0, stride, 0.0, 1.0, 1.0
     q_blocks, kv_blocks = ceil_div(heads.num_heads, together), ceil_div(heads.num_kv_heads, together)
     launch = PreparedLaunch(
         _norm_rope_store, example, constants, device, choose_warps(together * next_power_of_2(heads.dim) * tile[0], loads=2)
@@ -154,23 +161,26 @@ def latent_norm_rope_store(
     interleaved: bool,
     norms: tuple[torch.Tensor | None, torch.Tensor, float],
     cache: tuple[torch.Tensor, torch.Tensor, float] | None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """x [tokens, q_rank + rank + rope]: norm the latent and rotate the shared key in place, which
     gives the token's row of the latent cache.
 
     `norms`: RMSNorm weights of the query input [q_rank] (None without a query projection) and of
     the latent [rank], and epsilon. `cache`: also store the row there: (slots int64 [tokens],
-    contiguous [pages, page_size, rank + rope], scale; see `KVCacheTarget`). Returns the normed
-    query input, contiguous [tokens, q_rank].
+    contiguous [pages, page_size, rank + rope], scale; see `KVCacheTarget`). `scales`: those of
+    an int8 cache, float16 [pages, page_size]. Returns the normed query input, contiguous [tokens,
+    q_rank].
     """
     q_weight, weight, eps = norms
     tokens, rank, rope = x.shape[0], weight.shape[0], table.shape[-1]
     q_rank = 0 if q_weight is None else q_weight.shape[0]
     q = None if q_weight is None else x.new_empty((tokens, q_rank))
     slots, rows, scale = cache if cache is not None else (positions, x, 1.0)
-    types = x.dtype, table.dtype, weight.dtype, rows.dtype
+    scales = slots if scales is None else scales
+    types = x.dtype, table.dtype, weight.dtype, rows.dtype, scales.dtype
     launch = _prepared_latent((q_rank, rank, rope), interleaved, cache is not None, types, x.stride(0), x.device)
-    tensors = x, positions, table, weight, weight if q_weight is None else q_weight, slots, rows, x if q is None else q
+    tensors = x, positions, table, weight, weight if q_weight is None else q_weight, slots, rows, scales, x if q is None else q
     launch((tokens, 1 if q is None else 2, 1), tensors, (x.stride(0), eps, 1.0 / scale))
     return q
 
@@ -184,8 +194,8 @@ def _prepared_latent(
         "Q_RANK": q_rank, "RANK": rank, "ROPE": rope, "INTERLEAVED": interleaved, "STORE": store,
         "BLOCK_Q": next_power_of_2(max(q_rank, 1)), "BLOCK": next_power_of_2(rank), "BLOCK_HALF": next_power_of_2(rope // 2),
     }  # fmt: skip
-    dtype, table, weight, cache = types
-    example = dtype, torch.int64, table, weight, weight, torch.int64, cache, dtype, stride, 0.0, 1.0
+    dtype, table, weight, cache, scales = types
+    example = dtype, torch.int64, table, weight, weight, torch.int64, cache, scales, dtype, stride, 0.0, 1.0
     return PreparedLaunch(_latent_norm_rope_store, example, constants, device, choose_warps(max(next_power_of_2(rank), q_rank), loads=2))
 
 
@@ -240,10 +250,21 @@ def rotate_pairs(first, second, table, position, valid, HALF: tl.constexpr, BLOC
 
 @triton.jit
 def cast_scaled(x, inverse, dtype: tl.constexpr):
-    """float32 -> `dtype`. Only float8_e4m3 is scaled; values out of its range saturate."""
+    """float32 -> `dtype`. Only float8_e4m3 and int8 are scaled; values out of their range
+    saturate."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x * inverse, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    elif dtype == tl.int8:
+        x = tl.clamp(x * inverse, -INT8_MAX, INT8_MAX) + ROUND - ROUND
     return x.to(dtype)
+
+
+@triton.jit
+def store_scales(pointers, largest, valid):
+    """Store the int8 scales of rows, by their largest magnitudes. Returns the inverse scales."""
+    scales = tl.clamp(largest / INT8_MAX, SMALLEST, LARGEST).to(tl.float16)
+    tl.store(pointers, scales, mask=valid)
+    return 1.0 / scales.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -255,6 +276,8 @@ def _norm_rope_store(
     slots,
     k_cache,
     v_cache,
+    k_scales,  # of an int8 cache
+    v_scales,
     q_out,
     tokens,
     stride,
@@ -300,14 +323,22 @@ def _norm_rope_store(
     if STORE:
         slot = tl.load(slots + token, mask=valid, other=0)
         cached = slot * (NUM_KV_HEADS * DIM) + head * DIM
+        scaled = slot * NUM_KV_HEADS + head
     if is_value:
         if STORE:
             columns = tl.arange(0, 2 * BLOCK_HALF)[None, :]
             value = tl.load(rows + columns, mask=valid & (columns < ROTATED), other=0.0).to(tl.float32)
-            tl.store(v_cache + cached + columns, cast_scaled(value, v_inverse, v_cache.dtype.element_ty), mask=valid & (columns < ROTATED))
             if DIM > ROTATED:
-                value = tl.load(rows + ROTATED + tails, mask=in_tail, other=0.0).to(tl.float32)
-                tl.store(v_cache + cached + ROTATED + tails, cast_scaled(value, v_inverse, v_cache.dtype.element_ty), mask=in_tail)
+                tail = tl.load(rows + ROTATED + tails, mask=in_tail, other=0.0).to(tl.float32)
+            v_factor = v_inverse
+            if v_cache.dtype.element_ty == tl.int8:
+                largest = tl.max(tl.abs(value), 1, keep_dims=True)
+                if DIM > ROTATED:
+                    largest = tl.maximum(largest, tl.max(tl.abs(tail), 1, keep_dims=True))
+                v_factor = store_scales(v_scales + scaled, largest, valid)
+            tl.store(v_cache + cached + columns, cast_scaled(value, v_factor, v_cache.dtype.element_ty), mask=valid & (columns < ROTATED))
+            if DIM > ROTATED:
+                tl.store(v_cache + cached + ROTATED + tails, cast_scaled(tail, v_factor, v_cache.dtype.element_ty), mask=in_tail)
     else:
         position = tl.load(positions + token, mask=valid, other=0)
         first, second = load_pairs(rows, valid, HALF, BLOCK_HALF, INTERLEAVED)
@@ -333,9 +364,15 @@ def _norm_rope_store(
             if DIM > ROTATED:
                 tl.store(rows + ROTATED + tails, tail.to(qkv.dtype.element_ty), mask=in_tail)
             if STORE:
-                store_pairs(k_cache + cached, first, second, k_inverse, valid, HALF, BLOCK_HALF, INTERLEAVED)
+                k_factor = k_inverse
+                if k_cache.dtype.element_ty == tl.int8:
+                    largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1, keep_dims=True)
+                    if DIM > ROTATED:
+                        largest = tl.maximum(largest, tl.max(tl.abs(tail), 1, keep_dims=True))
+                    k_factor = store_scales(k_scales + scaled, largest, valid)
+                store_pairs(k_cache + cached, first, second, k_factor, valid, HALF, BLOCK_HALF, INTERLEAVED)
                 if DIM > ROTATED:
-                    tl.store(k_cache + cached + ROTATED + tails, cast_scaled(tail, k_inverse, k_cache.dtype.element_ty), mask=in_tail)
+                    tl.store(k_cache + cached + ROTATED + tails, cast_scaled(tail, k_factor, k_cache.dtype.element_ty), mask=in_tail)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -377,6 +414,7 @@ def _latent_norm_rope_store(
     q_weight,
     slots,
     cache,
+    scales,  # of an int8 cache
     q_out,
     stride,
     eps,
@@ -411,9 +449,14 @@ def _latent_norm_rope_store(
         tl.store(latent_row + columns, latent.to(x.dtype.element_ty), mask=columns < RANK)
         store_pairs(key, first, second, 1.0, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
         if STORE:
-            cached = cache + tl.load(slots + token) * (RANK + ROPE)
-            tl.store(cached + columns, cast_scaled(latent, inverse, cache.dtype.element_ty), mask=columns < RANK)
-            store_pairs(cached + RANK + tl.zeros((1, 1), tl.int32), first, second, inverse, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
+            slot = tl.load(slots + token)
+            cached = cache + slot * (RANK + ROPE)
+            factor = inverse
+            if cache.dtype.element_ty == tl.int8:
+                largest = tl.maximum(tl.max(tl.abs(latent)), tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second))))
+                factor = store_scales(scales + slot, largest, True)
+            tl.store(cached + columns, cast_scaled(latent, factor, cache.dtype.element_ty), mask=columns < RANK)
+            store_pairs(cached + RANK + tl.zeros((1, 1), tl.int32), first, second, factor, valid, ROPE // 2, BLOCK_HALF, INTERLEAVED)
     else:
         inputs = tl.arange(0, BLOCK_Q)
         q_scale = tl.load(q_weight + inputs, mask=inputs < Q_RANK, other=0.0).to(tl.float32)

@@ -167,7 +167,8 @@ class FusedQKVKernel:
         if self.stores:
             k_cache, v_cache = batch.kv.layer(spec.layer)
             if self.has_fp8 or k_cache.dtype is not torch.float8_e4m3fn:
-                cache = self.cache(batch.kv_slots, k_cache, v_cache, spec.k_scale, spec.v_scale)
+                scales = batch.kv.scales(spec.layer) if k_cache.dtype is torch.int8 else ()
+                cache = self.cache(batch.kv_slots, k_cache, v_cache, spec.k_scale, spec.v_scale, *scales)
         weights = (norm.pair, norm.eps) if isinstance(norm, QKNorm) else None
         if norm is not None and weights is None:  # a norm that the kernel does not compute
             qk = qkv.unflatten(-1, (-1, spec.head_dim))[:, : spec.num_heads + spec.num_kv_heads]

@@ -196,14 +196,15 @@ class FusedLatentKernel:
         """The input of the query projection, the row of the cache, and whether that row is already
         stored."""
         a = projections.a_proj(x)
-        cache = None
+        cache = scales = None
         if self.stores:
             (rows,) = batch.kv.layer(spec.layer)
             if self.has_fp8 or rows.dtype is not torch.float8_e4m3fn:
                 cache = (batch.kv_slots, rows, spec.k_scale)
+                scales = batch.kv.scales(spec.layer)[0] if rows.dtype is torch.int8 else None
         q_norm, norm = projections.q_a_layernorm, projections.kv_a_layernorm
         weights = (None if q_norm is None else q_norm.weight.data, norm.weight.data, norm.eps)
-        q_input = self.run(a, batch.positions, self.rotary.table, self.rotary.interleaved, weights, cache)
+        q_input = self.run(a, batch.positions, self.rotary.table, self.rotary.interleaved, weights, cache, scales)
         return x if q_input is None else q_input, a[:, a.shape[1] - sum(projections.splits[-2:]) :], cache is not None
 
     def rotate_(self, q: torch.Tensor, batch: ForwardBatch) -> None:

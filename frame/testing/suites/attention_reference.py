@@ -17,7 +17,7 @@ import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, shared_with
+from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, quantize_rows, shared_with
 from frame.testing.devices import open_platform
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
@@ -63,7 +63,11 @@ def make_inputs(case: Case) -> Inputs:
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).double()
+        numbers = torch.randn(*shape, generator=generator) * scale
+        if dtype != torch.int8:
+            return numbers.to(dtype).double()
+        codes, scales = quantize_rows(numbers)
+        return codes * scales.double().unsqueeze(-1)
 
     if case.rank:
         shapes: tuple[tuple[int, ...], ...] = ((case.rank + case.rope,),)

@@ -47,6 +47,9 @@ class LayeredKVCache(PlainKVCache):
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.layers[layer].parts
 
+    def scales(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.layers[layer].factors
+
 
 @dataclass
 class Sequence:

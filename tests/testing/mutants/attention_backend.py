@@ -212,7 +212,7 @@ class OneSink(PlainAttention):
 class IgnoresCacheScale(PlainAttention):
     """Reads an fp8 cache without its scale."""
 
-    def gather(self, part: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, slots: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
         return super().gather(part, slots, 1.0)
 
 
