@@ -61,9 +61,12 @@ _DECODERS = (
         ("Gemma2ForCausalLM", "Gemma2Model", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration"),
         "Gemma 2, and Gemma 3 without images",
     ),
+    ("gemma4", "gemma4:Gemma4ForCausalLM", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "Gemma 4 without images and sound"),
 )
 _RECURRENT = ("kimi_linear", "nemotron_h", "qwen3_next")
-_WINDOWED = ("cohere", "gemma3", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_WINDOWED = (
+    "cohere", "gemma3", "gemma4", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
+)  # fmt: skip
 _DRAFTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "nemotron_h", "qwen3_next")
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
@@ -83,13 +86,13 @@ def register_models(registry: KindRegistry) -> None:
         capabilities = ModelCapabilities(
             architectures,
             tasks=_TASKS,
-            pipeline_parallel=name not in _RECURRENT,
+            pipeline_parallel=name not in (*_RECURRENT, "gemma4"),  # whose later layers read keys of earlier ones
             sinks=name == "gpt_oss",
             chunked=name == "llama4",
             recurrent=name in _RECURRENT,
             windows=name in _WINDOWED,
             draft_layers=name in _DRAFTS,
-            biased_experts=name in ("gpt_oss", "nemotron_h"),
+            biased_experts=name in ("gemma4", "gpt_oss", "nemotron_h"),
             graphs=name not in _RECURRENT,  # their layers read the rows of the batch
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)

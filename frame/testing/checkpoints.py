@@ -37,6 +37,11 @@ _NEMOTRON = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48,
 }  # fmt: skip
+_GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 24, "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384, "use_double_wide_mlp": True,
+}  # fmt: skip
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _MINISTRAL3_ROPE = {
@@ -58,6 +63,7 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "DeepseekV3ForCausalLM": ("deepseek_v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
         "Gemma2ForCausalLM": ("gemma2", {**_GEMMA, "sliding_window": 32}),
         "Gemma3ForCausalLM": ("gemma3_text", {**_GEMMA, "sliding_window": 24, "layer_types": _ALTERNATING}),
+        "Gemma4ForCausalLM": ("gemma4_text", _GEMMA4),
         "Phi3ForCausalLM": ("phi3", {}),
         "StableLmForCausalLM": ("stablelm", {}),
         "GraniteForCausalLM": ("granite", {}),
@@ -169,7 +175,7 @@ def _auto_class(architecture: str) -> Any:
 def _set_weights(model: Any, seed: int) -> None:
     import torch
 
-    zero_centred = type(model).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norms multiply by 1 + weight
+    zero_centred = type(model).__name__.startswith(("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5"))  # their norms multiply by 1 + weight
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if not tensor.is_floating_point():
@@ -181,8 +187,8 @@ def _set_weights(model: Any, seed: int) -> None:
 
 def _scaled(name: str, noise: torch.Tensor, zero_centred: bool) -> torch.Tensor:
     if noise.dim() < 2:
-        is_norm = name.endswith("weight") and not zero_centred
-        return noise * 0.1 + (1.0 if is_norm else 0.0)
+        is_factor = (name.endswith("weight") and not zero_centred) or name.endswith(("layer_scalar", "router.scale", "expert_scale"))
+        return noise * 0.1 + (1.0 if is_factor else 0.0)
     fan_in = noise.shape[-1]
     if "embed" in name or "lm_head" in name or "wte" in name:
         return noise * 3.0 / fan_in**0.5

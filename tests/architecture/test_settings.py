@@ -27,6 +27,9 @@ SCHEMA = "frame.core.config.schema"
 OTHER_NAMES: dict[str, str] = {
     "model.safetensors": "a file of a checkpoint",
     "model.embed_tokens": "a tensor of a checkpoint",
+    "model.embed_tokens_per_layer": "a tensor of a checkpoint",
+    "model.per_layer_model_projection": "a tensor of a checkpoint",
+    "model.per_layer_projection_norm": "a tensor of a checkpoint",
     "model.norm": "a tensor of a checkpoint",
     "text.format": "a field of /v1/responses",
 }

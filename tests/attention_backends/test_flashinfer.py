@@ -196,6 +196,7 @@ def test_is_unsupported_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"v_head_dim": 64}, "of one width"),
         ({"head_dim": 96, "v_head_dim": 96}, "head size 96"),
+        ({"other_head_dims": (512,)}, "head size 512 is not among"),
         ({"dtype": "float32", "kv_dtype": "float32"}, "not in float32"),
         ({"sinks": True}, "sinks"),
         ({"kind": "mla", "latent": (512, 64), "sliding_window": True}, "no sliding window"),

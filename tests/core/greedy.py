@@ -62,6 +62,7 @@ NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
     "Ministral3ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
 )
 TRANSFORMERS = "transformers/"  # before an architecture: by transformers' layers over our cache
 FALLBACK = tuple(TRANSFORMERS + name for name in ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel"))

@@ -3,6 +3,7 @@ batches."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.plugins.loader import load_registry
@@ -23,7 +25,7 @@ ARCHITECTURES = [
 NEWER = [
     "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Glm4MoeForCausalLM",
     "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Gemma3ForCausalLM", "Gemma4ForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
 ]  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
@@ -56,6 +58,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Glm4MoeForCausalLM", {"attention_bias": True, "use_qk_norm": False, "n_group": 4, "topk_group": 2}),
     ("Olmo3ForCausalLM", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}),
     ("Gemma2ForCausalLM", {"sliding_window": 10, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}),
+    ("Gemma4ForCausalLM", {"attention_k_eq_v": True, "num_kv_shared_layers": 0, "final_logit_softcapping": 5.0, "sliding_window": 10}),
+    (
+        "Gemma4ForCausalLM",
+        {
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+            "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        },
+    ),
     ("Gemma3ForCausalLM", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 ]
@@ -124,6 +134,23 @@ def test_variants_of_the_config(
 ) -> None:
     folder = checkpoint(architecture, **overrides)
     check(open_session(folder), reference(folder))
+
+
+def test_head_sizes_as_published_files_name_them(checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
+    """transformers writes the sizes of each layer. Gemma 4's own files name those of full
+    attention."""
+    folder = checkpoint("Gemma4ForCausalLM", attention_k_eq_v=True)
+    model, file = reference(folder), folder / "config.json"
+    written = json.loads(file.read_text())
+    config = {key: value for key, value in written.items() if key not in ("per_layer_config", "head_dim", "num_key_value_heads")}
+    named = {"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1}
+    file.write_text(json.dumps({**config, **named}))
+    session = open_session(folder)
+    assert session.model_config.other_head_dims == (32,)
+    check(session, model)
+    file.write_text(json.dumps({**written, "num_kv_shared_layers": 4}))
+    with pytest.raises(ConfigurationError, match="num_kv_shared_layers leaves no layer of kind full_attention"):
+        open_session(folder)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -341,6 +341,7 @@ class _Solver:
             head_dim=model_config.head_dim,
             v_head_dim=model_config.v_head_dim,
             latent=model_config.latent,
+            other_head_dims=model_config.other_head_dims,
             dtype=self.dtype,
             kv_dtype=kv_dtype,
             page_size=self.config.cache.page_size,

@@ -61,6 +61,7 @@ class AttentionRequirements:
     graphs: bool = False  # CUDA-graph capture of decode
     batch_invariant: bool = False
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them, where another backend computes the other
+    other_head_dims: tuple[int, ...] = ()  # of layers with heads of another size
     group: int | None = None  # query heads per KV head; no backend refuses one, but speeds differ
     device_name: str | None = None  # the driver's name of the card, for speeds that were measured on it
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
@@ -152,13 +153,15 @@ class AttentionCapabilities:
             if self.latents is not None and requirements.latent not in self.latents:
                 reasons.append(Reason(f"latent and rope sizes {requirements.latent} are not among {list(self.latents)}"))
         else:
-            sizes = {requirements.head_dim, requirements.v_head_dim}
+            sizes = {requirements.head_dim, requirements.v_head_dim, *requirements.other_head_dims}
             if self.head_dims is not None and not sizes <= set(self.head_dims):
-                reasons.append(Reason(f"head size {requirements.head_dim} is not among {list(self.head_dims)}"))
+                other = min(sizes - set(self.head_dims))
+                reasons.append(Reason(f"head size {other} is not among {list(self.head_dims)}"))
             if self.max_head_dim is not None and max(sizes) > self.max_head_dim:
                 reasons.append(Reason(f"head size {max(sizes)} is above {self.max_head_dim}"))
             if any(size % self.head_dim_multiple for size in sizes):
-                reasons.append(Reason(f"head size {requirements.head_dim} is not a multiple of {self.head_dim_multiple}"))
+                other = next(size for size in sorted(sizes) if size % self.head_dim_multiple)
+                reasons.append(Reason(f"head size {other} is not a multiple of {self.head_dim_multiple}"))
         if self.page_sizes is not None and requirements.page_size is not None and requirements.page_size not in self.page_sizes:
             nearest = min(self.page_sizes, key=lambda size: (abs(size - (requirements.page_size or 0)), size))
             reasons.append(

@@ -96,6 +96,7 @@ class ModelConfig:
     latent: tuple[int, int] | None  # mla: (kv_lora_rank, qk_rope_head_dim)
     max_context: int  # tokens that the model was trained for
     dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
+    other_head_dims: tuple[int, ...] = ()  # of layers with heads of another size
     num_experts: int = 0
     sliding_window: int | None = None  # tokens
     quantization: str | None = None  # quant_method of the checkpoint; None: plain weights

@@ -35,6 +35,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # What published config.json files of a family leave to transformers' defaults.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096},
+    "gemma4_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144,
+        "sliding_window": 512,
+    },
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
 }
 # Without the key, a family's default applies; of these families it is not "no window".
@@ -94,6 +98,7 @@ class _Reader:
             v_head_dim=v_head_dim,
             kind=kind,
             latent=latent,
+            other_head_dims=self._other_head_dims(head_dim),
             max_context=self._max_context(),
             dtype=_dtype(config.get("dtype") or config.get("torch_dtype")),
             num_experts=self._count(_EXPERTS, default=0),
@@ -153,6 +158,12 @@ class _Reader:
                 raise CheckpointError(f"{self.file}: hidden size {hidden} is not a multiple of {heads} heads, and there is no head_dim.")
             size = hidden // heads
         return "mha", None, size, self._count(("v_head_dim",), default=size)
+
+    def _other_head_dims(self, head_dim: int) -> tuple[int, ...]:
+        """The head sizes of layers that differ, as Gemma 4 has them."""
+        layers = self.config.get("per_layer_config")
+        found = [each.get("head_dim") for each in layers.values()] if isinstance(layers, Mapping) else [self.config.get("global_head_dim")]
+        return tuple(sorted({size for size in found if isinstance(size, int)} - {head_dim}))
 
     def _max_context(self) -> int:
         """The longest context that the model was trained for, or to which rope scaling extends it,

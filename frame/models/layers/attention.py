@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.models.layers.linear import HeadLayout, QKVLinear, RowLinear
+from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
+from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import ShardedParameter, ShardRule
 from frame.models.layers.qk_norm import QKNorm, QKNormKind, RotatedNorm, build_qk_norm
 from frame.models.layers.rotary import SPARE_POSITIONS
@@ -48,6 +50,7 @@ class AttentionOptions:
     chunked: bool = False  # the window is a chunk, see `AttentionSpec`
     temperature: tuple[float, float, int] | None = None  # beta, scale and shift of a `QueryTemperature`
     gated: bool = False  # q_proj also has an output gate, after each head's query
+    value_norm: float | None = None  # epsilon of a norm of values, over each head and without weights
 
 
 class Attention(nn.Module):
@@ -80,6 +83,9 @@ class Attention(nn.Module):
         )
         names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         self.gated = options.gated
+        self.value_norm = options.value_norm
+        self.shares_kv = False  # whether another layer reads `step_kv`
+        self.step_kv: tuple[torch.Tensor, torch.Tensor] | None = None  # this step's keys and values
         self.qkv_proj = QKVLinear(context, names, model_config.hidden_size, heads, options.qkv_bias, options.gated)
         self.o_proj = RowLinear(
             context, f"{prefix}.o_proj", model_config.num_heads * model_config.head_dim, model_config.hidden_size, options.out_bias
@@ -106,6 +112,9 @@ class Attention(nn.Module):
         qkv, gate = self.qkv_proj(x), None
         if self.gated:
             qkv, gate = self._split_gate(qkv)
+        if self.value_norm is not None:
+            values = qkv[:, -self.spec.num_kv_heads * self.spec.v_head_dim :].unflatten(-1, (-1, self.spec.v_head_dim))
+            values.copy_(F.rms_norm(values.float(), values.shape[-1:], None, self.value_norm))
         if rows is None and self.kernel is not None:
             q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
         elif rows is not None or self.rotary is None:
@@ -118,6 +127,8 @@ class Attention(nn.Module):
             q = self.temperature.scale_queries(q, batch.positions)
         if not (is_stored or self.stores_kv):
             batch.store_kv(self.spec, k, v)
+        if self.shares_kv:
+            self.step_kv = k, v
         out = self.backend.run(self.spec, q, k, v, batch).flatten(1)
         return self.o_proj(out if gate is None else out * torch.sigmoid(gate))
 
@@ -141,6 +152,39 @@ class Attention(nn.Module):
         if self.qk_norm is not None and norms_last:
             qk = self.qk_norm(qk)
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
+
+
+class SharedKVAttention(nn.Module):
+    """Attention over the keys and values of an earlier layer, `source`, of equal sizes and window.
+    It has queries of its own, with a norm over each head."""
+
+    def __init__(
+        self, context: BuildContext, model_config: ModelConfig, prefix: str, rotary: Rotary, source: Attention, eps: float
+    ) -> None:
+        super().__init__()
+        source.shares_kv = True
+        self.sources = (source,)  # a tuple, so that torch does not register it a second time
+        self.rotary = rotary
+        self.heads = (source.spec.num_heads, source.spec.head_dim)
+        width, hidden, bias = model_config.num_heads * model_config.head_dim, model_config.hidden_size, source.o_proj.bias is not None
+        self.q_proj = ColumnLinear(context, (f"{prefix}.q_proj",), hidden, (width,), bias)
+        self.q_norm = RMSNorm(context, f"{prefix}.q_norm", model_config.head_dim, eps)
+        self.o_proj = RowLinear(context, f"{prefix}.o_proj", width, hidden, bias)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """That of the layer whose cache it reads."""
+        return self.sources[0].spec
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
+        """As `Attention.forward`."""
+        (source,) = self.sources
+        if source.step_kv is None:
+            raise TypeError("the layer that stores the keys must run first")
+        batch = batch.view(source.spec.layer)
+        q = self.q_norm(self.q_proj(x).view(-1, self.heads[1])).view(-1, *self.heads)
+        q = self.rotary.rotate(q, self.rotary.gather_rows(batch.positions) if rows is None else rows)
+        return self.o_proj(source.backend.run(source.spec, q, *source.step_kv, batch).flatten(1))
 
 
 class FusedQKVKernel:

@@ -142,6 +142,9 @@ def compute_frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor
         return torch.zeros(dim // 2)
     if kind in ("default", "dynamic"):
         return _plain(base, dim)
+    if kind == "proportional":  # the first part of the pairs rotates, at the frequencies of the whole head
+        turning = int(parameters["partial_rotary_factor"] * dim // 2)
+        return _plain(base, dim) * (torch.arange(dim // 2) < turning) / parameters.get("factor", 1.0)
     if kind == "linear":
         return _plain(base, dim) / parameters["factor"]
     if kind == "llama3":
@@ -151,7 +154,7 @@ def compute_frequencies(parameters: Mapping[str, Any], dim: int) -> torch.Tensor
     if kind == "longrope":
         factors = parameters["long_factor" if parameters["exceeds_original"] else "short_factor"]
         return _plain(base, dim) / torch.tensor(factors, dtype=torch.float32)
-    known = "default, linear, dynamic, llama3, yarn and longrope"
+    known = "default, linear, dynamic, llama3, yarn, longrope and proportional"
     raise ConfigurationError(f"rope_type {kind!r} is not implemented here, only {known}: set model.implementation: transformers.")
 
 

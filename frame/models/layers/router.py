@@ -31,7 +31,8 @@ class RoutingRule:
     group's score is its best expert ("max") or the sum of its two best ("top2"). `correction`: a
     stored bias that affects the selection but not the weights. `bias`: a stored bias of the logits.
     `scales_input`: the weight multiplies the token before its expert, not the result; only for one
-    expert per token. `precise`: scores are computed in float32 from the input on.
+    expert per token. `expert_scale`: a stored factor of each expert's weights. `precise`: scores
+    are computed in float32 from the input on.
     """
 
     top_k: int
@@ -45,6 +46,7 @@ class RoutingRule:
     precise: bool = False
     bias: bool = False
     scales_input: bool = False
+    expert_scale: bool = False
 
 
 def read_sigmoid_rule(config: Mapping[str, Any]) -> RoutingRule:
@@ -77,16 +79,22 @@ class Router(nn.Module):
             self.correction = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
             self.correction.bind(f"{name}.e_score_correction_bias")
 
+        if rule.expert_scale:
+            self.expert_scale = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
+            self.expert_scale.bind(f"{name}.per_expert_scale")
         self.bias: ShardedParameter | None = None
         if rule.bias:
             self.bias = ShardedParameter(torch.empty(num_experts, dtype=self.weight.dtype))
             self.bias.bind(f"{name}.bias")
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits`: those of `x`, if `compute_normed_logits` has computed them."""
+        """`logits`: those of `x`, if they are already computed."""
         if not self._has_kernels:
-            return self.choose_experts(F.linear(x.to(self.weight.dtype), self.weight, self.bias).float())
-        return self._use_triton(self._logits(x) if logits is None else logits)
+            found = F.linear(x.to(self.weight.dtype), self.weight, self.bias) if logits is None else logits
+            ids, weights = self.choose_experts(found.float())
+        else:
+            ids, weights = self._use_triton(self._logits(x) if logits is None else logits)
+        return ids, weights * self.expert_scale[ids] if self.rule.expert_scale else weights
 
     def compute_normed_logits(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
