@@ -144,7 +144,8 @@ def budgets(
 ) -> list[tuple[str, Any, Any, str]]:
     """(setting, user's value, default, reason) of each size that follows from the machine's cores
     and memory."""
-    scheduler, ranks, on_cpu = config.scheduler, config.parallel.tp * config.parallel.pp, get_capabilities(platform).is_host
+    parallel, scheduler = config.parallel, config.scheduler
+    ranks, on_cpu = parallel.tp * parallel.pp * parallel.dp, get_capabilities(platform).is_host
     memory = min((a.memory_bytes for a in hardware.of(platform.name)), default=hardware.memory_bytes)
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192

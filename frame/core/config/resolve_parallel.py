@@ -17,7 +17,7 @@ from frame.core.interfaces.plugin import PluginRecord
 
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
-    return ParallelPlan(tp=config.parallel.tp, pp=config.parallel.pp, ep=config.parallel.ep)
+    return ParallelPlan(tp=config.parallel.tp, pp=config.parallel.pp, ep=config.parallel.ep, dp=config.parallel.dp)
 
 
 def find_conflicts(
@@ -27,9 +27,12 @@ def find_conflicts(
     format that the user named."""
     devices = hardware.of(platform.name)
     is_host, available = get_capabilities(platform).is_host, len(devices)
-    if not is_host and plan.num_ranks > available:
+    if not is_host and plan.num_devices > available:
         size, change = f"parallel.tp is {plan.tp}", f"parallel.tp: {available}"
-        if plan.pp > 1:
+        if plan.dp > 1:
+            size = f"parallel.tp {plan.tp} x parallel.pp {plan.pp} x parallel.dp {plan.dp} = {plan.num_devices} ranks"
+            change = f"parallel.dp: {max(1, available // plan.num_ranks)}"
+        elif plan.pp > 1:
             size, change = f"parallel.tp {plan.tp} x parallel.pp {plan.pp} = {plan.num_ranks} ranks", f"parallel.pp: {available // plan.tp}"
         yield ResolveError(f"{size}, but this machine has {available} {platform.name} device(s).", change=change)
     problems = indivisible(model_config, plan)

@@ -146,13 +146,8 @@ class ParallelSection(Section):
 
     tp: int = setting(1, "Number of tensor-parallel ranks.", flag="tp", ge=1, le=64)
     pp: int = setting(1, "Number of pipeline stages, each with parallel.tp ranks and a range of the layers.", flag="pp", ge=1, le=64)
-    ep: int = setting(
-        1,
-        "Number of ranks among which whole experts are divided, parallel.tp or 1; 1: each rank holds a slice of every expert.",
-        flag="ep",
-        ge=1,
-        le=64,
-    )
+    ep: int = setting(1, "Number of ranks among which whole experts are divided: parallel.tp, or 1: none.", flag="ep", ge=1, le=64)
+    dp: int = setting(1, "Number of replicas of the engine behind one server, each with ranks of its own.", flag="dp", ge=1, le=64)
     collective: Annotated[str | None, Auto] = setting(
         None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
     )

@@ -177,7 +177,7 @@ def build_runner(
     drafter, draft_bytes = _build_drafter(resolved, parts, model, context)
     geometry = model_geometry(model, kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype), drafter)
     activations = activation_bytes(model_config, context.limits, context.dtype)
-    memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_ranks)
+    memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
         pages = _least_of_ranks(pages, group, device)

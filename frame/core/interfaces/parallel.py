@@ -14,19 +14,26 @@ from dataclasses import dataclass
 class ParallelPlan:
     """`tp`: ranks that share the tensors of each layer. `pp`: stages, each with `tp` ranks and a
     range of the layers. `ep`: ranks of a stage among which whole experts are divided; 1: each
-    expert's tensors are divided like the other layers'.
+    expert's tensors are divided like the other layers'. `dp`: replicas of the engine, each with
+    ranks and requests of its own.
 
-    Rank r is rank `r % tp` of stage `r // tp`.
+    Rank r of an engine is rank `r % tp` of stage `r // tp`.
     """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    dp: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine."""
+        """Ranks of an engine."""
         return self.tp * self.pp
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_ranks * self.dp
 
     @property
     def result_rank(self) -> int:
@@ -40,7 +47,7 @@ class ParallelPlan:
         return range(first, first + each + (stage < more))
 
     def __str__(self) -> str:
-        sizes = (("pp", self.pp), ("ep", self.ep))
+        sizes = (("pp", self.pp), ("ep", self.ep), ("dp", self.dp))
         return ", ".join([f"tp {self.tp}", *(f"{name} {size}" for name, size in sizes if size > 1)])
 
 

@@ -49,7 +49,7 @@ from frame.entrypoints.engine_client.limits import (
 )
 from frame.entrypoints.engine_client.request_recovery import RequestRecovery, build_generate, build_start_detokenize
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.engine_client.stats import ClientStats
+from frame.entrypoints.engine_client.stats import ClientStats, Outstanding
 from frame.entrypoints.engine_client.token_router import TokenRouter
 from frame.entrypoints.tracing import TRACE
 
@@ -72,9 +72,17 @@ class Link(Protocol):
 
 
 class EngineClient:
-    """Not thread-safe: every method runs in the event loop's thread."""
+    """Not thread-safe: every method runs in the event loop's thread. `outstanding`: shared with the
+    clients of other replicas."""
 
-    def __init__(self, link: Link, limits: ClientLimits, detokenizer: Detokenizer | None = None, remote_text: bool = False) -> None:
+    def __init__(
+        self,
+        link: Link,
+        limits: ClientLimits,
+        detokenizer: Detokenizer | None = None,
+        remote_text: bool = False,
+        outstanding: Outstanding | None = None,
+    ) -> None:
         self.link = link
         self.limits = limits
         self.load: Heartbeat | None = None
@@ -84,12 +92,11 @@ class EngineClient:
         self._detokenizer = detokenizer  # None: another process sends StepText, or the engine has no tokenizer
         self._remote_text = remote_text
         self._sequences: dict[str, SequenceState] = {}  # by engine_rid
-        self._rids: set[str] = set()
-        self._router = TokenRouter(self._sequences, ClientStats(), self._end)
+        self._outstanding = outstanding or Outstanding()
+        self._router = TokenRouter(self._sequences, self._outstanding.stats, self._end)
         self._recovery = RequestRecovery(self._admit, self._withdraw, limits.grammar_processes)
         self._random = random.Random(limits.seed)
         self._commands = EngineCommands(link.send)
-        self._reserved = 0
 
     @property
     def stats(self) -> ClientStats:
@@ -109,17 +116,17 @@ class EngineClient:
                 f"the request asks for {count} sequences, and this server holds {self.limits.max_outstanding}; send fewer at once,"
                 " or serve with a larger --max-queued-requests"
             )
-        if self._reserved + len(self._sequences) + count > self.limits.max_outstanding:
+        if self._outstanding.count + count > self.limits.max_outstanding:
             self.stats.rejected += count
             raise QueueFullError(
-                f"{self._reserved + len(self._sequences)} requests are running or waiting, which is all that scheduler.max_queued_requests"
+                f"{self._outstanding.count} requests are running or waiting, which is all that scheduler.max_queued_requests"
                 " allows; try again later"
             )
-        self._reserved += count
+        self._outstanding.reserved += count
 
     def release_sequences(self, count: int) -> None:
         """Give back reserved room that no sequence was started in."""
-        self._reserved -= count
+        self._outstanding.reserved -= count
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise InvalidRequestError when the prompt or the parameters cannot be served."""
@@ -187,7 +194,7 @@ class EngineClient:
         return request
 
     def _check_name(self, sequence: SequenceState) -> None:
-        if sequence.rid in self._rids or sequence.rid in self._sequences:
+        if sequence.rid in self._outstanding.rids or sequence.rid in self._sequences:
             raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
 
     def cancel_request(self, request: RequestState) -> None:
@@ -195,7 +202,7 @@ class EngineClient:
         reserved again: the caller gives it back with `release_sequences`."""
         started = sum(sequence.recovery.generate is not None for sequence in request.sequences)
         self.abandon_request(request)
-        self._reserved += started
+        self._outstanding.reserved += started
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed, so that a recovered sequence draws the same tokens."""
@@ -209,7 +216,7 @@ class EngineClient:
         self._check_name(sequence)
         rid, prompt = sequence.rid, sequence.prompt
         self._sequences[rid] = sequence
-        self._rids.add(rid)
+        self._outstanding.rids.add(rid)
         self.stats.prompt_tokens += len(prompt)
         sequence.recovery.generate = Generate(
             rid=rid,
@@ -221,7 +228,7 @@ class EngineClient:
             second_text_start=sequence.request.get_second_text_start(sequence),
             trace=TRACE.get(),
         )
-        self._reserved -= 1
+        self._outstanding.reserved -= 1
         sequence.recovery.expires_at = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
         self._recovery.add_sequence(sequence)
 
@@ -239,7 +246,7 @@ class EngineClient:
         if admitted:
             self.link.send(Abort(rids=admitted))
         for sequence in running:
-            self._rids.discard(sequence.rid)
+            self._outstanding.rids.discard(sequence.rid)
             self._recovery.remove_sequence(sequence)
 
     def abort_requests(self, names: list[str], owner: str | None = None) -> int:
@@ -268,9 +275,14 @@ class EngineClient:
         return self._recovery.unavailable_reason
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences running or waiting in this client's engine."""
+        return len(self._sequences)
+
+    @property
     def num_outstanding(self) -> int:
         """Sequences running, waiting or reserved."""
-        return len(self._sequences) + self._reserved
+        return self._outstanding.count
 
     # commands
     # ----------------------------------------------------------------------------------------------
@@ -339,7 +351,7 @@ class EngineClient:
 
     def _end(self, sequence: SequenceState, finish: Finish, now: float) -> None:
         sequence.finish = finish
-        self._rids.discard(sequence.rid)
+        self._outstanding.rids.discard(sequence.rid)
         sequence.request.num_unfinished -= 1
         self.stats.record_finish(sequence, finish, now)
 
@@ -453,7 +465,7 @@ class EngineClient:
         for sequence in sequences:
             del self._sequences[sequence.recovery.engine_rid]
             number = sequence.recovery.num_admissions + 1
-            while (name := f"{sequence.rid}~{number}") in self._sequences or name in self._rids:
+            while (name := f"{sequence.rid}~{number}") in self._sequences or name in self._outstanding.rids:
                 number += 1
             sequence.recovery.engine_rid = name
             self._sequences[name] = sequence

@@ -1,4 +1,5 @@
-"""`ClientStats`: counters of the client's requests, and the stat loggers.
+"""`ClientStats`: counters of the client's requests, and the stat loggers; `Outstanding`: the
+requests that are not finished.
 
 Filled by `EngineClient` and `TokenRouter`, read by the metrics. Must not know a metric's name.
 """
@@ -35,3 +36,18 @@ class ClientStats:
 
     def count_finishes(self, reason: str, count: int) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + count
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """What the clients of all replicas share: the counters, the rids of unfinished sequences, and
+    the room reserved for sequences that are not started."""
+
+    stats: ClientStats = field(default_factory=ClientStats)
+    rids: set[str] = field(default_factory=set)
+    reserved: int = 0
+
+    @property
+    def count(self) -> int:
+        """Sequences running, waiting or reserved."""
+        return len(self.rids) + self.reserved

@@ -14,14 +14,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.config.resolved import Resolved
-from frame.core.config.schema import ServerSection
+from frame.core.config.schema import LogSection, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.parsing import ParserContext
 from frame.core.interfaces.stats import StatLoggerContext
@@ -29,7 +30,9 @@ from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.client import EngineClient
+from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.stat_loggers import StatLoggers
+from frame.entrypoints.engine_client.stats import Outstanding
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions.loading import load_extensions
@@ -83,23 +86,37 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
     layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
     raise_file_limit(resolved.user.server.max_connections)
-    deployment = Deployment(resolved, layout, prepared.registry)
+    deployments: list[Deployment] = []
     try:
+        for each in split_layout(layout, resolved.plan.dp):
+            deployments.append(Deployment(resolved, each, prepared.registry))  # noqa: PERF401 - those that started are ended below
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)
             spawned = time.perf_counter()
-            info = wait_ready(deployment, report)
+            infos = [wait_ready(deployment, replica_report(deployment)) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned
-        services = _services(prepared, deployment, tokenizer, info)
+        clients = _clients(resolved, deployments, tokenizer, infos)
+        services = _services(prepared, deployments[0], clients, tokenizer, infos[0])
         app = App(services, extensions=extensions)
-        services.watch = start_monitor(deployment.pids, resolved.user.server)
-        supervisor = _supervisor(services, deployment, start_seconds)
+        services.watch = start_monitor(
+            {name: pid for deployment in deployments for name, pid in deployment.pids.items()}, resolved.user.server
+        )
+        replicas = [
+            Replica(deployment, client, _supervisor(services, deployment, client, start_seconds))
+            for deployment, client in zip(deployments, clients, strict=True)
+        ]
         user = resolved.user
-        reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, deployment.set_log_settings)
-        server = Server(app, deployment, supervisor, (listener, admin), started, reload)
+
+        def tell_children(settings: LogSection) -> None:
+            for deployment in deployments:
+                deployment.set_log_settings(settings)
+
+        reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
+        server = Server(app, replicas, (listener, admin), started, reload)
         return _run(server.run())
     finally:
-        deployment.kill()
+        for deployment in deployments:
+            deployment.kill()
         listener.close()
         admin.close()
 
@@ -131,6 +148,19 @@ def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.proce
     return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module)
 
 
+def split_layout(layout: Layout, replicas: int) -> list[Layout]:
+    """The layout of each replica; the first one has the tokenizers of all."""
+    if replicas == 1:
+        return [layout]
+    return [replace(layout, replica=number, tokenizers=0 if number else layout.tokenizers) for number in range(replicas)]
+
+
+def replica_report(deployment: Deployment) -> Callable[[str], None]:
+    """What reports about a deployment's processes."""
+    number = deployment.layout.replica
+    return report if number is None else lambda text: report(f"replica {number}: {text}")
+
+
 def _run(main: Any) -> int:
     try:
         import uvloop
@@ -139,15 +169,29 @@ def _run(main: Any) -> int:
     return int(uvloop.run(main))
 
 
-def _services(prepared: Prepared, deployment: Deployment, tokenizer: Tokenizer | None, info: dict[str, Any]) -> Services:
+def _clients(
+    resolved: Resolved, deployments: Sequence[Deployment], tokenizer: Tokenizer | None, infos: Sequence[dict[str, Any]]
+) -> list[EngineClient]:
+    """The client of each replica."""
+    smallest = min(infos, key=lambda info: int(info["max_total_tokens"]))
+    limits, outstanding, found = get_client_limits(resolved, smallest), Outstanding(), []
+    for deployment in deployments:
+        makes_text = resolved.task == "generate" and not deployment.layout.detokenizer
+        local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
+        found.append(EngineClient(deployment.transport, limits, local, deployment.layout.detokenizer, outstanding))
+    return found
+
+
+def _services(
+    prepared: Prepared, deployment: Deployment, clients: Sequence[EngineClient], tokenizer: Tokenizer | None, info: dict[str, Any]
+) -> Services:
+    """`deployment`: the one with the tokenizers."""
     resolved, layout = prepared.resolved, deployment.layout
-    makes_text = resolved.task == "generate" and not layout.detokenizer
-    local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
-    client = EngineClient(deployment.transport, get_client_limits(resolved, info), local, layout.detokenizer)
+    client = clients[0] if len(clients) == 1 else ReplicaClient(clients)
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:
         text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
-        client.on_tokenized = text_input.receive_reply
+        clients[0].on_tokenized = text_input.receive_reply
         services.text_input = text_input
     elif tokenizer is not None:
         services.text_input = ThreadedTokenizer(tokenizer)
@@ -197,36 +241,43 @@ def open_grpc(services: Services) -> GrpcServer | None:
     return GrpcServer(services, server.host, server.grpc_port)
 
 
-def _supervisor(services: Services, deployment: Deployment, start_seconds: float) -> Supervisor:
+def _supervisor(services: Services, deployment: Deployment, client: EngineClient, start_seconds: float) -> Supervisor:
     user = services.resolved.user.server
     policy = RestartPolicy(user.max_restarts, user.heartbeat_timeout, start_seconds)
     text_input = services.text_input
     return Supervisor(
         deployment,
-        services.client,
+        client,
         policy,
-        report,
+        replica_report(deployment),
         text_input.resend_requests if isinstance(text_input, TokenizerProcesses) else None,
         services.watch,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine with its processes."""
+
+    deployment: Deployment
+    client: EngineClient
+    supervisor: Supervisor
+
+
 class Server:
-    """The running server: uvicorn, the client's reader, the watch over the children, the
+    """The running server: uvicorn, the clients' readers, the watch over the children, the
     signals."""
 
     def __init__(
         self,
         app: App,
-        deployment: Deployment,
-        supervisor: Supervisor,
+        replicas: Sequence[Replica],
         listeners: tuple[socket.socket, AdminListener],
         started: float,
         reload: Reload,
     ) -> None:
         self._services = services = app.services
-        self._deployment = deployment
-        self._supervisor = supervisor
+        self._replicas = replicas
         self._listener, self._admin = listeners
         self._started = started
         self._stop = asyncio.Event()
@@ -245,9 +296,9 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if is_on_terminal() else self._on_hang_up)
-        transport = self._deployment.transport
-        loop.add_reader(transport.fd, self._services.client.receive_messages)
-        self._services.client.receive_messages()  # the descriptor tells of changes only
+        for replica in self._replicas:
+            loop.add_reader(replica.deployment.transport.fd, replica.client.receive_messages)
+            replica.client.receive_messages()  # the descriptor tells of changes only
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()
@@ -281,10 +332,12 @@ class Server:
             await asyncio.to_thread(self._services.tracing.close)
         if (loggers := self._services.client.stats.loggers) is not None:
             loggers.close()
-        loop.remove_reader(transport.fd)
+        for replica in self._replicas:
+            loop.remove_reader(replica.deployment.transport.fd)
         if not died:
-            await asyncio.to_thread(self._deployment.stop, 0.0 if self._now.is_set() else 10.0)
-        return self._supervisor.exit_code if died else EXIT_OK
+            timeout = 0.0 if self._now.is_set() else 10.0
+            await asyncio.gather(*(asyncio.to_thread(replica.deployment.stop, timeout) for replica in self._replicas))
+        return self._replicas[0].supervisor.exit_code if died else EXIT_OK
 
     def _announce(self) -> None:
         where = address(*self._listener.getsockname()[:2])
@@ -307,7 +360,9 @@ class Server:
         client, alarm = self._services.client, LoopWatchdog(STUCK)
         while client.dead_reason is None:
             await asyncio.sleep(TICK)
-            await self._supervisor.tick()
+            for replica in self._replicas:
+                if replica.client.dead_reason is None:
+                    await self._tick(replica)
             if time.monotonic() - beaten > BEAT:
                 beaten = time.monotonic()
                 alarm.reset()
@@ -317,6 +372,12 @@ class Server:
                     self._services.metrics.update_rate()
         alarm.close()
         report(f"stopping: {client.dead_reason}")
+
+    async def _tick(self, replica: Replica) -> None:
+        await replica.supervisor.tick()
+        if replica.client.dead_reason is not None and self._services.client.dead_reason is None:
+            replica_report(replica.deployment)(f"{replica.client.dead_reason}; the other replicas go on")
+            replica.deployment.kill_children([name for name in replica.deployment.names if not name.startswith("tokenizer-")])
 
     async def _drain(self) -> None:
         """Take no more requests, finish those that run, end the rest."""

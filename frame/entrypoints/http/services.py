@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.quotas import TenantQuotas
+from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.batch_files import FileStore
 from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
@@ -54,7 +55,7 @@ class Services:
     """
 
     resolved: Resolved
-    client: EngineClient
+    client: EngineClient | ReplicaClient
     tokenizer: Tokenizer | None = None
     text_input: AsyncTokenizer | None = None
     reasoning: Callable[[], ReasoningParser] | None = None

@@ -43,6 +43,12 @@ class Layout:
     detokenizer: bool
     tokenizers: int
     module: str = "frame.entrypoints.processes.worker"  # tests run engines with fake models instead
+    replica: int | None = None  # number of this replica; None: there is one
+
+    @property
+    def first_device(self) -> int:
+        """The number of devices that the replicas before this one have."""
+        return self.ranks * (self.replica or 0)
 
 
 @dataclass(slots=True)
@@ -133,6 +139,8 @@ class Deployment:
 
     def _add(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None, rank: int | None = None) -> None:
         command = [sys.executable, "-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments]
+        if self.layout.replica is not None:
+            command += ["--replica", str(self.layout.replica)]
         self.children[name] = Child(name, command, environment or {}, rank)
 
     def start_children(self, names: Sequence[str]) -> None:
@@ -164,7 +172,8 @@ class Deployment:
             child.process = start_process(child.arguments, child.environment, pipes_errors=pipes_errors)
         else:
             place = self._placement.ranks[child.rank]
-            where = ["--rendezvous", self._placement.rendezvous, "--host", place.host, "--local-index", str(place.local_index)]
+            device = self.layout.first_device + place.local_index
+            where = ["--rendezvous", self._placement.rendezvous, "--host", place.host, "--local-index", str(device)]
             command = [*child.arguments, *where]
             child.process = self._launcher.start(place, command, child.environment, pipes_errors=pipes_errors)
         if self._log is not None and child.process.stderr is not None:
@@ -225,7 +234,11 @@ class Deployment:
 
     @property
     def pids(self) -> dict[str, int]:
-        return {name: child.process.pid for name, child in self.children.items()}
+        return {self.label(name): child.process.pid for name, child in self.children.items()}
+
+    def label(self, name: str) -> str:
+        """The name of a child among those of all replicas."""
+        return name if self.layout.replica is None else f"replica-{self.layout.replica}-{name}"
 
     def handle_message(self, message: Message) -> None:
         """Record a child's Ready, Heartbeat or Fatal; other messages are ignored."""

@@ -51,6 +51,8 @@ class Session(Protocol):
 def open_session(prepared: Prepared) -> Session:
     """Start an engine for offline use: in a thread for one rank, else in processes. Raises
     ConfigurationError, or the error of the start."""
+    if prepared.resolved.plan.dp > 1:
+        raise ConfigurationError("parallel.dp is for servers; set parallel.dp: 1 and start one Engine a replica, or use frame serve")
     tokenizer = load_tokenizer(prepared.resolved)
     collector = Collector(None if tokenizer is None else Detokenizer(tokenizer))
     kind = ThreadSession if prepared.resolved.plan.num_ranks == 1 else ProcessSession
@@ -68,7 +70,7 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
 def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
     """The limits that a client of this engine checks requests against."""
     return ClientLimits(
-        max_outstanding=resolved.max_running_requests + resolved.user.scheduler.max_queued_requests,
+        max_outstanding=resolved.plan.dp * resolved.max_running_requests + resolved.user.scheduler.max_queued_requests,
         max_context=resolved.max_context,
         vocab_size=resolved.model.vocab_size,
         capacity=int(info["max_total_tokens"]),

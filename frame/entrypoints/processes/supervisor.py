@@ -121,7 +121,8 @@ class Supervisor:
     async def _check_resources(self, unit: Unit, monitor: ResourceMonitor) -> None:
         """Restart a unit that exceeds a resource limit. The restart does not count as a crash of
         its requests."""
-        found = [monitor.check_process(child.name, child.process.pid, child.device_memory) for child in unit.children]
+        label = self._deployment.label
+        found = [monitor.check_process(label(child.name), child.process.pid, child.device_memory) for child in unit.children]
         why = next(filter(None, found), None)
         if why is not None:
             await self._fail(unit, why, is_crash=False)

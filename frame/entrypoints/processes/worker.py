@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}
     name = numbered.get(options.role, options.role)
-    logs.configure(name, resolved.user.log)
+    logs.configure(name if options.replica is None else f"replica-{options.replica}-{name}", resolved.user.log)
     transport = _transport(options, name)
     code = 0
     try:
@@ -244,6 +244,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rendezvous", default="")
     parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--local-index", type=int, default=0)
+    parser.add_argument("--replica", type=int)
     parser.add_argument("--detokenizer", action="store_true")
     return parser.parse_args(arguments)
 

@@ -71,6 +71,12 @@ CASES = {
         hardware=H200,
         more=(theirs("attention_backend", "own", AttentionCapabilities(("cuda",), layout="own")),),
     ),
+    "replicas": Impossible(
+        {"parallel": {"tp": 2, "dp": 3}},
+        "parallel.tp 2 x parallel.pp 1 x parallel.dp 3 = 6 ranks, but this machine has 4 cuda device(s).\n"
+        "Nearest change: parallel.dp: 2",
+        hardware=H200,
+    ),
     "weight format": Impossible(
         {"model": {"quantization": "awq"}},
         "model.quantization: awq cannot serve this model, machine and configuration.\n"

@@ -66,6 +66,9 @@ class Deployment:
         for name in names:
             self.children[name].process.kill()
 
+    def label(self, name: str) -> str:
+        return name
+
     def read_inflight(self) -> dict[int, int]:
         return {}
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from frame.core.interfaces.stats import Metric
+from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.version import package_version
 
@@ -69,7 +70,7 @@ class MetricSources(Protocol):
     """What metrics are read from, which `Services` has."""
 
     resolved: Resolved
-    client: EngineClient
+    client: EngineClient | ReplicaClient
     info: dict[str, Any]
     watch: ResourceMonitor | None
 
@@ -107,6 +108,9 @@ class ServerMetrics:
             "requests_aborted", "Requests that ended because their client left or somebody stopped them.", stats.finished.get("abort", 0)
         )
         yield _gauge("requests_outstanding", "Requests that this server has taken and not finished.", client.num_outstanding)
+        if isinstance(client, ReplicaClient):
+            counts = {str(number): each.num_sequences for number, each in enumerate(client.clients)}
+            yield _labelled("replica_requests_outstanding", "Requests of a replica that are not finished.", "replica", counts)
         yield _gauge("generation_tokens_per_second", "Tokens sent per second, lately.", self._throughput.rate)
         writer = configured_writer()
         yield _counter(

@@ -63,12 +63,14 @@ class EngineLoad(TypedDict):
 
 
 class ServerInfo(EngineLoad):
-    """`config`: the resolved configuration without keys. `phases`: seconds of the start."""
+    """`config`: the resolved configuration without keys. `phases`: seconds of the start.
+    `replicas`: the same of each replica; with `parallel.dp` above 1, counts are their sums."""
 
     paused: bool
     outstanding: int
     config: dict[str, Any]
     phases: NotRequired[dict[str, float]]
+    replicas: NotRequired[list[dict[str, Any]]]
 
 
 class LiveLoad(EngineLoad):
