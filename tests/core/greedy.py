@@ -116,8 +116,9 @@ def greedy(tokens: int) -> SamplingParams:
 
 def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int = 1, **settings: Any) -> Prepared:
     """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix,
-    moe_runner and implementation."""
+    moe_runner, implementation and speculative (a section)."""
     known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix", "moe_runner": None, "implementation": None}
+    known["speculative"] = {}
     assert settings.keys() <= known.keys()
     known |= settings
     config = {
@@ -128,6 +129,7 @@ def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int =
         "moe": {"runner": known["moe_runner"]},
         "execution": {"device": "cpu", "threads": 1},
         "parallel": {"tp": tp},
+        "speculative": known["speculative"],
     }
     return prepare(FrameConfig.model_validate(config))
 

@@ -7,11 +7,14 @@ The grid here is small; `test_many_requests` is the large one, behind the marker
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from frame.core.config.resolve_drafter import MAX_PADDING
 from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
@@ -19,6 +22,7 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
 from frame.plugins.loader import load_registry
+from frame.testing.checkpoints import make_checkpoint
 from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import Case, on_two_ranks
@@ -27,14 +31,16 @@ FOLDER = str(find_model(EMBEDDED))
 
 
 def make_loop(**settings: Any) -> LocalLoop:
-    """settings: page_size, tokens, chunk, overlap, algorithm, adaptive."""
-    known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, "adaptive": False, **settings}
+    """settings: page_size, tokens, chunk, overlap, algorithm, adaptive, path and draft
+    (folders)."""
+    known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, "adaptive": False}
+    known |= {"path": FOLDER, "draft": None, **settings}
     config = {
-        "model": {"path": FOLDER, "dtype": "float32"},
+        "model": {"path": known["path"], "dtype": "float32"},
         "cache": {"page_size": known["page_size"], "max_total_tokens": known["tokens"]},
         "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "execution": {"device": "cpu", "threads": 1},
-        "speculative": {"algorithm": known["algorithm"], "adaptive": known["adaptive"]},
+        "speculative": {"algorithm": known["algorithm"], "adaptive": known["adaptive"], "draft_model_path": known["draft"]},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
@@ -76,20 +82,23 @@ GRID = {
 }
 
 
+ON_DEVICE = {"mtp": {}, "draft_model": {"draft": FOLDER}}
+QUICK = {("mtp", "preemption"), ("draft_model", "single-token pages")}  # the others of the device drafters run in `soak`
 CASES = [("ngram", name) for name in GRID] + [
-    pytest.param("mtp", name, marks=() if name in {"single-token pages", "preemption"} else pytest.mark.soak) for name in GRID
+    pytest.param(each, name, marks=() if (each, name) in QUICK else pytest.mark.soak) for each in ON_DEVICE for name in GRID
 ]
 
 
 @pytest.mark.parametrize(("algorithm", "name"), CASES)
 def test_grid(expected: Any, algorithm: str, name: str) -> None:
     prompts, params, outputs = expected
-    settings = GRID[name]
+    settings = GRID[name] | ON_DEVICE.get(algorithm, {})
     loop = make_loop(algorithm=algorithm, **settings)
     assert loop.generate(prompts, params) == outputs
     load = loop.scheduler.get_load()
     assert load["accepted_tokens"] > 0
-    assert load["preempted"] > 0 or "tokens" not in settings
+    # requests that end sooner may fit without
+    assert load["preempted"] > 0 or "tokens" not in settings or algorithm == "draft_model"
     loop.scheduler.check_integrity()
     loop.scheduler.flush_cache()
     assert loop.scheduler.get_load()["used_pages"] == 0
@@ -106,7 +115,32 @@ def test_suffix(expected: Any) -> None:
     assert accepted[1] > 3 * accepted[0] > 0
 
 
-def test_grammars() -> None:
+def test_model_that_drafts_for_itself_is_always_right() -> None:
+    """Also where tokens are drawn, since drafts are drawn with the keys of their positions."""
+    prompts, _ = make_requests(6)
+    params = [SamplingParams(temperature=(0.0, 0.7, 1.0)[number % 3], seed=number, max_tokens=17, ignore_eos=True) for number in range(6)]
+    loop = make_loop(algorithm="draft_model", draft=FOLDER, chunk=32)
+    loop.generate(prompts, params)
+    load = loop.scheduler.get_load()
+    assert load["drafted_tokens"] == load["accepted_tokens"] == 6 * 12  # 1 + 4 * (3 + 1) tokens
+
+
+def test_draft_model_with_another_attention(tmp_path: Path) -> None:
+    """The draft model has heads, and the target a latent."""
+    target, draft = (str(make_checkpoint(name, tmp_path)) for name in ("DeepseekV3ForCausalLM", "LlamaForCausalLM"))
+    prompts, params = make_requests(5)
+    outputs = [make_loop(path=target, algorithm=each, draft=each and draft).generate(prompts, params) for each in (None, "draft_model")]
+    assert outputs[0] == outputs[1]
+
+
+def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:
+    assert MAX_PADDING < 2048 - 384
+    with pytest.raises(ConfigurationError, match=r"speculative.draft_model_path has a vocabulary of 384 tokens"):
+        make_loop(algorithm="draft_model", draft=str(make_checkpoint("LlamaForCausalLM", tmp_path)))
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "mtp"])
+def test_grammars(algorithm: str) -> None:
     """Requests with and without a grammar."""
     pytest.importorskip("llguidance")
     registry, tokenizer = load_registry(installed=False), Tokenizer.load(FOLDER)
@@ -116,9 +150,9 @@ def test_grammars() -> None:
     prompts = [[*tokenizer.encode("foo bar aab foo bar aab 000000000"), 6 + number] for number in range(6)]
     params = [SamplingParams(temperature=(0.0, 0.7, 1.0)[number // 2], seed=number, max_tokens=32) for number in range(6)]
     outputs = []
-    for algorithm in (None, "ngram"):
-        loop = make_loop(algorithm=algorithm)
-        started = (None if each is None else each.start() for each in compiled * 2)
+    for each in (None, algorithm):
+        loop = make_loop(algorithm=each)
+        started = (None if one is None else one.start() for one in compiled * 2)
         add = loop.scheduler.add_request
         loop.scheduler.add_request = lambda message, add=add, started=started: add(message, next(started))  # type: ignore[method-assign]
         outputs.append(loop.generate(prompts, params))
@@ -166,6 +200,17 @@ def test_two_ranks(expected: Any) -> None:
         return loop.generate(prompts, params)
 
     assert on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512) == outputs
+
+
+def test_two_ranks_draft_on_their_devices(expected: Any) -> None:
+    prompts, params, outputs = expected
+
+    def generate(loop: LocalLoop) -> tuple[list[list[int]], int]:
+        return loop.generate(prompts[:6], params[:6]), loop.scheduler.get_load()["accepted_tokens"]
+
+    settings = {"algorithm": "mtp", "adaptive": False}
+    found, accepted = on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512, speculative=settings)
+    assert found == outputs[:6] and accepted > 20
 
 
 @pytest.mark.soak

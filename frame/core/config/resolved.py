@@ -64,6 +64,7 @@ class Resolved(BaseModel):
     reasons: dict[str, str]  # by setting (`cache.page_size`): one sentence for each value that the user left open
     refused_params: dict[str, str] = {}  # by request parameter that no chosen logits processor implements: why, for the client
     custom_params: tuple[str, ...] | None = None  # keys of `custom` that the chosen logits processors read; None: any
+    draft: Resolved | None = None  # of a drafter whose model is that of a model plugin
     rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
 
     @property

@@ -30,9 +30,10 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
-from frame.core.kv_cache.geometry import DTYPES, kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import DTYPES, KVGeometry, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.loading.loader import Checkpoint, load_model
+from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
 from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
@@ -99,6 +100,7 @@ class Parts:
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
     processors: tuple[Loaded[LogitsProcessor], ...] = ()
     drafter: Loaded[DeviceDrafter] | None = None  # None: none runs on the device
+    draft: Parts | None = None  # of `Resolved.draft`
 
 
 def limits_of(resolved: Resolved) -> Limits:
@@ -114,17 +116,17 @@ def limits_of(resolved: Resolved) -> Limits:
 
 
 def build_context(
-    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None
+    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None, limits: Limits | None = None
 ) -> BuildContext:
     """The context of one rank, with its attention backend, weight format, MoE runner and MoE
-    dispatcher."""
+    dispatcher. limits: None: those of the configuration."""
     base = BuildContext(
         platform=platform,
         device=platform.device,
         dtype=DTYPES[resolved.dtype],
         tp=tp,
         pipeline=pipeline,
-        limits=limits_of(resolved),
+        limits=limits or limits_of(resolved),
         task=resolved.task,
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
         kv_dtype=DTYPES[resolved.kv_dtype],
@@ -174,10 +176,11 @@ def build_runner(
     model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, checkpoint)
     phases.update(report.seconds)
     clock = time.perf_counter()
-    drafter, draft_bytes = _build_drafter(resolved, parts, model, context)
-    geometry = model_geometry(model, kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype), drafter)
+    drafter = _build_drafter(resolved, parts, model, context)
+    uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, uniform, drafter.model if drafter else None)
     activations = activation_bytes(model_config, context.limits, context.dtype)
-    memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
+    memory = measure(platform, report.bytes + (drafter.bytes if drafter else 0), activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
         pages = _least_of_ranks(pages, group, device)
@@ -194,7 +197,7 @@ def build_runner(
         make = TorchModelRunner if pipeline is None else StageRunner
         runner = make(model, model_config, context, pool, processors, capacity)
         if drafter is not None:
-            runner.set_drafter(drafter)
+            runner.set_drafter(drafter.model, drafter.attention)
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
@@ -215,19 +218,33 @@ def build_runner(
     return runner
 
 
-def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: BuildContext) -> tuple[DraftModel | None, int]:
-    """Build and load the model of a device drafter. -> the `DraftModel`, or None without one, and
-    its bytes."""
+@dataclass(frozen=True, slots=True)
+class _Drafter:
+    """The loaded model of a device drafter. `attention`: its own backend; None: the target's."""
+
+    model: DraftModel
+    bytes: int
+    attention: AttentionBackend | None
+
+
+def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: BuildContext) -> _Drafter | None:
+    """Build and load the model of a device drafter, if there is one."""
     if parts.drafter is None:
-        return None, 0
-    drafter = parts.drafter.build(resolved.drafter_context)
-    model_config = drafter.read_config(resolved.model)
-    context = DraftModelContext(target, ModelContext.from_build(build, model_config), resolved.model.num_layers)
-    folder = Path(drafter.get_folder() or resolved.model_path)
-    checkpoint = Checkpoint(folder, parts.weight_source.build, resolved.user.model.seed)
-    # the target's layers have prepared the attention backend
-    model, report = load_model(partial(drafter.build_model, context), replace(build, attention=None), checkpoint)
-    return model, report.bytes
+        return None
+    drafter, source, attention, make = parts.drafter.build(resolved.drafter_context), parts.weight_source, None, None
+    config = drafter.read_config(resolved.model)
+    if parts.draft is not None and resolved.draft is not None:
+        build = build_context(resolved.draft, parts.draft, build.tp, build.platform, limits=build.limits)
+        config, source, attention = resolved.draft.model, parts.draft.weight_source, build.attention
+        make = partial(parts.draft.model.build, ModelContext.from_build(build, config))
+    context = DraftModelContext(target, ModelContext.from_build(build, config), resolved.model.num_layers, make)
+    checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
+    # the target's layers have prepared its backend
+    model, report = load_model(partial(drafter.build_model, context), replace(build, attention=attention), checkpoint)
+    groups = model_geometry(model, KVGeometry((), 1, build.dtype)).groups
+    if any(group.kind != "tokens" for group in groups) or (make is not None and not groups):
+        raise ConfigurationError("speculative.draft_model_path has layers with a window or a state; name a draft model without")
+    return _Drafter(model, report.bytes, attention)
 
 
 def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:

@@ -18,9 +18,9 @@ from frame.core.sampling.sampler import draw_plain, row_max
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from frame.core.execution.input_batch import InputBatch
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.device_drafter import DraftModel
-    from frame.core.kv_cache.kv_pool import DeviceTable
     from frame.core.sampling.draft_plan import DraftingPlan
 
 
@@ -29,13 +29,14 @@ class DraftRunner:
     the target's forward pass, then `draft` once its tokens are drawn and verified."""
 
     def __init__(
-        self, model: DraftModel, backend: AttentionBackend, table: DeviceTable, agree: Callable[[torch.Tensor], torch.Tensor]
+        self, model: DraftModel, attention: AttentionBackend | None, inputs: InputBatch, agree: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """backend: that of the model's attention layers, and of the target's. `agree`: tokens drawn
-        on this rank -> those of rank 0."""
+        """attention: the backend of the model's layers; None: that of the target. inputs: of the
+        target. `agree`: tokens drawn on this rank -> those of rank 0."""
         self.model = model
-        self._backend = backend
-        self._table = table
+        self._backend = attention or inputs.backend
+        self._has_own_backend = attention is not None
+        self._table = inputs.table
         self._agree = agree
         self._step: tuple[ForwardBatch, torch.Tensor] | None = None
 
@@ -82,7 +83,8 @@ class DraftRunner:
             ids = tensors["draft.next_ids"].index_copy(0, samples, token_ids)
         selected = SelectedTokens(samples.index_select(0, last))
         states = self.model.read_states(hidden, {} if taps is None else taps.states)
-        return self.model.forward(replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected}), states)
+        first = replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected})
+        return self.model.forward(replace(first, plan=self._backend.plan(first)) if self._has_own_backend else first, states)
 
     def _make_pass(
         self,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from frame.core.execution.input_batch import ForwardInputs, StepInputs, StepPlans
+    from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.device_drafter import DraftModel
@@ -291,10 +292,11 @@ class TorchModelRunner(ModelRunner):
             self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled
 
-    def set_drafter(self, model: DraftModel) -> None:
-        """Draft with this model after each step that asks for drafts."""
-        self.drafts = DraftRunner(model, self.inputs.backend, self.inputs.table, self._agree)
-        self.inputs.selects_tokens = False  # the model reads the hidden states of all tokens
+    def set_drafter(self, model: DraftModel, attention: AttentionBackend | None = None) -> None:
+        """Draft with this model after each step that asks for drafts. attention: the backend of its
+        layers; None: that of the target."""
+        self.drafts = DraftRunner(model, attention, self.inputs, self._agree)
+        self.inputs.selects_tokens &= not model.reads_next  # else the model reads the hidden states of all tokens
 
     def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rank 0's tokens: logits of ranks may differ in the last bit, tokens must not."""

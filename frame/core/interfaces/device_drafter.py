@@ -17,7 +17,7 @@ import numpy as np
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from pydantic import BaseModel
@@ -34,6 +34,7 @@ class DraftModelContext:
     target: Model
     context: ModelContext  # its `model_config` is that of `DeviceDrafter.read_config`, or the target's
     first_layer: int  # the layers are numbered from here; their keys are in the target's pages
+    make_model: Callable[[], Model] | None = None  # for drafters with `loads_model`: makes the model of the draft checkpoint
 
 
 class DraftModel(ABC):

@@ -51,6 +51,7 @@ class DrafterCapabilities:
 
     runs_on: Literal["host", "device"] = "host"  # host: the scheduler calls it with committed tokens; device: a `DeviceDrafter`
     needs_draft_model: bool = False  # reads `speculative.draft_model_path`
+    loads_model: bool = False  # the draft model is that of the model plugin for its architecture
     needs_draft_layers: bool = False  # reads layers of the target's checkpoint that only a drafter uses
     keeps_texts: bool = False  # uses texts of ended requests, for requests of the same tenant
 

@@ -91,7 +91,7 @@ def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtyp
     return group_layers((LayerCache(layer, "tokens", tensors) for layer in range(num_layers)), page_size, DTYPES[kv_dtype])
 
 
-def model_geometry(model: Model | torch.nn.Module, uniform: KVGeometry, drafter: DraftModel | None = None) -> KVGeometry:
+def model_geometry(model: Model | DraftModel | torch.nn.Module, uniform: KVGeometry, drafter: DraftModel | None = None) -> KVGeometry:
     """The groups that the modules of `model` declare; those of `uniform` if none declares any. The
     layers of a drafter's model are added to them."""
     layers, added = _list_layers(model), [] if drafter is None else _list_layers(drafter)

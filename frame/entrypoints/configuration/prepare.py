@@ -13,6 +13,7 @@ from pathlib import Path
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve import resolve
+from frame.core.config.resolve_drafter import loads_draft_model, resolve_draft_model
 from frame.core.config.resolve_moves import find_moves
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
@@ -72,11 +73,15 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     machine = replace(hardware or probe(records["platform"]), busy_cores=int(is_served))
     try:
         resolved = resolve(config, machine, model_config, records)
+        if loads_draft_model(resolved, records) and config.speculative.draft_model_path is not None:
+            resolved = resolve_draft_model(resolved, machine, read_model_config(config.speculative.draft_model_path), records)
     except ResolveError as error:
         raise join_conflicts([_describe(part, registry) for part in error.parts]) from None
     for move in find_moves(resolved, machine, model_config, records):
         _log.warning("%s", move)
     _check_code(resolved, registry)
+    if resolved.draft is not None:
+        _check_code(resolved.draft, registry)
     return Prepared(resolved, registry)
 
 

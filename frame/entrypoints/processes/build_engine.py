@@ -67,6 +67,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
         drafter=_load_device_drafter(resolved, registry),
+        draft=None if resolved.draft is None else load_parts(resolved.draft, registry),
     )
 
 

@@ -47,6 +47,12 @@ def register_drafters(registry: KindRegistry) -> None:
         summary="Drafts what followed the last tokens where they occurred before, in prompt or output.",
     )
     registry.add(
+        "draft_model",
+        "frame.plugins.drafters.draft_model:DraftModelDrafter",
+        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, loads_model=True),
+        summary="Drafts with a smaller checkpoint of the same vocabulary.",
+    )
+    registry.add(
         "mtp",
         "frame.plugins.drafters.mtp:MtpDrafter",
         capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True),
