@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.quantization.gemm.humming import HummingKernel
 from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
+from frame.testing.suites.experts import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("humming", reason="needs humming-kernels")
@@ -57,3 +62,17 @@ def test_products_of_experts(scheme: WeightScheme) -> None:
     got = product(x, torch.tensor(ends, dtype=torch.int32, device="cuda"))[:90]
     parts = zip([0, *ends[:-1]], ends, dense, strict=True)
     check(got, torch.cat([x[first:last].double() @ expert.t() for first, last, expert in parts]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_mixtures(scheme: WeightScheme) -> None:
+    kernel = HummingKernel(build_context("cuda", torch.bfloat16, 16))
+    sizes = (OUTPUTS, INPUTS), (INPUTS, OUTPUTS // 2)
+    weights = [on_gpu(make_weight(scheme, *size, experts=8, dtype=torch.bfloat16)) for size in sizes]
+    gate_up, down = (weight.dequantize(torch.float32) for weight in weights)
+    first, second = (kernel.prepare_experts(weight) for weight in weights)
+    mix: Any = first.mix  # type: ignore[attr-defined]
+    for count in (1, 40, 700):
+        x = torch.randn(count, INPUTS, device="cuda", dtype=torch.bfloat16)
+        ids, shares = torch.rand(count, 8, device="cuda").topk(2).indices, torch.rand(count, 2, device="cuda")
+        check(mix(second, DispatchOutput(x, ids, shares), nn.Module(), False), reference(x, ids, shares, gate_up, down))

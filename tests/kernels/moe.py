@@ -116,7 +116,7 @@ def test_selection_by_16_bit_logits(renormalize: bool, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["at once", "counted before"])
-@pytest.mark.parametrize(("tokens", "experts", "top", "block"), [(1, 8, 1, 16), (40, 6, 3, 16), (500, 12, 4, 32)])
+@pytest.mark.parametrize(("tokens", "experts", "top", "block"), [(1, 8, 1, 16), (40, 6, 3, 16), (500, 12, 4, 32), (70, 5, 2, 48)])
 def test_every_pair_is_in_a_block_of_its_expert(
     tokens: int, experts: int, top: int, block: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +125,7 @@ def test_every_pair_is_in_a_block_of_its_expert(
     for ids in (spread, torch.full_like(spread, experts - 1)):
         found = align_tokens(ids, experts, block)
         used = int(found.used)
+        assert int(found.rows) == used * block
         assert found.counts.tolist() == [0, 0]
         rows = found.pairs[: used * block].view(used, block)
         pads = rows == ids.numel()

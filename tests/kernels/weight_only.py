@@ -6,11 +6,18 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.kernels.linear.weight_only import MAX_FUSED_ROWS, Plan, choose_plan, dequantize, find_obstacle, multiply
+from frame.kernels.moe.quantized_experts import PLAN_ROWS
+from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, squared_relu
 from frame.quantization.gemm.weight_only import WeightOnlyGroupedProduct, WeightOnlyProduct
 from frame.testing.packed_weights import make_weight
 
@@ -79,6 +86,41 @@ def test_experts(scheme: WeightScheme, outer: bool) -> None:
         parts = x[: sum(sizes)].split(sizes)
         want = torch.cat([part.double() @ weight.expert(index).dequantize(torch.float32).double().t() for index, part in enumerate(parts)])
         check(product(x, ends)[: sum(sizes)], want)
+
+
+MIXTURES = [(1, None), (4, squared_relu), (6, ClampedSwiGLU(1.702, 0.5)), (7, None)]
+
+
+@pytest.mark.parametrize(("case", "activation"), MIXTURES)
+def test_mixtures(case: int, activation: Any) -> None:
+    """Whole experts, as MoE layers call them, with biases where a model has them."""
+    (scheme, outer), biased = CASES[case], activation is not None
+    experts, hidden, inner, top = 3, 64, 96, 2
+    layer: Any = nn.Module()
+    layer.activation, layer.gated = activation, activation is not squared_relu
+    wide = 2 * inner if layer.gated else inner
+    for dtype in DTYPES:
+        if biased:
+            layer.gate_up_bias = torch.randn(experts, wide, device=DEVICE, dtype=dtype)
+            layer.down_bias = torch.randn(experts, hidden, device=DEVICE, dtype=dtype)
+        group = (1, 32) if scheme.group[1] == 64 else scheme.group
+        weights = [weight_of(replace(scheme, group=group), outer, *sizes, dtype, experts) for sizes in ((wide, hidden), (hidden, inner))]
+        first, second = (weight.dequantize(torch.float32) for weight in weights)
+        gate_up, down = (WeightOnlyGroupedProduct(weight) for weight in weights)
+        for count in (1, *(rows * experts // top + 1 for rows in PLAN_ROWS)) if LARGE else (5,):
+            x = torch.randn(count, hidden, device=DEVICE, dtype=dtype)
+            ids = torch.rand(count, experts, device=DEVICE).topk(top).indices
+            tokens = DispatchOutput(x, ids, torch.rand(count, top, device=DEVICE))
+            flat = ids.flatten()
+            gates = torch.einsum("pi,poi->po", x.repeat_interleave(top, 0).float(), first[flat])
+            rows = torch.einsum("pi,poi->po", activate(layer, gates, flat).double(), second[flat].double())
+            rows = rows + layer.down_bias[flat] if biased else rows
+            want = (rows.view(count, top, -1) * tokens.weights.double().unsqueeze(-1)).sum(1)
+            got, parts = (gate_up.mix(down, tokens, layer, parts=parts) for parts in (False, True))
+            assert got is not None and parts is not None
+            assert parts.shape == (count, top, hidden)
+            for each in (got, parts.sum(1)):
+                assert float((each.double() - want).abs().max() / want.abs().max()) <= 3 * CLOSE
 
 
 def test_an_order_of_inputs() -> None:

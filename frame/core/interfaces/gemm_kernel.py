@@ -80,7 +80,13 @@ class Product(Protocol):
 
 
 class GroupedProduct(Protocol):
-    """The products of rows, sorted by expert, with the weights of their experts."""
+    """The products of rows, sorted by expert, with the weights of their experts.
+
+    The product of `gate_up` may also have `mix(down, tokens, experts, parts)`: the result of whole
+    experts (`MoERunner.run`, or with `parts` of `MoERunner.run_parts`) for the grouped product
+    `down`, or None where the caller sorts the rows and computes the activation. `experts` holds the
+    biases and the activation as for a runner.
+    """
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]: ...

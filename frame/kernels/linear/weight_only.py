@@ -48,6 +48,57 @@ def decode_codes(packed, zero, CODES: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def decode_nibbles(packed, low_zero, high_zero, CODES: tl.constexpr, dtype: tl.constexpr, PORTABLE: tl.constexpr):
+    """`decode_codes` of the low and of the high nibbles. Unless PORTABLE, two e2m1 codes of
+    bfloat16 share each operation on 32 bits, which the compiler finds for int4 only."""
+    if PORTABLE or dtype != tl.bfloat16 or CODES == "int4":
+        return decode_codes(packed & 15, low_zero, CODES, dtype), decode_codes(packed >> 4, high_zero, CODES, dtype)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, m, f, z;
+            mov.b32 f, 0x7E807E80;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shl.b32 s, a, 12;
+            and.b32 s, s, 0x80008000;
+            shl.b32 m, a, 6;
+            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
+            fma.rn.bf16x2 $0, m, f, z;
+            shl.b32 s, b, 12;
+            and.b32 s, s, 0x80008000;
+            shl.b32 m, b, 6;
+            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
+            fma.rn.bf16x2 $1, m, f, z;
+            shl.b32 s, a, 8;
+            and.b32 s, s, 0x80008000;
+            shl.b32 m, a, 2;
+            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
+            fma.rn.bf16x2 $2, m, f, z;
+            shl.b32 s, b, 8;
+            and.b32 s, s, 0x80008000;
+            shl.b32 m, b, 2;
+            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
+            fma.rn.bf16x2 $3, m, f, z;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def apply_scales(values, scales, dtype: tl.constexpr, PORTABLE: tl.constexpr):
+    """values * scales, rounded to `dtype`."""
+    if PORTABLE or dtype != tl.bfloat16:
+        return (values * scales).to(dtype)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }", "=r,r,r", [values, scales],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def load_zero(zeros, offset, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, mask):
     """Zero points as float32; without them 0, or 8 for int4."""
     if HAS_ZEROS:
@@ -60,6 +111,62 @@ def load_zero(zeros, offset, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, mask)
 def repeat_blocks(values, BN: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     """[BN, BLOCKS] -> [BN, BLOCKS * WIDTH], each entry repeated."""
     return tl.reshape(tl.broadcast_to(values[:, :, None], (BN, BLOCKS, WIDTH)), (BN, BLOCKS * WIDTH))
+
+
+@triton.jit
+def load_codes(pointers, k, K, CODES: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    """The codes of BK inputs from `k` on; `pointers` are those of the first inputs."""
+    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    step = k // 2 if PACKED else k
+    if EVEN_K:
+        return tl.load(pointers + step, eviction_policy="evict_first")
+    limit = (K + 31) // 32 * 16 if PACKED else K
+    return tl.load(pointers + step, mask=(step + tl.arange(0, BK // 2 if PACKED else BK) < limit)[None, :], other=0.0)
+
+
+@triton.jit
+def multiply_codes(
+    packed, scales, zeros, scale_offset, low_x, high_x, k, K,
+    CODES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    dtype: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """The part of a product that the inputs from `k` on add: float32 [BN, BM], with scales unless
+    one covers all inputs.
+
+    `packed` [BN, BK, or BK / 2 for nibbles], `scale_offset` [BN]: the first scale of each output.
+    `low_x`, `high_x`: the inputs of the low and the high nibbles; of bytes, `low_x`.
+    """
+    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    WIDTH: tl.constexpr = BK // 2 if PACKED else BK  # columns of one MMA
+    PER_TILE: tl.constexpr = GROUP_K == 0 or GROUP_K % BK == 0
+    BLOCKS: tl.constexpr = BK // 32
+    if PER_TILE:
+        group = k // GROUP_K if GROUP_K > 0 else 0
+        low_zero = load_zero(zeros, scale_offset + group, CODES, HAS_ZEROS, scale_offset >= 0)[:, None]
+        high_zero = low_zero
+    else:
+        block = k + tl.arange(0, BLOCKS) * 32
+        is_group = (block < K)[None, :]
+        low_at = scale_offset[:, None] + (block // GROUP_K)[None, :]
+        low_scale = repeat_blocks(tl.load(scales + low_at, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
+        low_zero = repeat_blocks(load_zero(zeros, low_at, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
+        high_scale, high_zero = low_scale, low_zero
+        if GROUP_K == 16 and PACKED:
+            high_scale = repeat_blocks(tl.load(scales + low_at + 1, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
+            high_zero = repeat_blocks(load_zero(zeros, low_at + 1, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
+    if PACKED:
+        low, high = decode_nibbles(packed, low_zero, high_zero, CODES, dtype, PORTABLE)
+        if not PER_TILE:
+            low, high = apply_scales(low, low_scale, dtype, PORTABLE), apply_scales(high, high_scale, dtype, PORTABLE)
+        part = tl.dot(high, high_x, tl.dot(low, low_x))
+    else:
+        low = decode_codes(packed, low_zero, CODES, dtype)
+        if not PER_TILE:
+            low = (low * low_scale).to(dtype)
+        part = tl.dot(low, low_x)
+    if PER_TILE and GROUP_K > 0:
+        part *= tl.load(scales + scale_offset + group).to(tl.float32)[:, None]
+    return part
 
 
 @triton.jit
@@ -83,7 +190,7 @@ def weight_only_kernel(
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs per scale; GROUP_K 0: all inputs
     HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr,  # OUTER: 0 none, 1 multiplies, 2 divides
     HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr,
-    dtype: tl.constexpr, num_warps: tl.constexpr, num_stages: tl.constexpr,
+    dtype: tl.constexpr, PORTABLE: tl.constexpr, num_warps: tl.constexpr, num_stages: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum_k x[m, k] * (codes[n, k] - zeros[n, g]) * scales[n, g] (+ bias[n]). Grid:
     (output tiles, SPLIT, row tiles).
@@ -93,8 +200,6 @@ def weight_only_kernel(
     """
     PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
     WIDTH: tl.constexpr = BK // 2 if PACKED else BK  # columns of one MMA
-    PER_TILE: tl.constexpr = GROUP_K == 0 or GROUP_K % BK == 0
-    BLOCKS: tl.constexpr = BK // 32
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if EXPERTS > 0:
         expert, first_row, last_row = find_rows(ends, row_tile, EXPERTS, EXPERT_LANES, BM)
@@ -118,48 +223,22 @@ def weight_only_kernel(
     code_pointers = codes + row_of.to(tl.int64)[:, None] * code_stride + lanes[None, :]
     x_pointers = x + batch[None, :].to(tl.int64) * x_stride + columns[:, None]
     scale_offset = (scale_rows + row_of // GROUP_N) * scale_stride
-    block = tl.arange(0, BLOCKS) * 32
     total = tl.zeros([BN, BM], tl.float32)
     for k in tl.range(start, stop, BK, num_stages=num_stages):
-        code_step = k // 2 if PACKED else k
-        limit = (K + 31) // 32 * 16 if PACKED else K
+        packed = load_codes(code_pointers, k, K, CODES, BK, EVEN_K)
         if EVEN_K:
-            packed = tl.load(code_pointers + code_step, eviction_policy="evict_first")
             low_x = tl.load(x_pointers + k, mask=is_row[None, :], other=0.0)
         else:
-            packed = tl.load(code_pointers + code_step, mask=(code_step + lanes < limit)[None, :], other=0.0)
             low_x = tl.load(x_pointers + k, mask=(k + columns < K)[:, None] & is_row[None, :], other=0.0)
+        high_x = low_x
         if PACKED:
             if EVEN_K:
                 high_x = tl.load(x_pointers + k + 16, mask=is_row[None, :], other=0.0)
             else:
                 high_x = tl.load(x_pointers + k + 16, mask=(k + 16 + columns < K)[:, None] & is_row[None, :], other=0.0)
-        if PER_TILE:
-            group = k // GROUP_K if GROUP_K > 0 else 0
-            low_zero = load_zero(zeros, scale_offset + group, CODES, HAS_ZEROS, row_of >= 0)[:, None]
-            high_zero = low_zero
-        else:
-            groups = (k + block) // GROUP_K
-            is_group = (k + block < K)[None, :]
-            low_at = scale_offset[:, None] + groups[None, :]
-            low_scale = repeat_blocks(tl.load(scales + low_at, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
-            low_zero = repeat_blocks(load_zero(zeros, low_at, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
-            high_scale, high_zero = low_scale, low_zero
-            if GROUP_K == 16 and PACKED:
-                high_scale = repeat_blocks(tl.load(scales + low_at + 1, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
-                high_zero = repeat_blocks(load_zero(zeros, low_at + 1, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
-        low = decode_codes(packed & 15 if PACKED else packed, low_zero, CODES, dtype)
-        if not PER_TILE:
-            low = (low * low_scale).to(dtype)
-        part = tl.dot(low, low_x)
-        if PACKED:
-            high = decode_codes(packed >> 4, high_zero, CODES, dtype)
-            if not PER_TILE:
-                high = (high * high_scale).to(dtype)
-            part = tl.dot(high, high_x, part)
-        if PER_TILE and GROUP_K > 0:
-            part *= tl.load(scales + scale_offset + group).to(tl.float32)[:, None]
-        total += part
+        total += multiply_codes(
+            packed, scales, zeros, scale_offset, low_x, high_x, k, K, CODES, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
+        )
     if GROUP_K == 0:
         total *= tl.load(scales + scale_offset).to(tl.float32)[:, None]
     if OUTER > 0:
@@ -307,8 +386,8 @@ def multiply(
         CODES=weight.scheme.codes, BM=plan.rows, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
         GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
         HAS_BIAS=bias is not None, EVEN_N=outputs % plan.outputs == 0, EVEN_K=inner % plan.inputs == 0,
-        EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(1, experts)), dtype=_TYPES[x.dtype],
-        num_warps=plan.warps, num_stages=plan.stages,
+        EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(1, experts)), dtype=TYPES[x.dtype],
+        PORTABLE=INTERPRETED, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
@@ -343,4 +422,4 @@ def _outer(weight: PackedWeight) -> int:
     return 0 if weight.outer is None else 2 if weight.divides else 1
 
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -30,13 +30,14 @@ class Alignment:
 
     `pairs` int32 [rows]: the pair of each row; the number of pairs for a padding row. `experts`
     int32 [blocks]: the expert of each block of `block` rows. `used` int32 [1]: the number of blocks
-    in use; entries after them are undefined. `counts` int32 [2]: zeros, which a kernel may use as
-    work counters if it leaves zeros.
+    in use; entries after them are undefined. `rows` int32 [1]: their rows. `counts` int32 [2]:
+    zeros, which a kernel may use as work counters if it leaves zeros.
     """
 
     pairs: torch.Tensor
     experts: torch.Tensor
     used: torch.Tensor
+    rows: torch.Tensor
     counts: torch.Tensor
     block: int
 
@@ -48,7 +49,7 @@ def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
     # all four parts are 16-byte aligned
     numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)
-    found = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[4:6], block)
+    found = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[1:2], numbers[4:6], block)
     experts = next_power_of_2(num_experts)
     tensors = found.pairs, found.experts, found.used, found.counts
     if pairs <= CHUNKS[-1]:
@@ -65,7 +66,8 @@ def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
 @lru_cache(maxsize=64)
 def _prepared_align(experts: int, block: int, chunk: int, device: torch.device) -> PreparedLaunch:
     types = torch.int64, *[torch.int32] * 4, 0
-    return PreparedLaunch(_align_kernel, types, {"EXPERTS": experts, "BLOCK": block, "CHUNK": chunk}, device, min(8, chunk // 128))
+    constants = {"EXPERTS": experts, "BLOCK": block, "LANES": next_power_of_2(block), "CHUNK": chunk}
+    return PreparedLaunch(_align_kernel, types, constants, device, min(8, chunk // 128))
 
 
 @lru_cache(maxsize=64)
@@ -75,13 +77,24 @@ def _prepared_count(experts: int, device: torch.device) -> PreparedLaunch:
 
 @lru_cache(maxsize=64)
 def _prepared_place(experts: int, block: int, device: torch.device) -> PreparedLaunch:
-    constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": _COUNTED, "TOGETHER": max(8, _COUNTS // experts), "PADS": min(_PADS, block)}
+    constants = {"EXPERTS": experts, "BLOCK": block, "CHUNK": _COUNTED, "TOGETHER": max(8, _COUNTS // experts)}
+    constants["PADS"] = min(_PADS, next_power_of_2(block))
     return PreparedLaunch(_place_kernel, (torch.int64, *[torch.int32] * 5, 0, 0), constants, device, 8)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _align_kernel(
-    ids, pairs_out, experts_out, used, zeros, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    ids,
+    pairs_out,
+    experts_out,
+    used,
+    zeros,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,  # BLOCK rounded up to a power of two
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: experts. Each program scans all pairs for those of its expert."""
     launch_dependents(PDL)
@@ -97,13 +110,14 @@ def _align_kernel(
     tl.store(pairs_out + first * BLOCK + tl.cumsum(is_own, 0) - 1, lanes, mask=is_own > 0)
     count = tl.sum(is_own)
     own_blocks = (count + BLOCK - 1) // BLOCK
-    pads = tl.arange(0, BLOCK)
-    lane_zeros = tl.zeros([BLOCK], tl.int32)
+    pads = tl.arange(0, LANES)
+    lane_zeros = tl.zeros([LANES], tl.int32)
     tl.store(pairs_out + first * BLOCK + count + pads, lane_zeros + pairs, mask=pads < own_blocks * BLOCK - count)
-    for block in range(0, own_blocks, BLOCK):
+    for block in range(0, own_blocks, LANES):
         tl.store(experts_out + first + block + pads, lane_zeros + own_expert, mask=block + pads < own_blocks)
     if own_expert == 0:
         tl.store(used, tl.sum(blocks))
+        tl.store(used + 1, tl.sum(blocks) * BLOCK)
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
@@ -166,4 +180,5 @@ def _place_kernel(
         tl.store(experts_out + firsts + number, experts, mask=own_expert & (number < blocks))
     if chunk == 0:
         tl.store(used, tl.sum(blocks))
+        tl.store(used + 1, tl.sum(blocks) * BLOCK)
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))

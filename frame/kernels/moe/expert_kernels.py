@@ -84,7 +84,7 @@ def _quantize_tile(values, places, column, out_scale, stride):
 
 
 @triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """The factors of the second product; without gates, `gate` holds the products."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate) * up
@@ -197,7 +197,7 @@ def _compute_tile(
         if GATED:
             up_acc = _add_bias(up_acc, bias + expert.to(tl.int64) * WEIGHT_ROWS + N, rows, SWAP)
     if FIRST:
-        acc = _activate(acc, up_acc, ACTIVATION, ALPHA, LIMIT)
+        acc = activate(acc, up_acc, ACTIVATION, ALPHA, LIMIT)
     else:
         weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
         acc *= weight[None, :] if SWAP else weight[:, None]
@@ -336,9 +336,8 @@ def combine_kernel(
     tokens,
     N: tl.constexpr,
     TOP: tl.constexpr,
-    # rows are at `places` and get their weights here; otherwise they are in the order of pairs and
-    # weighted
-    PLACED: tl.constexpr,
+    PLACED: tl.constexpr,  # rows are at `places`; otherwise in the order of pairs
+    WEIGHTED: tl.constexpr,  # rows get their weights here
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
@@ -355,7 +354,7 @@ def combine_kernel(
         pair = token * TOP + place
         row = tl.load(places + pair, mask=token < tokens, other=0) if PLACED else pair
         part = tl.load(rows + row[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        if PLACED:
+        if WEIGHTED:
             part *= tl.load(pair_weights + pair, mask=token < tokens, other=0.0)[:, None]
         total += part
     tl.store(out + token[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
@@ -419,7 +418,7 @@ def vector_gate_up_kernel(
         gate_sum += tl.load(biases).to(tl.float32)
         if GATED:
             up_sum += tl.load(biases + INNER).to(tl.float32)
-    result = _activate(gate_sum, up_sum, ACTIVATION, ALPHA, LIMIT) * tl.load(pair_weights + pair)
+    result = activate(gate_sum, up_sum, ACTIVATION, ALPHA, LIMIT) * tl.load(pair_weights + pair)
     tl.store(act + pair * INNER + columns, result.to(act.dtype.element_ty), mask=columns < INNER)
 
 

@@ -121,19 +121,21 @@ def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, ti
     return rows
 
 
-def combine_pairs(rows: torch.Tensor, top: int, placed: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+def combine_pairs(
+    rows: torch.Tensor, top: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None
+) -> torch.Tensor:
     """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs.
 
-    `placed`, for rows that are in another order and not yet weighted: the row of each pair (int64)
-    and the pairs' weights (float32), both [tokens * top].
+    `weights` float32 [tokens * top] of pairs whose rows are not yet weighted; `places` int64
+    [tokens * top]: the row of each pair, if rows are in another order.
     """
-    places, weights = placed if placed is not None else (rows, rows)
-    tokens, hidden = (len(rows) if placed is None else places.numel()) // top, rows.shape[1]
+    tokens, hidden = (len(rows) if places is None else places.numel()) // top, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
     bm = next_power_of_2(tokens) if kernels.INTERPRETED else 1
     bn = min(1024, next_power_of_2(hidden))
-    launch = _prepared_combine(hidden, top, placed is not None, bm, bn, rows.dtype, rows.device)
-    launch((ceil_div(tokens, bm), ceil_div(hidden, bn), 1), (rows, out, places, weights), (tokens,))
+    launch = _prepared_combine(hidden, top, (places is not None, weights is not None), bm, bn, rows.dtype, rows.device)
+    tensors = rows, out, rows if places is None else places, rows if weights is None else weights
+    launch((ceil_div(tokens, bm), ceil_div(hidden, bn), 1), tensors, (tokens,))
     return out
 
 
@@ -258,9 +260,13 @@ def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.devic
 
 
 @lru_cache(maxsize=64)
-def _prepared_combine(hidden: int, top: int, placed: bool, bm: int, bn: int, dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
-    example = dtype, dtype, *((torch.int64, torch.float32) if placed else (dtype, dtype)), 0
-    return PreparedLaunch(combine_kernel, example, {"N": hidden, "TOP": top, "PLACED": placed, "BM": bm, "BN": bn}, device, 4)
+def _prepared_combine(
+    hidden: int, top: int, given: tuple[bool, bool], bm: int, bn: int, dtype: torch.dtype, device: torch.device
+) -> PreparedLaunch:
+    placed, weighted = given
+    example = dtype, dtype, torch.int64 if placed else dtype, torch.float32 if weighted else dtype, 0
+    constants = {"N": hidden, "TOP": top, "PLACED": placed, "WEIGHTED": weighted, "BM": bm, "BN": bn}
+    return PreparedLaunch(combine_kernel, example, constants, device, 4)
 
 
 @lru_cache(maxsize=64)

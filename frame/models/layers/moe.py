@@ -137,7 +137,7 @@ class MoE(nn.Module):
         if not len(tokens.x):  # none came to this rank
             return self.dispatcher.combine(tokens.x, tokens)
         if self.experts.weights.grouped:
-            return self.dispatcher.combine(self.experts.weights.run(tokens), tokens)
+            return self.dispatcher.combine(self.experts.weights.run(tokens, parts=run is not None), tokens)
         return self.dispatcher.combine((run or self.runner.run)(tokens, self.experts), tokens)
 
 

@@ -46,7 +46,7 @@ class DeepGemm(MoERunner):
         rows = _product(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
         places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last entry takes padding rows
         places.index_copy_(0, pairs, torch.arange(len(pairs), device=act.device))
-        return combine_pairs(rows, top, (places[:-1], tokens.weights.contiguous()))
+        return combine_pairs(rows, top, tokens.weights.contiguous(), places[:-1])
 
 
 def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,6 @@ from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
-    SILU,
     Activation,
     Pairs,
     Rows,
@@ -33,7 +32,7 @@ from frame.kernels.moe.grouped_gemm import (
     compute_gate_up,
     compute_gate_up_vector,
 )
-from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, gelu_mul, squared_relu
+from frame.models.layers.weights.expert_activation import activate, find_activation
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -65,7 +64,7 @@ class Triton(MoERunner):
     def run_parts(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         if len(tokens.x) == 0:
             return tokens.x.clone()
-        layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), _find_activation(experts), experts)
+        layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), find_activation(experts), experts)
         first = layer.first.values
         sizes = (*first.shape, tokens.ids.shape[1], first.element_size())
         if sizes not in self._compiled and self.context.device.type == "cuda" and not nvidia.is_capturing():
@@ -121,18 +120,6 @@ def _weights(experts: nn.Module, name: str) -> Weights:
     values: torch.Tensor = getattr(experts, name)
     scale = getattr(experts, f"{name}_fp8_scale") if values.dtype == torch.float8_e4m3fn else None
     return Weights(values, scale, getattr(experts, f"{name}_bias", None))
-
-
-def _find_activation(experts: nn.Module) -> Activation:
-    """The kernels' activation that equals the experts' own."""
-    activation = getattr(experts, "activation", None)
-    if activation is None:
-        return SILU
-    if isinstance(activation, ClampedSwiGLU):
-        return Activation("clamped_swiglu", activation.alpha, activation.limit)
-    if activation is gelu_mul:
-        return Activation("gelu_tanh")
-    return Activation("squared_relu" if activation is squared_relu else "none")
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from frame import kernels
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+from frame.models.layers.weights.expert_activation import activate
 
 _OUTPUTS, _INPUTS = 64, 128  # the library's tiles divide the sizes of a weight
 _GROUPS = (0, 16, 32, 64, 128, 256)  # inputs that share a scale; 0: all
 _LOCKS = 2048  # counters of the library's split sums
 _NAMES = {"int4": "uint4", "e2m1": "float4e2m1"}
 _GROUPED = '{"gemm_type": "grouped_contiguous"}'
+_INDEXED = '{"gemm_type": "indexed"}'
 
 
 class HummingKernel(GemmKernel):
@@ -81,7 +86,12 @@ class HummingProduct:
 
 
 class HummingGroupedProduct(HummingProduct):
-    """Rows sorted by expert times the weights of their experts."""
+    """Rows times the weights of their experts."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__(weight)
+        self._experts = len(weight.codes)
+        self._blocks: list[tuple[int, int]] = []  # (most pairs, rows of a block of one expert)
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         layout = F.pad(ends, (1, 0))  # the row before each expert's first
@@ -89,6 +99,42 @@ class HummingGroupedProduct(HummingProduct):
             self._config, x.contiguous(), **self._tensors, locks=self._locks, expert_layout=layout, compute_config=_GROUPED
         )
         return out
+
+    def mix(self, down: GroupedProduct, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
+        """The whole experts; the products read tokens where they are."""
+        if not isinstance(down, HummingGroupedProduct) or not kernels.can_use_triton(tokens.x.device):
+            return None
+        from frame.kernels.elementwise.activation import silu_mul
+        from frame.kernels.moe.grouped_gemm import combine_pairs
+
+        ids, top = tokens.ids.contiguous(), tokens.ids.shape[1]
+        flat = ids.flatten()
+        gates = self.multiply_pairs(tokens.x.contiguous(), ids, top)
+        is_plain = getattr(experts, "activation", None) is None and getattr(experts, "gate_up_bias", None) is None
+        rows = down.multiply_pairs(silu_mul(gates) if is_plain else activate(experts, gates, flat), ids, 1)
+        if (bias := getattr(experts, "down_bias", None)) is not None:
+            rows = rows + bias.index_select(0, flat)
+        return combine_pairs(rows, top, tokens.weights.contiguous())
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
+        """x [pairs / top, inputs] -> [pairs, outputs], by the expert of each pair."""
+        from frame.kernels.moe.align import align_tokens
+
+        order = align_tokens(ids, self._experts, self._find_block(ids.numel()))
+        out: torch.Tensor = self._multiply(
+            self._config, x, **self._tensors, locks=self._locks, compute_config=_INDEXED, top_k=top,
+            sorted_ids=order.pairs, expert_ids=order.experts, num_tokens_padded=order.rows,
+        )  # fmt: skip
+        return out
+
+    def _find_block(self, pairs: int) -> int:
+        """The rows of a block in the configuration that the library chooses for so many pairs."""
+        if not self._blocks:
+            from humming.tune import get_heuristics_config
+
+            found = get_heuristics_config(self._config, gemm_type="indexed", device=self._locks.device)
+            self._blocks = [(most, config["block_shape"][0]) for _, most, config in found]
+        return next(block for most, block in self._blocks if pairs <= most)
 
 
 def _name_tensors(weight: PackedWeight) -> dict[str, torch.Tensor]:

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels.nvidia import count_multiprocessors
+
+if TYPE_CHECKING:
+    from frame.quantization.gemm.mixture import Mixture
 
 _PROCESSORS = 132  # assumed for the interpreter
 _COUNTERS = 1 << 16  # tiles whose split-K sums are counted
@@ -33,7 +40,7 @@ class WeightOnlyKernel(GemmKernel):
         return WeightOnlyProduct(weight)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        return WeightOnlyGroupedProduct(weight)
+        return WeightOnlyGroupedProduct(weight, self.context.limits.max_tokens_per_step)
 
 
 class WeightOnlyProduct:
@@ -61,12 +68,13 @@ class WeightOnlyProduct:
 
 
 class WeightOnlyGroupedProduct:
-    """Rows sorted by expert times the weights of their experts."""
+    """Rows sorted by expert times the weights of their experts. `most`: tokens of a step."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: PackedWeight, most: int = 0) -> None:
         from frame.kernels.linear import weight_only
 
-        self.weight = weight
+        self.weight, self._most = weight, most
+        self._mixture: Mixture | None = None
         self.tensors = list(weight.tensors.values())
         self._module, self._processors = weight_only, _count_processors(weight.codes.device)
         self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
@@ -79,6 +87,17 @@ class WeightOnlyGroupedProduct:
         owners = torch.bucketize(torch.arange(len(x), device=x.device), ends, right=True).clamp_max_(len(ends) - 1)
         ordered = x.gather(1, self.weight.order.long().index_select(0, owners))
         return self._module.multiply(ordered, self.weight, None, plan, self._counter, ends)
+
+    def mix(self, down: GroupedProduct, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
+        """The whole experts; the kernels read tokens where they are."""
+        if not isinstance(down, WeightOnlyGroupedProduct) or self.weight.order is not None or down.weight.order is not None:
+            return None
+        from frame.quantization.gemm.mixture import Mixture, sum_pairs
+
+        if self._mixture is None:
+            self._mixture = Mixture(self.weight, down.weight, self._most)
+        rows = self._mixture(tokens.x, tokens.ids, tokens.weights, experts)
+        return None if rows is None else sum_pairs(rows, len(tokens.ids), parts)
 
 
 def _count_processors(device: torch.device) -> int:

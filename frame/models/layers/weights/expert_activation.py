@@ -6,10 +6,14 @@ Used by MoE runners and by experts that a GEMM kernel multiplies. Must not know 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+if TYPE_CHECKING:
+    from frame.kernels.moe.grouped_gemm import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +54,17 @@ def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor | None =
         return F.silu(gate).mul_(up)
     active: torch.Tensor = activation(gate, up)
     return active
+
+
+def find_activation(experts: nn.Module) -> Activation:
+    """The activation in terms of the Triton kernels; "none": they have no such activation."""
+    from frame.kernels.moe.grouped_gemm import SILU, Activation
+
+    activation = getattr(experts, "activation", None)
+    if activation is None:
+        return SILU
+    if isinstance(activation, ClampedSwiGLU):
+        return Activation("clamped_swiglu", activation.alpha, activation.limit)
+    if activation is gelu_mul:
+        return Activation("gelu_tanh")
+    return Activation("squared_relu" if activation is squared_relu else "none")

@@ -95,9 +95,14 @@ class ExpertWeights:
             register_tensors(self.module, f"{name}_packed", self.grouped[name].tensors)
             self.stored[name].release(self.grouped[name].tensors)
 
-    def run(self, tokens: DispatchOutput) -> torch.Tensor:
-        """The experts' weighted sum over dispatched tokens, by the grouped products. Its shapes do
-        not depend on the routing."""
+    def run(self, tokens: DispatchOutput, parts: bool = False) -> torch.Tensor:
+        """The experts' weighted sum over dispatched tokens, by the grouped products; with `parts`,
+        its summands [tokens, k, hidden] where they cost less. Its shapes do not depend on the
+        routing."""
+        mix = getattr(self.grouped["gate_up"], "mix", None)
+        mixed: torch.Tensor | None = None if mix is None else mix(self.grouped["down"], tokens, self.module, parts)
+        if mixed is not None:
+            return mixed
         count, top = tokens.ids.shape
         ids = tokens.ids.flatten()
         order = ids.argsort()

@@ -1,0 +1,61 @@
+"""A mixture of experts with quantized weights by the Triton kernels of
+`frame.kernels.moe.quantized_experts`, in four launches.
+
+Imported on first use, because it needs Triton. Must not know routing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from frame.core.interfaces.weight_format import PackedWeight
+from frame.kernels import nvidia
+from frame.kernels.moe.align import CHUNKS, align_tokens
+from frame.kernels.moe.grouped_gemm import Activation, Pairs, combine_pairs
+from frame.kernels.moe.quantized_experts import FEW_PAIRS, PLAN_ROWS, choose_expert_plan, multiply_pairs
+from frame.models.layers.weights.expert_activation import find_activation
+
+
+class Mixture:
+    """Experts whose weights are `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden,
+    inner]. `most`: tokens of a step; 0: no variant is compiled ahead."""
+
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, most: int) -> None:
+        self._gate_up, self._down, self._most = gate_up, down, most
+        self._compiled: set[int] = set()  # numbers of experts of a token
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: nn.Module) -> torch.Tensor | None:
+        """-> [tokens * k, hidden], weighted, in the order of the pairs; None for an activation
+        that the kernels do not compute."""
+        activation = find_activation(experts)
+        if activation.name == "none":
+            return None
+        biases = getattr(experts, "gate_up_bias", None), getattr(experts, "down_bias", None)
+        top = ids.shape[1]
+        if self._most and top not in self._compiled and x.device.type == "cuda" and not nvidia.is_capturing():
+            self._compiled.add(top)
+            for count in self._list_thresholds(top):
+                spread = torch.arange(count * top, device=ids.device).remainder_(len(self._gate_up.codes)).view(count, top)
+                self._run(x.new_zeros(count, x.shape[1]), Pairs(spread, weights.new_zeros(count, top)), biases, activation)
+        return self._run(x, Pairs(ids.contiguous(), weights.contiguous()), biases, activation)
+
+    def _run(
+        self, x: torch.Tensor, pairs: Pairs, biases: tuple[torch.Tensor | None, torch.Tensor | None], activation: Activation
+    ) -> torch.Tensor:
+        layers = (self._gate_up, activation.is_gated), (self._down, False)
+        plans = [choose_expert_plan(pairs.count, weight, gated) for weight, gated in layers]
+        order = align_tokens(pairs.ids, len(self._gate_up.codes), plans[0].rows)
+        rows = multiply_pairs(x, self._gate_up, biases[0], pairs, order, plans[0], activation)
+        return multiply_pairs(rows, self._down, biases[1], pairs, order, plans[1])
+
+    def _list_thresholds(self, top: int) -> list[int]:
+        """Numbers of tokens that together use every variant of the kernels."""
+        limits = [*(rows * len(self._gate_up.codes) // top for rows in PLAN_ROWS), *(pairs // top for pairs in (FEW_PAIRS, *CHUNKS))]
+        return sorted({min(self._most, max(1, count)) for limit in limits for count in (limit, limit + 1)})
+
+
+def sum_pairs(rows: torch.Tensor, tokens: int, parts: bool) -> torch.Tensor:
+    """Weighted rows in the order of the pairs -> [tokens, hidden], or with `parts` their summands
+    [tokens, k, hidden]."""
+    return rows.view(tokens, -1, rows.shape[1]) if parts else combine_pairs(rows, len(rows) // tokens)
