@@ -92,18 +92,7 @@ def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory
             * bytes_a_value
         )
     share = 0.9 if config.cache.mem_fraction is None else config.cache.mem_fraction
-    return max(0, int(memory * share - _estimate_weights(model_config) / (tp * pp))) // token
-
-
-def _estimate_weights(model_config: ModelConfig) -> int:
-    """Estimate the bytes of the weights: attention, MLP or experts, embedding and head."""
-    config, hidden = model_config.config, model_config.hidden_size
-    attention = hidden * model_config.head_dim * (2 * model_config.num_heads + 2 * model_config.num_kv_heads)
-    inner = int(config.get("intermediate_size") or 4 * hidden)
-    if model_config.num_experts:
-        inner = model_config.num_experts * int(config.get("moe_intermediate_size") or inner)
-    values = model_config.num_layers * (attention + 3 * hidden * inner) + 2 * model_config.vocab_size * hidden
-    return values * (1 if model_config.quantization else _BYTES.get(model_config.dtype, 2))
+    return max(0, int(memory * share - count_weights(model_config, config.model.quantization) / (tp * pp))) // token
 
 
 def _count_expert_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -113,10 +102,11 @@ def _count_expert_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def count_weights(model_config: ModelConfig, chosen_format: str | None) -> int:
-    """The least bytes that the weights take: attention, MLPs, experts, embedding and head; a
-    quantized weight takes half a byte, unless it is float8. Layers of one part each (Nemotron-H)
-    are left out, and where experts are in some layers only, the MLPs of the others.
-    `chosen_format`: the user's weight format, which may quantize while loading."""
+    """The least bytes that the weights take, without building the model, which `MemoryPlan` counts:
+    attention, MLPs, experts, embedding and head; a quantized weight takes half a byte, unless it is
+    float8. Layers of one part each (Nemotron-H) are left out, and where experts are in some layers
+    only, the MLPs of the others. `chosen_format`: the user's weight format, which may quantize
+    while loading."""
     config, hidden, layers = model_config.config, model_config.hidden_size, model_config.num_layers
     experts, inner = model_config.num_experts, int(config.get("intermediate_size") or 0)
     values = model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)

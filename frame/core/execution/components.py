@@ -29,9 +29,10 @@ from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
+from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, KVGeometry, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
+from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.gemm_kernel import GemmKernel, Speed
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
-    from frame.core.interfaces.platform import Platform
+    from frame.core.interfaces.platform import DeviceMemory, Platform
     from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
@@ -169,6 +170,7 @@ def build_runner(
     device = platform.device
     platform.activate()
     platform.seed(resolved.user.model.seed)
+    before = platform.measure_memory()
     context = build_context(resolved, parts, tp, platform, pipeline)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
@@ -180,7 +182,9 @@ def build_runner(
     uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, drafter.model if drafter else None)
     activations = activation_bytes(model_config, context.limits, context.dtype)
-    memory = measure(platform, report.bytes + (drafter.bytes if drafter else 0), activations, resolved.plan.num_devices)
+    draft_bytes = drafter.bytes if drafter else 0
+    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before)
+    memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
         pages = _least_of_ranks(pages, group, device)
@@ -215,6 +219,9 @@ def build_runner(
     phases["warm_up"] = time.perf_counter() - clock
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
+    if planned is not None and tp.rank == 0:
+        for sentence in planned.find_deviations(report.bytes + draft_bytes, capacity.max_total_tokens, platform.measure_memory()):
+            _log.warning("%s", sentence)
     return runner
 
 
@@ -245,6 +252,17 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
     if any(group.kind != "tokens" for group in groups) or (make is not None and not groups):
         raise ConfigurationError("speculative.draft_model_path has layers with a window or a state; name a draft model without")
     return _Drafter(model, report.bytes, attention)
+
+
+def _plan_memory(resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory) -> MemoryPlan | None:
+    """The prediction that the start is compared with; None where it says that too little memory is
+    free."""
+    if not weights:  # a model that builds its layers while it loads
+        return None
+    try:
+        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before)
+    except CapacityError:
+        return None
 
 
 def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ WINDOW_PART = 4  # a window group has room for one of so many tokens
 LEAST_STATES = 4
 TOKENS_PER_STATE = 4096  # of a model that stores no tokens
 GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
-_WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
+WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
 
 
 class CapacityError(ConfigurationError):
@@ -103,7 +103,7 @@ def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: f
     each = geometry.bytes_per_token
     if not each:  # an encoder stores no keys: pages only bound the number of requests
         return limits.max_running_requests * -(-limits.max_context // geometry.page_size) + RESERVED_PAGES
-    reserve = memory.activations + (0 if memory.is_shared else _WORKSPACES)
+    reserve = memory.activations + (0 if memory.is_shared else WORKSPACES)
     memory = replace(memory, activations=reserve)
     if max_total_tokens is not None:
         fitting = memory.count_available(1.0) // each
@@ -147,7 +147,7 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
 
 def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: float, max_total_tokens: int | None) -> int:
     """`plan_pages` of a model with several cache groups: the most tokens whose pools fit."""
-    memory = replace(memory, activations=memory.activations + (0 if memory.is_shared else _WORKSPACES))
+    memory = replace(memory, activations=memory.activations + (0 if memory.is_shared else WORKSPACES))
     page_size = geometry.page_size
 
     def count_bytes(num_tokens: int) -> int:

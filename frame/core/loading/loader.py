@@ -40,6 +40,7 @@ class LoadReport:
 
     seconds: dict[str, float] = field(default_factory=dict)  # by phase: build, allocate_parameters, load, finish
     bytes: int = 0  # of parameters and buffers
+    planned: int = 0  # the same, of the model on the meta device
 
     @contextlib.contextmanager
     def measure_phase(self, name: str) -> Iterator[None]:
@@ -68,6 +69,7 @@ def load_model(
         model = make()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
+    report.planned = count_bytes(model)
     layers = attention_layers(model)
     if context.attention is not None and layers:  # starts compiling kernels while the weights are read
         context.attention.prepare(layers)
@@ -78,9 +80,14 @@ def load_model(
         context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized
     with report.measure_phase("finish"):
         finish_modules(model)
-    report.bytes = sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
+    report.bytes = count_bytes(model)
     model.eval().requires_grad_(False)
     return model, report
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers, on the meta device too; a shared one counts once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
 
 
 def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections]:

@@ -43,6 +43,7 @@ class Prepared:
 
     resolved: Resolved
     registry: Registry
+    hardware: Hardware
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +83,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     _check_code(resolved, registry)
     if resolved.draft is not None:
         _check_code(resolved.draft, registry)
-    return Prepared(resolved, registry)
+    return Prepared(resolved, registry, machine)
 
 
 def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:

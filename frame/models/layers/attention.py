@@ -233,6 +233,7 @@ class QueryTemperature(nn.Module):
         self.rule = (beta, scale, shift)
         self.length = context.limits.max_context + SPARE_POSITIONS
         self.device = context.device
+        self.register_buffer("factors", torch.empty(self.length, 1, 1, device="meta"), persistent=False)
 
     @classmethod
     def read_config(cls, context: BuildContext, model_config: ModelConfig) -> QueryTemperature | None:

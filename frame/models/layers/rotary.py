@@ -83,6 +83,8 @@ class Rotary(nn.Module):
         self.device = context.device
         self.dtype = context.dtype
         self.fused = kernels.can_use_triton(context.device)
+        # The size of the model is counted before `finish`.
+        self.register_buffer("table", torch.empty(self.length, 2, 1, dim, dtype=self.dtype, device="meta"), persistent=False)
         with torch.device("cpu"):  # on the meta device, torch would import its compiler for this
             compute_frequencies(self.scheme, dim)  # refuse an unknown scheme before weights are read
 

@@ -68,11 +68,11 @@ class ModelCost:
     head: int
     cached: int
     pair: int
-    weight_bytes: int = 2
+    weight_bytes: float = 2
     cache_bytes: int = 2
 
     @classmethod
-    def of(cls, model_config: ModelConfig, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelCost | None:
+    def of(cls, model_config: ModelConfig, weight_bytes: float = 2, cache_bytes: int = 2) -> ModelCost | None:
         """The sizes of a model; None if they cannot be computed (encoders, sliding windows, unknown
         configuration names)."""
         layers = _layers(model_config)

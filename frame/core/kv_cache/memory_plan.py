@@ -1,0 +1,91 @@
+"""`MemoryPlan`: the memory of one rank, predicted from the model on the meta device before a weight
+is read.
+
+Used by `frame plan`, and by each start, which compares it with what is used. Must not know a device
+or a plugin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.build import Limits
+from frame.core.interfaces.cache_groups import PagePool
+from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, Memory, activation_bytes, plan_pages, plan_pools
+
+if TYPE_CHECKING:
+    import torch
+
+    from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.platform import DeviceMemory
+    from frame.core.kv_cache.geometry import KVGeometry
+
+TOLERANCE = 0.03  # a start logs what is further from the prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Sizes of one rank in bytes. `others`: what was taken before the start, such as the driver's
+    context. `graphs`: tensors of the largest captured step, a part of `activations`."""
+
+    total: int
+    others: int
+    weights: int
+    activations: int
+    graphs: int
+    workspaces: int
+    cache: int
+    bytes_per_token: int
+    tokens: int  # that the KV cache holds
+    is_shared: bool  # the host's memory
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken once the rank serves."""
+        return self.others + self.weights + self.activations + self.workspaces + self.cache
+
+    def find_deviations(self, weights: int, tokens: int, memory: DeviceMemory) -> list[str]:
+        """A sentence for each prediction that is more than `TOLERANCE` from the measured value."""
+        pairs = [("weights", self.weights / GIB, weights / GIB, "GiB"), ("the KV cache", self.tokens, tokens, "tokens")]
+        if not self.is_shared:
+            pairs.append(("all memory", self.used / GIB, (memory.total - memory.free) / GIB, "GiB"))
+        return [
+            f"the memory plan predicts {planned:,.6g} {unit} for {name}; it is {real:,.6g}"
+            for name, planned, real, unit in pairs
+            if abs(planned - real) > TOLERANCE * max(real, 1e-9)
+        ]
+
+
+def plan_memory(
+    resolved: Resolved, limits: Limits, dtype: torch.dtype, geometry: KVGeometry, weights: int, before: DeviceMemory
+) -> MemoryPlan:
+    """The memory of a rank with `weights` bytes of the model, on a device in the state `before`.
+    Raises CapacityError if the KV cache does not fit."""
+    config, ranks = resolved.model, resolved.plan.num_devices if before.is_shared else 1
+    total, free = before.total // ranks, before.free // ranks
+    others = 0 if before.is_shared else total - free
+    activations = activation_bytes(config, limits, dtype)
+    memory = Memory(total, free - weights, others + weights, activations, before.is_shared)
+    pages = plan_pages(geometry, limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
+    tokens = (pages - RESERVED_PAGES) * resolved.page_size
+    pools = (PagePool("tokens", pages, resolved.page_size), *plan_pools(geometry, limits, tokens))
+    captured = max(resolved.cuda_graph_max_bs, resolved.prompt_graph_max_tokens)
+    step = Limits(resolved.cuda_graph_max_bs, captured, limits.max_context, limits.page_size)
+    return MemoryPlan(
+        total=total,
+        others=others,
+        weights=weights,
+        activations=activations,
+        graphs=activation_bytes(config, step, dtype) if captured else 0,
+        workspaces=0 if before.is_shared else WORKSPACES,
+        cache=sum(_count_entries(pool) * geometry.count_bytes(index) for index, pool in enumerate(pools)),
+        bytes_per_token=geometry.bytes_per_token,
+        tokens=tokens,
+        is_shared=before.is_shared,
+    )
+
+
+def _count_entries(pool: PagePool) -> int:
+    """Tokens or states that a pool has memory for, the reserved ones included; see `KVPool`."""
+    return pool.num_pages * pool.page_size if pool.page_size else pool.num_pages + 1

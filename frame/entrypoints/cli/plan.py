@@ -1,0 +1,66 @@
+"""`frame plan`: memory of each rank, lower bounds of each phase, and the fewest devices that meet a
+target. Needs `config.json` alone, and none of the devices."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.configuration.sources import LoadedConfig
+
+GIB = 1024**3
+
+
+@config_command(help="Print the memory and the lower bounds of time of a configuration, without its devices.")
+@click.option("--machine", metavar="NxCARD", help="Plan for this machine, such as 8xh200, in place of the one that runs the command.")
+@click.option("--requests", type=click.IntRange(min=1), help="Target: requests at once. Finds the fewest devices.")
+@click.option("--context", type=click.IntRange(min=2), default=1024, show_default=True, help="Target: tokens of a request.")
+@click.option("--rate", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Target: output tokens/s of each request.")
+@click.option(
+    "--share", type=click.FloatRange(min=0.01, max=1), default=0.6, show_default=True, help="Share of the bound's speed that counts."
+)
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+def command(
+    loaded: LoadedConfig, machine: str | None, requests: int | None, context: int, rate: float, share: float, is_json: bool
+) -> None:
+    from frame.entrypoints.tools.plan.machines import parse_machine
+    from frame.entrypoints.tools.plan.planner import Target, plan_deployment, try_plans
+
+    target_machine = parse_machine(machine) if machine is not None else None
+    if requests is not None:
+        if target_machine is None:
+            raise ConfigError("--requests searches plans for a named machine; add --machine, such as --machine 8xh200")
+        tried = list(try_plans(loaded.config, target_machine, Target(requests, context, rate, share)))
+        met = [name for name, shortage in tried if not shortage]
+        if is_json:
+            click.echo(json.dumps({"tried": dict(tried), "cheapest": met[0] if met else None}, indent=2))
+            return
+        for name, shortage in tried:
+            click.echo(f"{name:16} {shortage or 'meets the target'}")
+        click.echo(f"cheapest: {met[0]}" if met else "no plan on this machine meets the target")
+        return
+    plan = plan_deployment(loaded.config, target_machine)
+    click.echo(json.dumps(plan.describe(), indent=2) if is_json else _format(plan.describe(), plan.resolved.device, machine))
+
+
+def _format(plan: dict, device: str, machine: str | None) -> str:  # type: ignore[type-arg]
+    rows = [f"{plan['model']} ({plan['config']}) on {machine or 'this machine'}, {device}: {plan['parallel']}", "", "memory of a rank, GiB"]
+    names = ("others", "weights", "activations", "graphs", "workspaces", "cache", "used", "total")
+    notes = {"others": "driver and other processes", "graphs": "part of the activations", "cache": f"{plan['max_total_tokens']:,} tokens"}
+    seen: list[dict[str, int]] = []
+    for rank in plan["ranks"]:
+        if rank not in seen:
+            seen.append(rank)
+    for name in names:
+        sizes = "".join(f"{rank[name] / GIB:10.2f}" for rank in seen)
+        rows.append(f"  {name:12}{sizes}{'   ' + notes[name] if name in notes else ''}")
+    rows += ["", f"largest context {plan['largest_context']:,} tokens; {plan['largest_batch']} requests of 1,024 tokens at once"]
+    if not plan["phases"]:
+        return "\n".join([*rows, "no lower bounds: the rates of this machine or the operations of this model are unknown"])
+    rows += ["", f"  {'lower bound':22}{'step, ms':>10}{'tokens/s':>12}  bound by"]
+    for phase in plan["phases"]:
+        rows.append(f"  {phase['name']:22}{phase['seconds'] * 1e3:10.2f}{phase['rate']:12,.0f}  {phase['bound']}")
+    return "\n".join(rows)

@@ -1,0 +1,280 @@
+"""Plans the ranks of a configuration: memory, lower bounds of each phase, and the fewest devices
+that meet a target.
+
+The model is built on the meta device as a start builds it, so weights and cache are counted, not
+estimated. Used by `frame plan`. Opens no device and reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
+from frame.core.execution.components import Loaded, Parts, build_context
+from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
+from frame.core.interfaces.collective import CollectiveContext, LocalGroup
+from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.moe import MoERunner
+from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
+from frame.core.interfaces.rank_context import Pipeline, RankContext
+from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
+from frame.core.loading.loader import count_bytes
+from frame.core.loading.model_config import find_model
+from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.tools.bench.floors import ModelCost
+from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from frame.core.config.resolved import Resolved
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.moe import DispatchOutput
+    from frame.core.kv_cache.geometry import KVGeometry
+
+PUBLISHED = Path(__file__).with_name("published")  # folders with the config.json of known checkpoints
+CONTEXT_BYTES = 640 << 20  # of a process on a CUDA device, before its first tensor
+SUM_SECONDS = 5e-6  # of the smallest all-reduce
+DECODE_ROWS = (1, 8, 64, 256)
+DECODE_CONTEXT = 1024  # tokens of a sequence in the table of phases
+_SUMS_A_LAYER = 2
+
+
+class PlannedPlatform(HostPlatform):
+    """The meta device: tensors have sizes and no memory."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+
+class PlannedAttention(AttentionBackend):
+    """A backend of which the layers read the capabilities alone."""
+
+    def __init__(self, context: RankContext, capabilities: Any) -> None:
+        super().__init__(context)
+        self.capabilities = capabilities  # type: ignore[misc]
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        raise NotImplementedError
+
+    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class PlannedRunner(MoERunner):
+    """A MoE runner that is never called."""
+
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A lower bound. `seconds`: of one step. `rate`: tokens/s of all requests. `bound`: what takes
+    the most time."""
+
+    name: str
+    seconds: float
+    rate: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`requests` at once, of up to `context` tokens each, with `rate` output tokens/s each. `share`:
+    of the lower bound's speed that is counted on."""
+
+    requests: int = 1
+    context: int = DECODE_CONTEXT
+    rate: float = 0.0
+    share: float = 0.6
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """A resolved configuration on a machine."""
+
+    resolved: Resolved
+    stages: tuple[MemoryPlan, ...]  # of one rank of each stage
+    card: Card | None
+    source: str  # the folder that config.json was read from
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """The rank with the fewest tokens, which all ranks use."""
+        return min(self.stages, key=lambda stage: stage.tokens)
+
+    @property
+    def largest_context(self) -> int:
+        """Tokens of the longest request."""
+        return min(self.resolved.max_context, self.memory.tokens)
+
+    def count_requests(self, context: int) -> int:
+        """Requests of `context` tokens that run at once."""
+        return min(self.resolved.max_running_requests, self.memory.tokens // context)
+
+    @cached_property
+    def cost(self) -> ModelCost | None:
+        """The model's sizes, with the real bytes of a weight; None where they are unknown."""
+        cost = ModelCost.of(self.resolved.model)
+        if cost is None:
+            return None
+        values = sum(part.count * (part.dense + part.experts * part.expert) for part in cost.layers) + 2 * cost.head
+        return replace(cost, weight_bytes=sum(stage.weights for stage in self.stages) * self.resolved.plan.tp / values)
+
+    def bound_decode(self, rows: int, context: int) -> Phase | None:
+        """The lower bound of a decode step of `rows` sequences; None without rates."""
+        plan = self.resolved.plan
+        in_stage = max(1, rows // plan.pp)  # one micro-batch; a token passes all stages
+        tokens = in_stage * context * sum(stage.bytes_per_token for stage in self.stages)
+        return self._bound(f"decode, batch {rows}", in_stage, rows, tokens, in_stage)
+
+    def bound_prefill(self) -> Phase | None:
+        """The lower bound of a prefill step of a whole chunk; None without rates."""
+        rows = self.resolved.chunked_prefill_size
+        pairs = rows * rows / 2  # causal
+        return self._bound(f"prefill, chunk {rows}", rows, rows * self.resolved.plan.pp, head_rows=1, pairs=pairs)
+
+    def _bound(self, name: str, rows: int, finished: int, cache_bytes: float = 0, head_rows: int = 0, pairs: float = 0) -> Phase | None:
+        cost, card, tp = self.cost, self.card, self.resolved.plan.tp
+        if cost is None or card is None:
+            return None
+        met = sum(part.met for part in cost.layers)
+        weights = cost.weight_bytes * (sum(part.read(rows) for part in cost.layers) + cost.head) / tp
+        operations = (2 * (rows * met + head_rows * cost.head) + pairs * cost.pair) / tp
+        rate = card.ceilings.operations * (2 if card.has_fp8 and cost.weight_bytes < 1.5 else 1)
+        num_sums = _SUMS_A_LAYER * self.resolved.model.num_layers if tp > 1 else 0
+        sent = rows * self.resolved.model.hidden_size * 2 * 2 * (tp - 1) / tp  # bytes of one sum, by rank
+        parts = {
+            "reading weights": weights / card.ceilings.read,
+            "reading the KV cache": cache_bytes / card.ceilings.read,
+            "matrix products": operations / rate,
+            "sums over ranks": num_sums * max(SUM_SECONDS, sent / card.links),
+        }
+        reading = parts["reading weights"] + parts["reading the KV cache"]
+        seconds = max(reading, parts["matrix products"]) + parts["sums over ranks"]
+        return Phase(name, seconds, finished / seconds, max(parts, key=lambda part: parts[part]))
+
+    def find_shortage(self, target: Target) -> str:
+        """Why the plan misses `target`; empty if it meets it."""
+        if self.resolved.max_context < target.context:
+            return f"model.max_context is {self.resolved.max_context} tokens"
+        fitting = self.memory.tokens // target.context
+        if fitting < target.requests:
+            return f"the KV cache holds {fitting} request(s) of {target.context} tokens"
+        phase = self.bound_decode(target.requests, target.context)
+        if target.rate and phase is None:
+            return "the rate cannot be bounded for this model or machine"
+        if phase is not None and (each := target.share * phase.rate / target.requests) < target.rate:
+            return f"{each:.1f} tokens/s each"
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        phases = [self.bound_prefill(), *(self.bound_decode(rows, DECODE_CONTEXT) for rows in DECODE_ROWS)]
+        return {
+            "model": self.resolved.served_name,
+            "config": self.source,
+            "parallel": str(self.resolved.plan),
+            "ranks": [asdict(stage) | {"used": stage.used} for stage in self.stages for _ in range(self.resolved.plan.tp)],
+            "max_total_tokens": self.memory.tokens,
+            "largest_context": self.largest_context,
+            "largest_batch": self.count_requests(DECODE_CONTEXT),
+            "phases": [asdict(phase) for phase in phases if phase is not None],
+        }
+
+
+def find_published(config: FrameConfig) -> FrameConfig:
+    """`config` with the model's folder; where there is none, with the published config.json of that
+    name."""
+    folder = find_model(config.model.path)
+    known = {path.name.lower(): path for path in PUBLISHED.iterdir()}
+    update: dict[str, Any] = {}
+    if not folder.is_dir() and (found := known.get(folder.name.lower())) is not None:
+        update = {"path": str(found), "tokenizer": None, "skip_tokenizer_init": True}
+    return config.model_copy(update={"model": config.model.model_copy(update=update)})
+
+
+def plan_deployment(config: FrameConfig, machine: Machine | None) -> DeploymentPlan:
+    """Resolve `config` for a machine, None for this one, and count its memory. Raises
+    ConfigurationError where the plan does not fit."""
+    config = find_published(config)
+    prepared = prepare(config, machine.hardware if machine is not None else None)
+    resolved = prepared.resolved
+    devices = prepared.hardware.of(resolved.device)
+    machine = machine or recognise(prepared.hardware)
+    if devices:
+        total = machine.card.memory if machine is not None else min(device.memory_bytes for device in devices)
+        memory = DeviceMemory(total, total - CONTEXT_BYTES)
+    else:
+        memory = HostPlatform(PlatformContext()).measure_memory()
+    stages = tuple(_plan_stage(prepared, stage, memory) for stage in range(resolved.plan.pp))
+    return DeploymentPlan(resolved, stages, machine.card if machine is not None and devices else None, str(find_model(config.model.path)))
+
+
+def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator[tuple[str, str]]:
+    """Plans with ever more devices until one meets the target: (plan, why it does not; empty for
+    the last)."""
+    sizes = [1 << power for power in range(machine.count.bit_length()) if 1 << power <= machine.count]
+    for ranks in sizes:
+        for tp in reversed([size for size in sizes if size <= ranks]):
+            parallel = config.parallel.model_copy(update={"tp": tp, "pp": ranks // tp, "ep": tp if config.parallel.ep > 1 else 1})
+            name = f"--tp {tp} --pp {ranks // tp}"
+            try:
+                plan = plan_deployment(config.model_copy(update={"parallel": parallel}), machine)
+            except ConfigurationError as error:
+                yield name, str(error).splitlines()[0]
+                continue
+            shortage = plan.find_shortage(target)
+            yield name, shortage
+            if not shortage:
+                return
+
+
+def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryPlan:
+    """The memory of a rank of one stage."""
+    resolved, registry = prepared.resolved, prepared.registry
+    plan = resolved.plan
+    parts, context = _build_context(prepared, stage)
+    with torch.device("meta"):
+        model: Any = parts.model.build(ModelContext.from_build(context, resolved.model))
+    if not (weights := count_bytes(model)):
+        name = registry.get("model", resolved.choice("model").name).name
+        raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
+    geometry: KVGeometry = model_geometry(model, kv_geometry(resolved.model, plan.tp, resolved.page_size, resolved.kv_dtype))
+    return plan_memory(resolved, context.limits, context.dtype, geometry, weights, memory)
+
+
+def _build_context(prepared: Prepared, stage: int) -> tuple[Parts, Any]:
+    """The plugins that decide the sizes of a model, and a rank's context on the meta device."""
+    resolved, registry = prepared.resolved, prepared.registry
+    plan = resolved.plan
+
+    def load(kind: str) -> Any:
+        return Loaded(*registry.choose(resolved.choice(kind))) if resolved.plugins.get(kind) else None
+
+    capabilities = registry.get("attention_backend", resolved.choice("attention_backend").name).capabilities
+    parts = Parts(
+        model=load("model"),
+        weight_source=load("weight_source"),
+        attention=Loaded(lambda context, _: PlannedAttention(context, capabilities)),
+        weight_format=load("weight_format"),
+        moe_runner=Loaded(PlannedRunner) if resolved.plugins.get("moe_runner") else None,
+        moe_dispatcher=load("moe_dispatcher"),
+    )
+    tp = LocalGroup(CollectiveContext(0, plan.tp))
+    pipeline = None
+    if plan.pp > 1:
+        others = LocalGroup(CollectiveContext(stage, plan.pp))
+        layers = plan.find_layers(stage, resolved.model.num_layers)
+        pipeline = Pipeline(index=stage, size=plan.pp, layers=layers, hidden=others, tokens=others)
+    return parts, build_context(resolved, parts, tp, PlannedPlatform(PlatformContext()), pipeline)

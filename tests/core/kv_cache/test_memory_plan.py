@@ -1,0 +1,71 @@
+"""The memory of a rank as predicted before a start, against what the start takes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.platform import DeviceMemory
+from frame.core.kv_cache import memory_plan
+from frame.core.kv_cache.memory_plan import TOLERANCE, MemoryPlan
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.tools.plan.planner import plan_deployment
+from frame.testing.checkpoints import make_checkpoint
+
+GIB = 1 << 30
+PLAN = MemoryPlan(
+    total=140 * GIB, others=GIB, weights=80 * GIB, activations=4 * GIB, graphs=GIB, workspaces=GIB, cache=40 * GIB,
+    bytes_per_token=1 << 16, tokens=640_000, is_shared=False,
+)  # fmt: skip
+MODELS = ("frame-tiny", "LlamaForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_weights_and_cache_are_as_planned(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = architecture if architecture == MODELS[0] else str(make_checkpoint(architecture, tmp_path))
+    config = FrameConfig.model_validate({"model": {"path": path}, "cache": {"max_total_tokens": 2048}})
+    planned = plan_deployment(config, None).memory
+    prepared = prepare(config)
+    with caplog.at_level(logging.WARNING):
+        runner = build_rank(prepared.resolved, prepared.registry)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in {*runner.model.parameters(), *runner.model.buffers()})
+    assert abs(planned.weights / weights - 1) < TOLERANCE
+    assert planned.tokens == runner.capacity.max_total_tokens
+    assert planned.cache == runner.inputs.kv.num_bytes
+    assert "memory plan" not in caplog.text
+
+
+def test_a_start_logs_a_prediction_that_is_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    prepared = prepare(FrameConfig.model_validate({"cache": {"max_total_tokens": 2048}}))
+    true = memory_plan.plan_memory
+    monkeypatch.setattr("frame.core.execution.components.plan_memory", lambda *given: replace(true(*given), tokens=2000))
+    with caplog.at_level(logging.WARNING):
+        build_rank(prepared.resolved, prepared.registry)
+    assert "the memory plan predicts 2,000 tokens for the KV cache; it is 2,048" not in caplog.text
+    monkeypatch.setattr("frame.core.execution.components.plan_memory", lambda *given: replace(true(*given), tokens=1900))
+    with caplog.at_level(logging.WARNING):
+        build_rank(prepared.resolved, prepared.registry)
+    assert "the memory plan predicts 1,900 tokens for the KV cache; it is 2,048" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("weights", "tokens", "free", "named"),
+    [
+        (80, 640_000, 14, ()),
+        (78, 630_000, 16, ()),
+        (84, 640_000, 14, ("weights",)),
+        (80, 500_000, 24, ("the KV cache", "all memory")),
+    ],
+)
+def test_deviations_above_three_percent_are_named(weights: int, tokens: int, free: int, named: tuple[str, ...]) -> None:
+    found = PLAN.find_deviations(weights * GIB, tokens, DeviceMemory(140 * GIB, free * GIB))
+    assert len(found) == len(named)
+    assert all(f" for {name}; it is " in sentence for name, sentence in zip(named, found, strict=True))
+    on_host = replace(PLAN, is_shared=True).find_deviations(weights * GIB, tokens, DeviceMemory(140 * GIB, 0))
+    assert len(on_host) == len(set(named) - {"all memory"})
+
