@@ -4,22 +4,22 @@ GPU: facts and hardware are data."""
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
+from click.testing import CliRunner
 
 from frame.core.config.hardware import Accelerator, Hardware
-from frame.core.config.resolve import ResolveError, resolve
+from frame.core.config.resolve import resolve
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.loading.model_config import read_model_config
+from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.loader import load_registry
 
@@ -49,6 +49,7 @@ BLACKWELL = PluginRecord(
         latents=((512, 64),),
         page_sizes=(32, 64),
         dtypes=("bfloat16", "float16"),
+        graphs="decode",
     ),
     rank=100,
     distribution="elsewhere",
@@ -67,36 +68,23 @@ def serve(config: FrameConfig, hardware: Hardware, folder: Path) -> Resolved:
     return resolve(config.model_copy(update={"model": model}), hardware, read_model_config(str(folder)), records)
 
 
-def presets() -> tuple[FrameConfig, FrameConfig, Path]:
-    """Both presets of deepseek.yaml: as it stands, and with the commented one in place of the
-    first."""
+@pytest.mark.parametrize(("hardware", "backend"), [(H200, "triton"), (B200, "trtllm_mla")], ids=["hopper", "blackwell"])
+def test_deepseek_serves_on_eight_gpus(hardware: Hardware, backend: str, tmp_path: Path) -> None:
+    """fp8 weights, latent attention, the longest cached prefix first, and graphs of all decodes."""
+    resolved = serve(load_config(str(EXAMPLES / "deepseek.yaml"), environ={}).config, hardware, tmp_path)
+    assert (resolved.choice("attention_backend").name, resolved.model.kind) == (backend, "mla")
+    assert (resolved.page_size, resolved.plan.tp, resolved.dtype) == (64, 8, "bfloat16")
+    assert resolved.choice("weight_format").name == "fp8"
+    assert resolved.choice("scheduling_policy").name == "lpm"
+    assert resolved.cuda_graph_max_bs == resolved.max_running_requests == 256
+
+
+def test_the_header_of_deepseek_says_what_the_plan_prints() -> None:
     path = EXAMPLES / "deepseek.yaml"
-    return load_config(str(path), environ={}).config, second(path), path
-
-
-def second(path: Path) -> FrameConfig:
-    text = re.sub(r"^attention:\n  backend: .*\n", "", path.read_text(), flags=re.MULTILINE)
-    text = re.sub(r"^# (attention:|  backend: )", r"\1", text, flags=re.MULTILINE)
-    return FrameConfig.model_validate(yaml.safe_load(text))
-
-
-def test_the_first_preset_serves_on_blackwell(tmp_path: Path) -> None:
-    resolved = serve(presets()[0], B200, tmp_path)
-    assert resolved.choice("attention_backend").name == "trtllm_mla"
-    assert (resolved.page_size, resolved.user.parallel.tp, resolved.dtype) == (64, 8, "bfloat16")
-
-
-def test_on_hopper_it_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ResolveError, match=r"needs compute capability 10\.0 to 10\.3, this card has 9\.0"):
-        serve(presets()[0], H200, tmp_path)
-
-
-@pytest.mark.parametrize("hardware", [H200, B200], ids=["hopper", "blackwell"])
-def test_the_second_preset_serves_on_both(hardware: Hardware, tmp_path: Path) -> None:
-    config = presets()[1]
-    assert config.attention.backend is None
-    name = serve(config, hardware, tmp_path).choice("attention_backend").name
-    assert name == ("trtllm_mla" if hardware is B200 else "triton")
+    done = CliRunner().invoke(cli, ["plan", "--config", str(path), "--machine", "8xh200", "--json"])
+    found, text = json.loads(done.stdout), path.read_text()
+    assert f"{found['ranks'][0]['weights'] / GIB:.0f} GiB" in text
+    assert f"about {found['max_total_tokens'] // 10_000 * 10_000:,} tokens" in text
 
 
 def test_the_laptop_preset_checks_here() -> None:

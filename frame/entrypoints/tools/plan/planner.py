@@ -90,8 +90,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`requests` at once, of up to `context` tokens each, with `rate` output tokens/s each. `share`:
-    of the lower bound's speed that is counted on."""
+    """`requests` at once, of `context` tokens each, with `rate` output tokens/s each. `share`: of
+    the lower bound's speed that is counted on."""
 
     requests: int = 1
     context: int = DECODE_CONTEXT
