@@ -235,7 +235,7 @@ def models() -> str:
         else:
             shown = ", ".join(map(code, names))
             checked = f"transformers: {', '.join(code(name) for name in names if name in TINY)}"
-        groups = ["tokens", *["window"] * (able.windows or names is None), *["snapshot"] * able.recurrent]
+        groups = ["tokens", *["window"] * (able.windows or names is None), *["snapshot"] * able.recurrent, *["sidecar"] * able.sparse]
         rows.append(
             [
                 code(record.name),
@@ -256,7 +256,8 @@ def models() -> str:
         ("This page is for operators: which checkpoints the built-in model plugins serve. `fallback`: the layers "
         "of the installed transformers, over the paged cache. `tp`: `parallel.tp` above 1. `quantization`: the "
         "weight formats of [quantization](quantization.md). `graphs`: CUDA graphs. `cache groups`: what layers may store, keys "
-        "and values of all tokens, those of a sliding window, or a snapshot of a recurrent state. `draft layers`: layers for "
+        "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, or in a sidecar the keys of an "
+        "indexer. `draft layers`: layers for "
         "multi-token prediction in a checkpoint. `checked against`: tests compare the logits and the greedy tokens of small "
         "random checkpoints in float32. A `ForConditionalGeneration` checkpoint is served without its image and audio encoders."),
         table(head, rows),

@@ -35,6 +35,7 @@ TORCH_NATIVE = AttentionCapabilities(
     chunked=True,
     soft_cap=True,
     sinks=True,
+    sparse=True,
     bidirectional=True,
     kv_dtypes=("fp8_e4m3", "int8"),
 )
@@ -62,6 +63,7 @@ TRITON = KernelCapabilities(
     chunked=True,
     soft_cap=True,
     sinks=True,
+    sparse=True,
     kv_dtypes=("fp8_e4m3", "int8"),
     graphs="decode",
     shared_prefixes=True,

@@ -39,6 +39,12 @@ _DECODERS = (
         ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration"),
         "DeepSeek-V3, V3.1 and R1, Kimi-K2",
     ),
+    (
+        "deepseek_v32",
+        "deepseek_v32:DeepseekV32ForCausalLM",
+        ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        "DeepSeek-V3.2 and GLM-5, with sparse attention",
+    ),
     ("olmo2", "olmo2:Olmo2ForCausalLM", (*_forms("Olmo2"), *_forms("Olmo3")), "OLMo 2 and 3"),
     ("phi3", "phi3:Phi3ForCausalLM", _forms("Phi3"), "Phi-3, Phi-3.5, Phi-4 and Phi-4-mini"),
     ("cohere", "cohere:CohereForCausalLM", (*_forms("Cohere"), *_forms("Cohere2")), "Cohere Command R, R7B and A"),
@@ -67,7 +73,7 @@ _RECURRENT = ("kimi_linear", "nemotron_h", "qwen3_next")
 _WINDOWED = (
     "cohere", "gemma3", "gemma4", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
 )  # fmt: skip
-_DRAFTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "nemotron_h", "qwen3_next")
+_DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2", "nemotron_h", "qwen3_next")
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
     (
@@ -93,7 +99,8 @@ def register_models(registry: KindRegistry) -> None:
             windows=name in _WINDOWED,
             draft_layers=name in _DRAFTS,
             biased_experts=name in ("gemma4", "gpt_oss", "nemotron_h"),
-            graphs=name not in _RECURRENT,  # their layers read the rows of the batch
+            sparse=name == "deepseek_v32",
+            graphs=name not in (*_RECURRENT, "deepseek_v32"),  # their layers read the rows of the batch
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:

@@ -20,6 +20,7 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 _DEEPSEEK = {**_MOE, **_MLA, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 
+_DSA = {**_DEEPSEEK, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 12, "norm_topk_prob": True}
 _DELTA = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention"],
@@ -61,6 +62,8 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "Qwen3MoeForCausalLM": ("qwen3_moe", {**_MOE, "num_experts": 8, "head_dim": 24, "norm_topk_prob": True}),
         "DeepseekV2ForCausalLM": ("deepseek_v2", {**_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
         "DeepseekV3ForCausalLM": ("deepseek_v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
+        "DeepseekV32ForCausalLM": ("deepseek_v32", {**_DSA, "n_group": 4, "topk_group": 2}),
+        "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {**_DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}),
         "Gemma2ForCausalLM": ("gemma2", {**_GEMMA, "sliding_window": 32}),
         "Gemma3ForCausalLM": ("gemma3_text", {**_GEMMA, "sliding_window": 24, "layer_types": _ALTERNATING}),
         "Gemma4ForCausalLM": ("gemma4_text", _GEMMA4),

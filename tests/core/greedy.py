@@ -63,6 +63,8 @@ NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma4ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
 )
 TRANSFORMERS = "transformers/"  # before an architecture: by transformers' layers over our cache
 FALLBACK = tuple(TRANSFORMERS + name for name in ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel"))

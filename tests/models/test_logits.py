@@ -25,7 +25,8 @@ ARCHITECTURES = [
 NEWER = [
     "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Glm4MoeForCausalLM",
     "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM", "Gemma4ForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM",
+    "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
 ]  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}

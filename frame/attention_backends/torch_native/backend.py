@@ -17,8 +17,9 @@ from pydantic import BaseModel
 from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.cached_rows import CachedRows, open_cache, take
 from frame.attention_backends.torch_native.plan import Group, Grouping, Groups
+from frame.attention_backends.torch_native.sparse import attend_sparse
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.batch import ForwardBatch, SparseKeys
 from frame.core.interfaces.build import BuildContext
 
 BLOCK_CELLS = 1 << 24  # scores (queries x keys) for which a mask is built at a time, at most
@@ -87,8 +88,10 @@ class TorchNativeBackend(AttentionBackend):
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         spec = layer.spec
-        groups = self._groups(spec, batch)
         (cached,) = open_cache(spec, batch)
+        if (chosen := batch.get(SparseKeys)) is not None:
+            return attend_sparse(layer, q_nope, q_rope, cached, chosen.slots)
+        groups = self._groups(spec, batch)
         if cached.is_rounded and any(group.from_step for group in groups.extends):
             latent = cached.read(batch.kv_slots, latent.dtype)
         decoded = self._decode_mla(layer, q_nope, q_rope, cached, groups.decodes, batch.num_decodes) if groups.decodes else None

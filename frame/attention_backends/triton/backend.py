@@ -18,9 +18,10 @@ from frame.attention_backends.triton.extend_launch import ExtendLauncher
 from frame.attention_backends.triton.operands import Operands
 from frame.attention_backends.triton.plan import StepPlan
 from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
+from frame.attention_backends.triton.sparse_kernel import attend_sparse
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
+from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, SparseKeys
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
@@ -90,6 +91,9 @@ class TritonBackend(AttentionBackend):
         spec, plan, rank = layer.spec, _plan(batch), layer.kv_lora_rank
         (cached,) = batch.kv.layer(spec.layer)
         cached = cached.view(-1, cached.shape[-1])
+        if (chosen := batch.get(SparseKeys)) is not None:
+            q = make_rows_contiguous(layer.absorb(q_nope))
+            return layer.unabsorb(attend_sparse(q, make_rows_contiguous(q_rope), cached, chosen.slots, spec.scale, spec.k_scale))
         expands = self._expands(layer, plan, latent.element_size())
         absorbed = plan.num_decodes if expands else q_nope.shape[0]  # number of tokens; decodes come first
         decoded = None

@@ -348,6 +348,7 @@ class _Solver:
             sliding_window=model_config.sliding_window is not None,
             soft_cap=bool(model_config.config.get("attn_logit_softcapping")),
             sinks=self._model_has("sinks"),
+            sparse=self._model_has("sparse"),
             chunked=self._model_has("chunked"),
             bidirectional=model_config.encoder,
             group=model_config.num_heads // max(1, model_config.num_kv_heads),

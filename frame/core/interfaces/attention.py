@@ -57,6 +57,7 @@ class AttentionRequirements:
     chunked: bool = False  # attention in chunks (`AttentionSpec.chunked`)
     soft_cap: bool = False
     sinks: bool = False
+    sparse: bool = False  # layers select the keys of each token (`SparseKeys`)
     bidirectional: bool = False  # an encoder: every token attends to the whole row
     graphs: bool = False  # CUDA-graph capture of decode
     batch_invariant: bool = False
@@ -107,6 +108,7 @@ class AttentionCapabilities:
     chunked: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    sparse: bool = False  # `run_mla` reads `SparseKeys`
     tree_mask: bool = False
     bidirectional: bool = False
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
@@ -186,6 +188,7 @@ class AttentionCapabilities:
             (requirements.chunked and not self.chunked, "has no attention in chunks"),
             (requirements.soft_cap and not self.soft_cap, "has no logit soft cap"),
             (requirements.sinks and not self.sinks, "has no attention sinks"),
+            (requirements.sparse and not self.sparse, "does not attend to selected keys (sparse attention)"),
             (requirements.bidirectional and not self.bidirectional, "computes causal attention only, and the model is an encoder"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
             (requirements.batch_invariant and not self.batch_invariant, "is not batch invariant"),

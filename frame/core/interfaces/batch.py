@@ -184,6 +184,14 @@ class SequenceStates:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseKeys:
+    """Extension of layers with sparse attention: the keys that each token attends to. Backends that
+    say `sparse` read it in `run_mla`."""
+
+    slots: torch.Tensor  # int64 [tokens, n]; KV slots; -1: no key, which is never the first
+
+
+@dataclass(frozen=True, slots=True)
 class HiddenStateTaps:
     """Extension for models with `supports_taps`: hidden states that a drafter reads.
 

@@ -129,6 +129,7 @@ class ModelCapabilities:
     encoder: bool = False  # bidirectional attention, whole prompts in one step, no KV cache
     sinks: bool = False  # its attention layers have sinks
     chunked: bool = False  # some of its attention layers attend in chunks
+    sparse: bool = False  # its layers attend to selected keys
     recurrent: bool = False  # some layers keep a state for each sequence instead of keys
     windows: bool = False  # layers may have sliding windows
     draft_layers: bool = False  # checkpoints may have layers for a drafter, which the model does not load

@@ -7,6 +7,7 @@ the form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.batch import SparseKeys
 from frame.models.layers.attention import KVScales
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, split_range
 from frame.models.layers.norm import RMSNorm
@@ -72,7 +74,6 @@ class LatentAttention(nn.Module):
         self.hidden_size = model_config.hidden_size
         self.rotary = rotary
         self.backend = context.attention
-        self.stores_kv = context.attention.capabilities.stores_kv
         self.spec = AttentionSpec(layer, heads, 1, sizes.nope + sizes.rope, sizes.value, scale)
         self.projections = LatentInputs(context, model_config, prefix, sizes, bool(model_config.config.get("attention_bias", False)))
         self.kv_b_proj = LatentExpansion(context, model_config.num_heads, heads, prefix, sizes)
@@ -82,6 +83,8 @@ class LatentAttention(nn.Module):
         self.may_fold = context.tp.size == 1 and not out_bias
         self.folded: FoldedProjections | None = None
         self.kernel = FusedLatentKernel(context, rotary) if rotary.fused else None
+        # (x, input of the query projection, batch) -> the keys to attend to; None: all
+        self.select_keys: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], SparseKeys | None] | None = None
 
     def finish(self) -> None:
         """Copy the loaded KV-cache scale to the spec, and fold small weights for decoding."""
@@ -100,6 +103,9 @@ class LatentAttention(nn.Module):
             q_input, row, is_stored = self.kernel.prepare_inputs(self.spec, self.projections, x, batch)
         else:
             raise TypeError("rows of the rotary table may be None only if the layer has a fused kernel")
+        chosen = None if self.select_keys is None else self.select_keys(x, q_input, batch)
+        if chosen is not None:
+            batch = replace(batch, extensions={**batch.extensions, SparseKeys: chosen})
         q = self.projections.q_proj(q_input) if folded is None else packed_linear(q_input, folded.q, None)
         q_nope, q_rope = q.unflatten(-1, (self.spec.num_heads, -1)).split((layer.qk_nope_head_dim, layer.qk_rope_head_dim), -1)
         if rows is not None:
@@ -108,7 +114,7 @@ class LatentAttention(nn.Module):
             q_rope, row = turned[:, :-1], torch.cat((latent, turned[:, -1]), -1)
         elif self.kernel is not None:
             self.kernel.rotate_(q_rope, batch)
-        if not (is_stored or self.stores_kv):
+        if not (is_stored or self.backend.capabilities.stores_kv):
             batch.store_kv(self.spec, row)
         out = self.backend.run_mla(layer, q_nope, q_rope, row, batch).flatten(1)
         return self.o_proj(out) if folded is None else packed_linear(out, folded.out, None)

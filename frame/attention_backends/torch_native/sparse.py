@@ -1,0 +1,32 @@
+"""Sparse latent attention in PyTorch operations: each token attends to the keys of `SparseKeys`.
+
+Used by the `torch_native` backend. Must not know how keys are selected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from frame.attention_backends.torch_native.cached_rows import CachedRows
+    from frame.core.interfaces.attention import LatentProjections
+
+GATHERED = 1 << 26  # numbers of gathered latents at a time, at most
+
+
+def attend_sparse(
+    layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: CachedRows, slots: torch.Tensor
+) -> torch.Tensor:
+    """As `AttentionBackend.run_mla`, absorbed. slots: int64 [tokens, keys], -1 for no key."""
+    rank, scale = layer.kv_lora_rank, layer.spec.scale
+    q = torch.cat((layer.absorb(q_nope), q_rope), -1)
+    step, found = max(1, GATHERED // (slots.shape[1] * q.shape[2])), []
+    for part in range(0, len(q), step):
+        some = slots[part : part + step]
+        rows = cached.read(some.clamp_min(0).flatten(), q.dtype).view(*some.shape, -1)
+        scores = (q[part : part + step] @ rows.transpose(1, 2)).float() * scale
+        weights = scores.masked_fill_((some < 0)[:, None], -torch.inf).softmax(-1)
+        found.append(weights.to(q.dtype) @ rows[..., :rank])
+    return layer.unabsorb(torch.cat(found))

@@ -1,0 +1,136 @@
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention (DSA, arXiv 2512.02556). An indexer of
+each layer scores all keys, and attention reads the best `index_topk` of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame import kernels
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.batch import SparseKeys
+from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.models.deepseek_v3 import DeepseekV3ForCausalLM
+from frame.models.layers.linear import ReplicatedLinear
+from frame.models.layers.mla import LatentAttention
+from frame.models.layers.norm import LayerNorm
+from frame.models.layers.parameter import ShardedParameter
+from frame.models.layers.rotary import Rotary, read_rope_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.build import BuildContext
+
+_NORM_EPS = 1e-6
+_SCORES = 1 << 25  # numbers that scoring some tokens may allocate at a time
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """In GLM-5 some layers have no indexer: they attend to the keys that the last indexer before
+    them selected."""
+
+    def build_rotary(self) -> Rotary:
+        config = self.model_config.config
+        if not config.get("q_lora_rank"):
+            raise ConfigurationError("sparse attention without q_lora_rank is not implemented here: check config.json.")
+        self.indexer: Indexer | None = None  # of the layer built last that has one
+        interleaved = bool(config.get("indexer_rope_interleave", self.model_config.architecture.startswith("Glm")))
+        self.index_rotary = Rotary(self.context, config["qk_rope_head_dim"], read_rope_parameters(self.model_config), interleaved)
+        return super().build_rotary()
+
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+        attention: LatentAttention = super().build_attention(layer, prefix)  # type: ignore[assignment]
+        is_shared = not has_indexer(self.model_config.config, layer)
+        if not is_shared:
+            self.indexer = Indexer(self.context, self.model_config.config, layer, f"{prefix}.indexer", self.index_rotary)
+        if self.indexer is None:
+            raise ConfigurationError(f"layer {layer} shares the indexer of an earlier layer, and there is none: check config.json.")
+        attention.select_keys = self.indexer.get_selected if is_shared else self.indexer
+        return attention
+
+
+class Indexer(nn.Module):
+    """Scores keys by several small heads, sum over heads of weight * ReLU(q · k), and selects the
+    best for each token. `prefix` is the checkpoint name that holds wq_b, wk, k_norm and
+    weights_proj. Whole on every rank, so that all ranks select the same keys."""
+
+    def __init__(self, context: BuildContext, config: Mapping[str, Any], layer: int, prefix: str, rotary: Rotary) -> None:
+        super().__init__()
+        self.heads, self.size, self.top_k = config["index_n_heads"], config["index_head_dim"], config["index_topk"]
+        hidden = config["hidden_size"]
+        self.rotary = (rotary,)  # a tuple, so that torch registers it once
+        self.q_proj = ReplicatedLinear(context, (f"{prefix}.wq_b",), config["q_lora_rank"], (self.heads * self.size,))
+        self.k_proj = ReplicatedLinear(context, (f"{prefix}.wk",), hidden, (self.size,))
+        self.k_norm = LayerNorm(context, f"{prefix}.k_norm", self.size, _NORM_EPS)
+        self.weight = ShardedParameter(torch.empty(self.heads, hidden, dtype=context.dtype))
+        self.weight.bind(f"{prefix}.weights_proj.weight")
+        # attention layers, and those of a drafter, have the numbers from 0 on
+        self.cache = LayerCache(-1 - layer, "sidecar", (CacheTensor((self.size,), context.dtype),))
+        self.has_kernels = kernels.can_use_triton(context.device)
+        self.selected: SparseKeys | None = None
+
+    def forward(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
+        """Store the keys of this step and select. x [tokens, hidden], q_input [tokens,
+        q_lora_rank]. None: no row is longer than the selection."""
+        (rotary,), (cached,) = self.rotary, batch.kv.layer(self.cache.layer)
+        rows = rotary.gather_rows(batch.positions)
+        keys = rotary.rotate(self.k_norm(self.k_proj(x))[:, None], rows)[:, 0]
+        cached.view(-1, self.size).index_copy_(0, batch.kv_slots, keys.to(cached.dtype))
+        self.selected = None
+        longest = int(batch.host.seq_lens.max(initial=0))
+        if longest > self.top_k:
+            q = rotary.rotate(self.q_proj(q_input).unflatten(-1, (self.heads, self.size)), rows)
+            weights = F.linear(x, self.weight).float() * (self.heads * self.size) ** -0.5
+            self.selected = SparseKeys(self._select(q, weights, cached, batch, longest))
+        return self.selected
+
+    def get_selected(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
+        """What `forward` selected in this step."""
+        return self.selected
+
+    def _select(
+        self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, longest: int
+    ) -> torch.Tensor:
+        """-> KV slots, int64 [tokens, top_k], -1 where a token sees fewer keys."""
+        size, found = batch.kv.page_size, []
+        owners = torch.repeat_interleave(batch.request_slots, batch.query_lens, output_size=len(q))
+        score = score_keys
+        if self.has_kernels:
+            from frame.kernels.index_scores import score_keys as score  # type: ignore[assignment]
+        step = max(1, _SCORES // (longest * (1 if self.has_kernels else self.size)))
+        for part in range(0, len(q), step):
+            span = slice(part, part + step)
+            table = batch.page_table[owners[span], : -(-longest // size)]
+            scores = score(q[span], weights[span], cached, table, batch.positions[span])
+            best, places = scores.topk(self.top_k, -1)
+            slots = table.gather(1, places // size).long() * size + places % size
+            found.append(slots.masked_fill_(best == -torch.inf, -1))
+        return torch.cat(found)
+
+
+def score_keys(
+    q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Scores of all keys in the pages of each token's row, -inf after its position.
+
+    q [tokens, heads, size], weights float32 [tokens, heads], cached [pages, page size, size], table
+    int32 [tokens, pages of a row], positions int64 [tokens] -> float32 [tokens, keys].
+    """
+    keys = cached.index_select(0, table.flatten()).view(len(q), -1, q.shape[2]).float()
+    scores = torch.einsum("th,thk->tk", weights, F.relu(q.float() @ keys.transpose(1, 2)))
+    return scores.masked_fill_(torch.arange(keys.shape[1], device=q.device) > positions[:, None], -torch.inf)
+
+
+def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has an indexer of its own, by `indexer_types`, the letters F and S of
+    `index_topk_pattern`, or one in every `index_topk_freq` layers."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds and layer < len(kinds):
+        return kinds[layer] in ("full", "F")
+    frequency = max(config.get("index_topk_freq") or 1, 1)
+    return max(layer - config.get("index_skip_topk_offset", 2) + 1, 0) % frequency == 0
