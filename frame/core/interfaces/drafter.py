@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.sampling_params import MAX_DRAFT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.batch import SlotSetup
 
-MAX_STEPS = 16  # largest number of tokens of a draft
+MAX_STEPS = MAX_DRAFT  # largest number of tokens of a draft
 
 
 @dataclass(frozen=True, slots=True)

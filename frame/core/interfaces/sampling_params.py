@@ -20,6 +20,7 @@ MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 0.01
 MAX_JSON_WHITESPACE = 8  # characters between the parts of JSON; without a limit a model may write whitespace without end
+MAX_DRAFT = 16  # tokens
 MAX_INT = 2**31 - 1  # of counts and ids, which engines keep in 32 bits
 
 
@@ -40,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     None: none); `prompt_logprobs` does so for the prompt. `logit_bias` adds to single logits. At
     most one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` (one of these texts) and
     `structural_tag` (JSON: which grammar holds where in free text) constrains the output. JSON has
-    no whitespace unless `disable_any_whitespace` is false.
+    no whitespace unless `disable_any_whitespace` is false. `num_speculative_tokens`: most drafted
+    tokens a step where the server drafts (0: none; None: as many as it is set to).
     """
 
     max_tokens: int | None = None
@@ -72,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    num_speculative_tokens: int | None = None
     custom: dict[str, str] = {}  # for third-party logits processors
 
     def __post_init__(self) -> None:
@@ -127,6 +130,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield ParamProblem("logprobs", f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}")
         if not (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS):
             yield ParamProblem("prompt_logprobs", f"prompt_logprobs is {self.prompt_logprobs}; it must be from 0 to {MAX_LOGPROBS}")
+        if not (self.num_speculative_tokens is None or 0 <= self.num_speculative_tokens <= MAX_DRAFT):
+            yield ParamProblem(
+                "num_speculative_tokens",
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be from 0 (no drafts) to {MAX_DRAFT}",
+            )
         if not all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
             yield ParamProblem("logit_bias", "logit_bias holds a value outside -100 to 100")
         if not all(0 <= token <= MAX_INT for word in self.bad_words_ids for token in word):

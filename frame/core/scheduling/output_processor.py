@@ -152,7 +152,7 @@ class OutputProcessor:
         a.num_computed_tokens[slots] = record.num_computed[rows] + runs.counts[has_draft]
         a.num_tokens[slots] = num_committed[has_draft]
         a.can_decode[slots] = num_committed[has_draft] < a.max_num_tokens[slots]
-        self._speculation.count(runs.num_drafts, runs.accepted)
+        self._speculation.count(sampled.slots, runs.num_drafts, runs.accepted)
         return num_committed
 
     def _observe_tokens(self, sampled: SampledRows, record: StepRecord, result: StepResult) -> None:

@@ -180,7 +180,7 @@ class Scheduler:
         tokens = self._output.process_step(record, result)
         self._running.end_commit(record)
         if self._planner.speculation.is_active:
-            self._planner.speculation.record_step(record, sum(map(len, tokens.token_ids)), self._clock())
+            self._planner.speculation.record_step(record, self._clock())
         self._hold_slow_grammars()
         return tokens
 

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from frame.core.blame import describe, remedy
+from frame.core.drafting.draft_lengths import DraftLengths
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
-from frame.core.interfaces.drafter import Drafter, Drafts
+from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import StepRecord
 
 log = logging.getLogger(__name__)
-
-PROBE_STEPS = 4  # steps in a row that try a length
-USE_STEPS = 64  # steps in a row with the best length; doubled while it stays the best
-MAX_USE_STEPS = 512
-DECAY = 0.9  # weight of the earlier steps of a length, for each new one
-MIN_GAIN = 1.02  # a longer draft must raise the output rate by this factor
 
 
 @dataclass(slots=True)
@@ -53,70 +48,13 @@ class SpeculationStats:
         }
 
 
-class DraftLength:
-    """Chooses the draft length of each step from the measured output rate; all ranks get it with
-    the batch.
-
-    For each size of batch and each length it keeps the recent output tokens and seconds of steps of
-    decodes alone. Most steps use the length with the highest rate; a few in a row try another one.
-    Length 0 is one of them, so that drafts that cost more than they save are given up.
-    """
-
-    def __init__(self, num_steps: int, *, is_adaptive: bool) -> None:
-        """num_steps: the greatest length, and every step's where it is not adaptive."""
-        self._greatest = num_steps
-        self._is_adaptive = is_adaptive
-        self._lengths = sorted({0, 1, -(-num_steps // 2), num_steps})
-        self._plans: dict[int, Iterator[int]] = {}  # by size of batch: the lengths of the next steps
-        self._rates: dict[tuple[int, int], tuple[float, float]] = {}  # by size and length: output tokens and seconds
-
-    def choose(self, num_rows: int) -> int:
-        """The draft length of the next step, which has about so many rows."""
-        if not self._is_adaptive:
-            return self._greatest
-        size = num_rows.bit_length()  # at most 17 of them
-        if size not in self._plans:
-            self._plans[size] = self._plan(size)
-        return next(self._plans[size])
-
-    def record(self, num_rows: int, length: int, num_tokens: int, seconds: float) -> None:
-        """A step of decodes alone with drafts of this length has put out so many tokens. seconds:
-        from the end of the step before, which had the same length."""
-        key = (num_rows.bit_length(), length)
-        tokens, total = self._rates.get(key, (0.0, 0.0))
-        self._rates[key] = (DECAY * tokens + num_tokens, DECAY * total + seconds)
-
-    def find_best(self, size: int) -> int:
-        """The length with the highest rate; the shorter one of two that are nearly equal."""
-        best, best_rate = self._greatest, 0.0
-        for length in self._lengths:
-            tokens, seconds = self._rates.get((size, length), (0.0, 0.0))
-            rate = tokens / seconds if seconds else 0.0
-            if rate > best_rate * MIN_GAIN:
-                best, best_rate = length, rate
-        return best
-
-    def _plan(self, size: int) -> Iterator[int]:
-        """The lengths of the steps of one size of batch, without end."""
-        for length in reversed(self._lengths):
-            yield from [length] * PROBE_STEPS
-        num_steps, place, last = USE_STEPS, 0, -1
-        while True:
-            best = self.find_best(size)
-            num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
-            yield from [best] * num_steps
-            others = [length for length in self._lengths if length != best]
-            place, last = place + 1, best
-            yield from [others[place % len(others)]] * PROBE_STEPS
-
-
 class Speculation:
     """The drafter and the slots that it drafts for. Without a drafter `is_active` is false, and no
     method is called."""
 
     def __init__(self, table: RequestTable, vocab_size: int, grammars: GrammarCalls) -> None:
         self.stats = SpeculationStats()
-        self._lengths = DraftLength(0, is_adaptive=False)
+        self._lengths = DraftLengths(table.num_slots, 0, is_adaptive=False)
         self._length: int | None = None  # the draft length of the next step; None: not chosen yet
         self._committed: tuple[int, int, float] | None = None  # the last step, if it had decodes only: number, length, time
         self._table = table
@@ -125,6 +63,8 @@ class Speculation:
         self._drafter: Drafter | None = None
         self._num_steps = 0
         self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
+        self._wanted = np.zeros(table.num_slots, np.int32)  # by slot: most tokens of a draft; 0 without a request
+        self._accepted_at = np.zeros(0, np.int64)  # of the step being committed: rows whose draft was accepted at each position
 
     @property
     def is_active(self) -> bool:
@@ -139,7 +79,8 @@ class Speculation:
         """Draft up to `num_steps` tokens a row from now on. is_adaptive: as many as raise the
         output rate. Called before the first request."""
         self._drafter, self._num_steps = drafter, num_steps
-        self._lengths = DraftLength(num_steps, is_adaptive=is_adaptive)
+        self._lengths = DraftLengths(self._table.num_slots, num_steps, is_adaptive=is_adaptive)
+        self._accepted_at = np.zeros(num_steps, np.int64)
         self.stats.accepted_at = [0] * num_steps
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> int:
@@ -151,8 +92,12 @@ class Speculation:
         began = time.perf_counter()
         try:
             for slot in released:
+                self._wanted[slot] = 0
+                self._lengths.reset(slot)
                 drafter.remove_slot(slot)
             for setup in setups:
+                wanted = setup.params.num_speculative_tokens
+                self._wanted[setup.slot] = MAX_STEPS if wanted is None else wanted
                 drafter.add_slot(setup)
         except Exception as error:  # noqa: BLE001 - the output does not depend on drafts
             self._disable(drafter, error)
@@ -176,7 +121,8 @@ class Speculation:
         drafter, a = self._drafter, self._table.arrays
         if drafter is None or not slots.size or not self._choose_length():
             return None
-        room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], self._choose_length())
+        limits = np.minimum(np.minimum(self._lengths.limit(slots), self._wanted[slots]), self._choose_length())
+        room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], limits)
         can_draft = (room > 0) & (a.num_committed_tokens[slots] + 1 == a.num_tokens[slots])
         chosen = np.flatnonzero(can_draft)
         if not chosen.size:
@@ -228,29 +174,34 @@ class Speculation:
         if isinstance(self._drafter, DeviceDrafter):
             self._drafter.store_drafts(slots, drafts)
 
-    def record_step(self, record: StepRecord, num_tokens: int, now: float) -> None:
-        """A step is committed, with so many output tokens, at `now` (seconds, monotonic)."""
-        length = record.draft_length
-        rows = record.num_decodes if record.num_drafts is None else record.num_decodes + int(np.count_nonzero(record.num_drafts))
+    def record_step(self, record: StepRecord, now: float) -> None:
+        """A step is committed at `now` (seconds, monotonic)."""
+        length, drafts = record.draft_length, record.num_drafts
+        rows = record.num_decodes if drafts is None else record.num_decodes + int(np.count_nonzero(drafts))
+        self._lengths.observe(rows, length, self._accepted_at)
+        self._accepted_at[:] = 0
         before, self._committed = self._committed, None
         if rows == len(record.slots):
             self._committed = (record.step, length, now)
             if before is not None and before[:2] == (record.step - 1, length):
-                self._lengths.record(rows, length, num_tokens, now - before[2])
+                self._lengths.record(rows, length, 0 if drafts is None else int(drafts.sum()), now - before[2])
 
-    def count(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Add the verified drafts of a step to the counters: tokens by row."""
+    def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Take in the verified drafts of a step: tokens by row. slots: those of the rows."""
         has_draft = drafted > 0
-        stats, accepted = self.stats, accepted[has_draft]
+        stats, drafted, accepted = self.stats, drafted[has_draft], accepted[has_draft]
+        self._lengths.count(slots[has_draft], drafted, accepted)
         stats.num_drafts += len(accepted)
         stats.num_drafted += int(drafted.sum())
         stats.num_accepted += int(accepted.sum())
         for place in range(int(accepted.max(initial=0))):
-            stats.accepted_at[place] += int(np.count_nonzero(accepted > place))
+            self._accepted_at[place] = np.count_nonzero(accepted > place)
+            stats.accepted_at[place] += int(self._accepted_at[place])
 
     def _choose_length(self) -> int:
         if self._length is None:
-            self._length = self._lengths.choose(self._table.num_slots - self._table.num_free)
+            num_rows = self._table.num_slots - self._table.num_free
+            self._length = self._lengths.choose(num_rows) if self._wanted.any() else 0
         return self._length
 
     def _check(self, drafts: Drafts, room: np.ndarray) -> None:

@@ -88,6 +88,7 @@ class SamplingFields(RequestOptions):
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+    num_speculative_tokens: int | None = None
     custom: dict[str, str] | None = None
     custom_params: dict[str, str] | None = None  # SGLang's name of custom
 
@@ -137,7 +138,7 @@ class SamplingFields(RequestOptions):
 
 _SAME = frozenset({"seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
          "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-         "disable_any_whitespace", "custom"})  # fmt: skip
+         "disable_any_whitespace", "num_speculative_tokens", "custom"})  # fmt: skip
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:

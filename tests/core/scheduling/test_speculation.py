@@ -98,6 +98,25 @@ def test_request_with_a_constrained_draft_length() -> None:
     assert not drafter.slots - {0, 1}
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 9])
+def test_request_limits_its_drafts(most: int) -> None:
+    used = rig()
+    asked: list[int] = []
+    used.enable_drafts(lambda setup, tokens, room: (asked.append(room), oracle(setup, tokens, room))[1], 3)
+    used.add(prompt(9), params(max_tokens=30, num_speculative_tokens=most))
+    assert count_steps(used) == 1 + -(-29 // (1 + min(most, 3)))
+    assert max(asked, default=0) == min(most, 3)
+
+
+def test_requests_with_and_without_drafts_share_steps() -> None:
+    used = rig(overlap=True)
+    used.enable_drafts(oracle, 3)
+    used.add(prompt(9), params(max_tokens=20, num_speculative_tokens=0))
+    used.add(prompt(8), params(max_tokens=20))
+    used.run()
+    assert used.scheduler.get_load()["accepted_tokens"] == 19 - -(-19 // 4)
+
+
 def test_recovered_request_is_drafted_from_its_output_on() -> None:
     whole = continuation(prompt(9), params(), 0, VOCAB, 12)
     used = rig()

@@ -60,3 +60,24 @@ def test_answers_do_not_depend_on_drafts(plain: Any, num_right: int) -> None:
         assert found == plain[1][name]
         assert drafted["accepted_prediction_tokens"] >= 2
         assert (drafted["rejected_prediction_tokens"] > 0) == (num_right == 2)
+
+
+def test_request_says_how_many_tokens_are_drafted() -> None:
+    def script(setup: SlotSetup, tokens: Any, most: int) -> list[int]:
+        return continuation(tokens, setup.params, setup.seed, 2048, most)
+
+    async def run() -> None:
+        async with serving() as served:
+            served.engine.scheduler.enable_speculation(ScriptedDrafter(script), 4)
+            drafted = {}
+            for most in (0, 1, None):
+                answer = await served.post("/v1/completions", {**BASE, "num_speculative_tokens": most})
+                drafted[most] = answer.json()["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens", 0)
+            assert drafted[0] == 0 < drafted[1] < drafted[None]
+            values = {"max_new_tokens": 8, "num_speculative_tokens": 0}
+            assert (await served.post("/generate", {"text": "a", "sampling_params": values})).status == 200
+            refused = await served.post("/v1/completions", {**BASE, "num_speculative_tokens": 17})
+            assert refused.status == 400
+            assert refused.json()["error"]["message"] == "num_speculative_tokens is 17; it must be from 0 (no drafts) to 16"
+
+    asyncio.run(run())

@@ -69,7 +69,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
                 *("include_stop_str_in_output", "no_stop_trim", "regex", "ebnf", "json_schema", "structural_tag", "response_format"),
                 *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "custom", "custom_params"),
                 *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "thinking"),
-                *("documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
+                *("num_speculative_tokens", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
                 *("add_special_tokens", "separate_reasoning", "return_token_ids", "return_prompt_token_ids"),
                 *("return_tokens_as_token_ids", "truncate_prompt_tokens", "truncation_side", "truncation", "service_tier"),
                 *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs", "background", "include"),

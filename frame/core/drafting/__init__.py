@@ -1,0 +1,1 @@
+"""Drafting: how many tokens a step drafts."""

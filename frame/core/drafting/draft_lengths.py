@@ -1,0 +1,173 @@
+"""`DraftLengths`: how many tokens the next step drafts, and how many for each slot.
+
+Used by `frame.core.scheduling.speculation`, on the scheduler's rank alone: the other ranks get the
+lengths with the batch (SGLang: adaptive speculative decoding). Imports no torch. Must not know a
+drafter, a request or pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+PROBE_STEPS = 4  # steps in a row that try a length
+CHECK_STEPS = 16  # steps in a row with the best length, before it is computed again
+USE_STEPS = 64  # steps between two probes; doubled while the best length stays the same
+MAX_USE_STEPS = 512
+MIN_GAIN = 1.02  # drafts must raise the predicted output rate by this factor
+MAX_STEP_WEIGHT = 0.03  # of a new step in the acceptance of all slots
+ROW_WEIGHT = 0.01  # the same, of each of its rows
+SLOT_DECAY = 0.95  # weight of the earlier drafts of a slot, for each new one
+IDLE_DECAY = 0.99  # the same, for each step that gives a slot no draft because of its acceptance
+CAUTION = 0.7  # factor of the acceptance that pays for a token: a slot's acceptance is an estimate
+PRIOR_TOKENS = 6.0  # weight of the mean of all slots in the acceptance of one
+COST_WEIGHT = 0.2  # of a new step in the mean seconds of a length
+MIN_TOKENS_APART = 0.25  # drafted tokens a row by which two lengths differ, so that their difference gives the cost of a token
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Means over the recent steps of one size and length."""
+
+    seconds: float
+    num_drafted: float  # tokens
+    num_rows: float
+    count: int = 1
+
+    def add(self, seconds: float, num_drafted: int, num_rows: int) -> None:
+        """A step of half the mean or less begins a new mean: the steps before compiled kernels, for
+        example. Of longer steps at most twice the mean counts."""
+        if seconds < self.seconds / 2:
+            self.count = 0
+        self.count += 1
+        weight = max(1 / self.count, COST_WEIGHT)
+        self.seconds += weight * (min(seconds, 2 * self.seconds) - self.seconds)
+        self.num_drafted += weight * (num_drafted - self.num_drafted)
+        self.num_rows += weight * (num_rows - self.num_rows)
+
+
+class DraftLengths:
+    """Predicts the output rate of each length as expected output tokens a row by seconds a step.
+
+    The expected tokens come from the share of rows whose draft was accepted up to each position.
+    The seconds are those of steps of decodes alone, by size of batch, for the lengths 0, 1, half of
+    `num_steps` and `num_steps`, and interpolated between them. Most steps use the best length; a
+    few in a row probe another one, so that its seconds and the acceptance stay known. A slot gets
+    no tokens at positions where its own acceptance does not pay for the time of a token.
+    """
+
+    def __init__(self, num_slots: int, num_steps: int, *, is_adaptive: bool) -> None:
+        """num_steps: the greatest length, and every step's and slot's where it is not adaptive."""
+        self._greatest = num_steps
+        self._is_adaptive = is_adaptive
+        self._probed = sorted({0, 1, -(-num_steps // 2), num_steps})
+        self._plans: dict[int, Iterator[tuple[int, int]]] = {}  # by size: the length of each next step, and the least of a slot
+        self._costs: dict[tuple[int, int], StepCost] = {}  # by size and length
+        self._least = 0  # tokens to draft for each slot
+        self._threshold = 0.0  # see `_find_threshold`; of the chosen length
+        self._reached = np.tile([[3.5], [5.0]], num_steps)  # rows whose draft was accepted at a position; those accepted up to it
+        self._all = np.array([3.5, 5.0])  # drafted tokens that were accepted; those verified
+        self._slots = np.zeros((2, num_slots))  # the same by slot
+
+    def choose(self, num_rows: int) -> int:
+        """The draft length of the next step, which has about so many rows."""
+        if not self._is_adaptive:
+            return self._greatest
+        size = _size(num_rows)
+        if size not in self._plans:
+            self._plans[size] = self._plan(size)
+        length, self._least = next(self._plans[size])
+        self._threshold = self._find_threshold(size, length)
+        return length
+
+    def limit(self, slots: np.ndarray) -> np.ndarray:
+        """Most tokens to draft for each slot in the step of the last `choose`: int32 [n]."""
+        if self._threshold <= 0:
+            return np.full(len(slots), self._greatest, np.int32)
+        hits, tries = self._slots[:, slots]
+        rate = (hits + PRIOR_TOKENS * self._all[0] / self._all[1]) / (tries + PRIOR_TOKENS)
+        limits = np.floor(np.log(self._threshold) / np.log(np.clip(rate, 1e-3, 0.999)))
+        self._slots[:, slots[limits == 0]] *= IDLE_DECAY
+        return np.clip(limits, self._least, self._greatest).astype(np.int32)
+
+    def reset(self, slot: int) -> None:
+        """The slot has no request any more."""
+        self._slots[:, slot] = 0.0
+
+    def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Drafts are verified: tokens of each slot, drafted at least 1."""
+        verified = np.minimum(drafted, accepted + 1)
+        self._slots[:, slots] = SLOT_DECAY * self._slots[:, slots] + (accepted, verified)
+        self._all = _decay(len(slots)) * self._all + (accepted.sum(), verified.sum())
+
+    def observe(self, num_rows: int, length: int, accepted_at: np.ndarray) -> None:
+        """A step of this length is committed. num_rows: its decodes, with drafts and without.
+        accepted_at: int [num_steps]; the rows whose draft was accepted at each position."""
+        before = np.concatenate(([num_rows], accepted_at[:-1]))
+        self._reached[:, :length] = _decay(num_rows) * self._reached[:, :length] + (accepted_at[:length], before[:length])
+
+    def record(self, num_rows: int, length: int, num_drafted: int, seconds: float) -> None:
+        """A step of decodes alone took so long, from the end of the step before, which had the same
+        length."""
+        key = (_size(num_rows), length)
+        if key in self._costs:
+            self._costs[key].add(seconds, num_drafted, num_rows)
+        else:
+            self._costs[key] = StepCost(seconds, num_drafted, num_rows)
+
+    def find_best(self, size: int) -> int:
+        """The length with the highest predicted rate."""
+        known = [length for length in self._probed if (size, length) in self._costs]
+        if len(known) < 2:
+            return self._greatest
+        seconds = np.interp(np.arange(self._greatest + 1), known, [self._costs[size, length].seconds for length in known])
+        rates = self._expected_tokens() / seconds
+        best = int(rates.argmax())
+        return best if rates[best] > MIN_GAIN * rates[0] else 0
+
+    def _expected_tokens(self) -> np.ndarray:
+        """Output tokens a row for each length: float [num_steps + 1]."""
+        return np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(self._reached[0] / self._reached[1]))))
+
+    def _find_threshold(self, size: int, length: int) -> float:
+        """The probability of acceptance from which a drafted token pays: the tokens that a step
+        puts out in the time that one more drafted token takes. 0: the time is not known."""
+        known = [each for each in self._probed if each <= length and (size, each) in self._costs]
+        if len(known) < 2:
+            return 0.0
+        shorter, longer = (self._costs[size, each] for each in (known[-2], known[-1]))
+        tokens = longer.num_drafted - shorter.num_drafted
+        if tokens < MIN_TOKENS_APART * longer.num_rows:
+            return 0.0
+        rate = longer.num_rows * self._expected_tokens()[known[-1]] / longer.seconds
+        return min(CAUTION * rate * (longer.seconds - shorter.seconds) / tokens, 0.9)
+
+    def _plan(self, size: int) -> Iterator[tuple[int, int]]:
+        """The lengths of the steps of one size of batch, without end. While no drafts are best, a
+        probe drafts for every slot, so that the acceptance stays known."""
+        for length in (self._greatest, 0):
+            yield from [(length, 1)] * PROBE_STEPS
+        num_steps, place, last = USE_STEPS, 0, -1
+        while True:
+            best = self.find_best(size)
+            num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
+            last = best
+            for _ in range(num_steps // CHECK_STEPS):
+                yield from [(best, 0)] * CHECK_STEPS
+                best = self.find_best(size)
+            others = [length for length in self._probed if length != best]
+            yield from [(others[-1 - place % len(others)], int(best == 0))] * PROBE_STEPS
+            place += 1
+
+
+def _decay(num_rows: int) -> float:
+    """The weight of the acceptance in earlier steps."""
+    return 1 - min(ROW_WEIGHT * num_rows, MAX_STEP_WEIGHT)
+
+
+def _size(num_rows: int) -> int:
+    """The size of a batch, of which each power of two has two: at most 34."""
+    bits = num_rows.bit_length()
+    return 2 * bits + (num_rows >> max(bits - 2, 0) & 1)

@@ -1,0 +1,141 @@
+"""The draft lengths of steps and slots bring nearly the highest output rate, with simulated drafts
+and step times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from frame.core.drafting.draft_lengths import PROBE_STEPS, DraftLengths
+
+Cost = Callable[[int, int, int], float]  # rows, length of the step, drafted tokens -> seconds
+
+
+class Simulation:
+    """Rows whose drafted tokens are accepted with a probability each."""
+
+    def __init__(self, rates: list[float], num_steps: int, cost: Cost, *, is_adaptive: bool = True, noise: float = 0.0) -> None:
+        self.rates = np.array(rates)
+        self.num_steps, self.cost, self.noise = num_steps, cost, noise
+        self.lengths = DraftLengths(len(rates), num_steps, is_adaptive=is_adaptive)
+        self.numbers = np.random.default_rng(1)
+        self.last = -1
+
+    def run(self, steps: int, fixed: int | None = None) -> float:
+        """Output tokens a second."""
+        tokens = seconds = 0.0
+        self.chosen = np.zeros(self.num_steps + 1, np.int64)
+        self.drafted = np.zeros(len(self.rates), np.int64)
+        slots, rows = np.arange(len(self.rates)), len(self.rates)
+        for _ in range(steps):
+            length = self.lengths.choose(rows)
+            drafted = np.minimum(self.lengths.limit(slots), length)
+            if fixed is not None:
+                length, drafted = fixed, np.full(rows, fixed)
+            hits = self.numbers.random((rows, self.num_steps)) < self.rates[:, None]
+            accepted = (hits & (np.arange(self.num_steps) < drafted[:, None])).cumprod(axis=1).sum(axis=1)
+            has_draft = drafted > 0
+            self.lengths.count(slots[has_draft], drafted[has_draft], accepted[has_draft])
+            self.lengths.observe(rows, length, np.array([(accepted > place).sum() for place in range(self.num_steps)]))
+            took = self.cost(rows, length, int(drafted.sum())) * (1 + self.noise * (self.numbers.random() - 0.5))
+            if length == self.last:
+                self.lengths.record(rows, length, int(drafted.sum()), took)
+            self.last = length
+            self.chosen[length] += 1
+            self.drafted += drafted
+            tokens, seconds = tokens + rows + accepted.sum(), seconds + took
+        return tokens / seconds
+
+
+def by_tokens(rows: int, length: int, drafted: int) -> float:
+    """A processor: each token costs, and a step with drafts cannot overlap."""
+    return 4.0 + 0.25 * (rows + drafted) + 0.3 * (length > 0)
+
+
+def by_length(rows: int, length: int, drafted: int) -> float:
+    """A device drafter: each position costs a pass of the drafter, tokens nearly nothing."""
+    return 5.0 + 0.3 * length + 0.002 * drafted
+
+
+@pytest.mark.parametrize("cost", [by_tokens, by_length])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_rate_is_nearly_that_of_the_best_fixed_length(cost: Cost, rate: float, rows: int) -> None:
+    best = max(Simulation([rate] * rows, 3, cost).run(500, fixed) for fixed in range(4))
+    used = Simulation([rate] * rows, 3, cost, noise=0.1)
+    used.run(200)  # the first probes
+    assert used.run(1200) > 0.95 * best
+
+
+def test_drafts_that_are_always_wrong_are_given_up() -> None:
+    used = Simulation([0.0] * 8, 4, by_tokens)
+    used.run(2000)
+    assert used.chosen[0] > 0.95 * 2000
+    assert (used.chosen[[1, 2, 4]] >= PROBE_STEPS).all()
+
+
+def test_change_of_the_acceptance_is_noticed() -> None:
+    used = Simulation([0.9] * 4, 3, by_tokens)
+    used.run(600)
+    assert used.chosen[3] > 500
+    used.rates[:] = 0.05
+    used.run(200)
+    assert used.chosen[0] > 120
+    used.rates[:] = 0.9
+    used.run(2000)
+    assert used.chosen[3] > 1200
+
+
+def test_slots_have_their_own_limits() -> None:
+    used = Simulation([0.9] * 4 + [0.05] * 4, 3, by_tokens)
+    rate = used.run(2000)
+    assert used.drafted[:4].min() > 1.8 * 2000
+    assert used.drafted[4:].max() < 0.3 * 2000
+    assert rate > 1.1 * max(Simulation([0.9] * 4 + [0.05] * 4, 3, by_tokens).run(500, fixed) for fixed in range(4))
+    used.rates = used.rates[::-1].copy()
+    used.run(400)
+    used.run(400)
+    assert used.drafted[4:].min() > 1.8 * 400
+
+
+def test_new_request_in_a_slot_has_a_new_limit() -> None:
+    used = Simulation([0.9] * 6 + [0.02] * 2, 3, by_tokens)
+    used.run(1000)
+    slots = np.arange(8)
+    before = used.lengths.limit(slots)
+    used.lengths.reset(7)
+    after = used.lengths.limit(slots)
+    assert before[7] == 0 and after[7] >= 2
+    assert after[0] == before[0] >= 3
+
+
+def test_sizes_of_batches_have_their_own_lengths() -> None:
+    def cost(rows: int, length: int, drafted: int) -> float:
+        return 1.0 if rows == 1 else 1.0 + drafted
+
+    one, many = Simulation([0.8], 2, cost), Simulation([0.8] * 64, 2, cost)
+    many.lengths = one.lengths = DraftLengths(64, 2, is_adaptive=True)
+    for _ in range(20):
+        one.run(20)
+        many.run(20)
+    one.run(60)
+    many.run(60)
+    assert one.chosen[2] >= 60 - PROBE_STEPS
+    assert many.chosen[0] >= 60 - PROBE_STEPS
+
+
+def test_fixed_length() -> None:
+    used = Simulation([0.0] * 2, 3, by_tokens, is_adaptive=False)
+    used.run(50)
+    assert used.chosen[3] == 50
+    assert (used.drafted == 150).all()
+
+
+def test_slow_first_steps_are_forgotten() -> None:
+    """Kernels are compiled in the first steps."""
+    taken = iter([3000.0] * 6)
+    used = Simulation([0.9] * 2, 3, lambda *given: next(taken, by_tokens(*given)))
+    used.run(300)
+    assert used.chosen[3] > 200
