@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from frame.core.errors import CheckpointError
+from frame.plugins.weight_sources.dummy import RandomNumbers, RandomTensor
+from frame.quantization.floats import Fp4Layer
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import Session, open_session
 from tests.models.ranks import on_ranks
@@ -69,3 +71,11 @@ def test_a_tensor_of_another_shape_is_named(pair: tuple[Path, Path], tmp_path: P
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="down_proj.scales"):
         open_session(folder, quantization="mxfp4", gemm_kernel="torch")
+
+
+def test_dummy_weights_have_the_deviation_of_unquantized_ones() -> None:
+    numbers, outputs, inputs = RandomNumbers(0, torch.device("cpu"), torch.bfloat16), 64, 256
+    shapes = {"blocks": (outputs, inputs // 2), "scales": (outputs, inputs // 32)}
+    tensors = {name: RandomTensor(f"layer.{name}", shape, numbers, torch.uint8)[:] for name, shape in shapes.items()}
+    weight = Fp4Layer("blocks", "scales", 32).decode(tensors, inputs).dequantize(torch.float32)
+    assert 0.7 < float(weight.std()) * inputs**0.5 < 1.4
