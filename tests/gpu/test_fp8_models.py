@@ -41,7 +41,7 @@ def prompt_logprobs(folder: Path, **settings: Any) -> torch.Tensor:
         ("DeepseekV3ForCausalLM", "block", LATENT),
     ],
 )
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "int8"])
 def test_near_its_plain_twin(architecture: str, dialect: str, sizes: dict[str, int], kv_dtype: str, tmp_path: Path) -> None:
     stored, plain = make_pair(architecture, dialect, tmp_path, **SIZES, **sizes)
     want = prompt_logprobs(plain, device="cpu")

@@ -186,7 +186,7 @@ def build_context(
     registry = load_own_plugins()
     tp = tp or LocalGroup()
     limits = Limits(8, 512, names.get("max_context", 512), 4)
-    base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": limits}
+    base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": limits, "kv_dtype": names.get("kv_dtype")}
     if "load_code" in names:
         base["load_code"] = names["load_code"]
     bare = BuildContext(**base)

@@ -1,4 +1,5 @@
-"""Quantized KV caches of whole models: int8 with a scale for each token and head."""
+"""Quantized KV caches of whole models: int8 with a scale for each token and head, and fp8 with the
+checkpoint's scales of heads."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from frame.core.errors import CheckpointError
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.testing.checkpoints import load_reference, make_checkpoint
@@ -39,3 +42,37 @@ def test_an_int8_cache_stays_close_on_one_and_two_ranks(architecture: str, tmp_p
     assert 0 < errors.median() < 0.01
     both = on_ranks(2, lambda group: logits_of(with_cache(open_session(folder, tp=group, attention="torch_native"), "int8", 2)))
     torch.testing.assert_close(both[0], got, rtol=1e-3, atol=1e-3)
+
+
+def with_scales(folder: Path, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Path:
+    """Add scales of the KV cache to both layers of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = k_scale.clone()
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = v_scale.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_an_fp8_cache_uses_the_scales_of_heads(tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    with torch.no_grad():
+        want = load_reference(folder)(torch.tensor([TOKENS])).logits[0]
+    with_scales(folder, torch.tensor([0.02, 0.5]).view(2, 1, 1), torch.tensor([0.01, 0.25]).view(2, 1, 1))
+    names = {"attention": "torch_native", "kv_dtype": torch.float8_e4m3fn}
+    session = with_cache(open_session(folder, **names), "fp8_e4m3")
+    got = logits_of(session)
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.05
+    keys, values = (part.float().abs().amax((0, 1, 3)) for part in session.pool.layer(0))
+    assert keys[0] > 5 * keys[1], "the keys of both heads are divided by one scale"
+    assert values[0] > 5 * values[1]
+    both = on_ranks(2, lambda group: logits_of(with_cache(open_session(folder, tp=group, **names), "fp8_e4m3", 2)))
+    torch.testing.assert_close(both[0], got, rtol=1e-2, atol=5e-2)
+    plain = logits_of(open_session(folder, attention="torch_native"))
+    torch.testing.assert_close(plain, want, rtol=1e-3, atol=1e-3)
+
+
+def test_scales_of_other_heads_are_refused(tmp_path: Path) -> None:
+    folder = with_scales(make_checkpoint("LlamaForCausalLM", tmp_path), torch.ones(3), torch.ones(1))
+    with pytest.raises(CheckpointError, match=r"self_attn.k_scale has the shape \[3\], but one number, or one for each of 2 KV heads"):
+        open_session(folder)

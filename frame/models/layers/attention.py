@@ -7,7 +7,6 @@ windows. Depends on no page and no kernel: it stores through the batch and calls
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
-from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import ShardedParameter, ShardRule
 from frame.models.layers.qk_norm import QKNorm, QKNormKind, RotatedNorm, build_qk_norm
 from frame.models.layers.rotary import SPARE_POSITIONS
+from frame.models.layers.weights.kv_scales import KVScales
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -95,7 +94,7 @@ class Attention(nn.Module):
             self.qk_norm = build_qk_norm(context, prefix, heads, options.qk_norm, options.qk_norm_kind, options.norm_offset)
         can_fuse = rotary.fused and options.rotates and options.qk_norm_kind != "rotated"
         self.kernel = FusedQKVKernel(context, self.spec, rotary) if can_fuse else None
-        self.kv_scales = KVScales(prefix)
+        self.kv_scales = KVScales(prefix, heads.keys, context.kv_dtype == torch.float8_e4m3fn)
         self.sinks: ShardedParameter | None = None
         if options.sinks:
             self.sinks = ShardedParameter(torch.empty(heads.num_heads, dtype=torch.float32), ShardRule(output=0))
@@ -104,6 +103,8 @@ class Attention(nn.Module):
     def finish(self) -> None:
         """Copy the loaded KV-cache scales and sinks to the spec."""
         self.spec = replace(self.kv_scales.apply_to_spec(self.spec), sinks=None if self.sinks is None else self.sinks.data)
+        if self.kv_scales.split_heads(self.spec.num_heads) and self.kernel is not None:
+            self.kernel.stores = False
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows`: the batch's rows of the rotary table; None where a kernel reads the table by
@@ -125,12 +126,22 @@ class Attention(nn.Module):
             is_stored = False
         if self.temperature is not None:
             q = self.temperature.scale_queries(q, batch.positions)
+        if self.kv_scales.by_head:
+            k, v = self.kv_scales.divide_keys(k, v)
         if not (is_stored or self.stores_kv):
             batch.store_kv(self.spec, k, v)
         if self.shares_kv:
             self.step_kv = k, v
-        out = self.backend.run(self.spec, q, k, v, batch).flatten(1)
+        out = self.attend(q, k, v, batch)
         return self.o_proj(out if gate is None else out * torch.sigmoid(gate))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The backend's result for keys and values as they are stored, [tokens, heads *
+        head_dim]."""
+        if not self.kv_scales.by_head:
+            return self.backend.run(self.spec, q, k, v, batch).flatten(1)
+        out = self.backend.run(self.spec, self.kv_scales.multiply_queries(q), k, v, batch)
+        return self.kv_scales.multiply_results(out).flatten(1)
 
     def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(queries, keys and values; gate [tokens, heads * head_dim])."""
@@ -184,7 +195,7 @@ class SharedKVAttention(nn.Module):
         batch = batch.view(source.spec.layer)
         q = self.q_norm(self.q_proj(x).view(-1, self.heads[1])).view(-1, *self.heads)
         q = self.rotary.rotate(q, self.rotary.gather_rows(batch.positions) if rows is None else rows)
-        return self.o_proj(source.backend.run(source.spec, q, *source.step_kv, batch).flatten(1))
+        return self.o_proj(source.attend(q, *source.step_kv, batch))
 
 
 class FusedQKVKernel:
@@ -252,32 +263,6 @@ class QueryTemperature(nn.Module):
     def scale_queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, head_dim] -> the same shape."""
         return q * self.factors.index_select(0, positions).to(q.dtype)
-
-
-class KVScales(nn.Module):
-    """`k_scale` and `v_scale` of an fp8 KV cache: one number each, under the attention layer
-    `prefix` or its projections; 1.0 if the checkpoint has none."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__()
-        self.prefix = prefix
-        self.k_scale = ShardedParameter(torch.empty(()), ShardRule(scalar=True), optional=True)
-        self.v_scale = ShardedParameter(torch.empty(()), ShardRule(scalar=True), optional=True)
-        for kind, parameter in (("k", self.k_scale), ("v", self.v_scale)):
-            for place in ("", f"{kind}_proj.", "attn."):
-                parameter.bind(f"{prefix}.{place}{kind}_scale")
-
-    def apply_to_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the spec with the loaded scales. Raises CheckpointError if one is not a positive
-        number."""
-        return replace(spec, k_scale=self._value(self.k_scale), v_scale=self._value(self.v_scale))
-
-    def _value(self, parameter: ShardedParameter) -> float:
-        value = float(parameter) if parameter.loaded else 1.0
-        if not (math.isfinite(value) and value > 0):
-            names = " or ".join(sorted(parameter.loaded))
-            raise CheckpointError(f"{names} is {value}; a scale of the KV cache must be a positive number. Check the checkpoint.")
-        return value
 
 
 def get_layer_window(config: Mapping[str, Any], layer: int) -> int | None:

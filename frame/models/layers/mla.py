@@ -18,10 +18,11 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import SparseKeys
-from frame.models.layers.attention import KVScales
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, split_range
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.packed import can_pack, pack_weight, packed_linear
+from frame.models.layers.parameter import Range
+from frame.models.layers.weights.kv_scales import KVScales
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import LatentProjections
@@ -79,7 +80,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = LatentExpansion(context, model_config.num_heads, heads, prefix, sizes)
         out_bias = bool(model_config.config.get("attention_bias", False))
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", model_config.num_heads * sizes.value, model_config.hidden_size, out_bias)
-        self.kv_scales = KVScales(prefix)
+        self.kv_scales = KVScales(prefix, Range.whole(1))
         self.may_fold = context.tp.size == 1 and not out_bias
         self.folded: FoldedProjections | None = None
         self.kernel = FusedLatentKernel(context, rotary) if rotary.fused else None
