@@ -86,6 +86,7 @@ UNTESTED: dict[str, str] = {
     "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
+    "frame.core.drafting.draft_passes": "tests/core/drafting compares the drafts of its passes with a plain loop",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",
     "frame.core.parallel.stage_runner": "tests/core/parallel/test_parallel.py compares its tokens with those of one rank",
     "frame.core.execution.pooler": "every vector in tests/core/execution/test_pooling.py comes out of it",

@@ -41,17 +41,17 @@ def resolve_draft_model(
             f"{resolved.model.vocab_size}; name a checkpoint of the same vocabulary."
         )
     try:
-        draft = resolve(_configure(resolved), hardware, model_config, records)
+        draft = resolve(_configure(resolved, keeps_attention=model_config.kind == resolved.model.kind), hardware, model_config, records)
     except ResolveError as error:
         raise ResolveError(f"speculative.draft_model_path cannot be used: {error}") from None
     return resolved.model_copy(update={"draft": draft})
 
 
-def _configure(resolved: Resolved) -> FrameConfig:
-    """The draft model's configuration: steps, pages, types and ranks of the target, and open
-    choices of plugins."""
+def _configure(resolved: Resolved, *, keeps_attention: bool) -> FrameConfig:
+    """The draft model's configuration: steps, pages, types, graphs and ranks of the target, and
+    open choices of plugins; keeps_attention: but for the attention backend."""
     data, opened = resolved.user.model_dump(), FrameConfig().model_dump()
-    for section in ("attention", "moe", "speculative", "text"):
+    for section in ("moe", "speculative", "text", *(() if keeps_attention else ("attention",))):
         data[section] = opened[section]
     data["model"] |= {
         "path": resolved.user.speculative.draft_model_path,
@@ -70,5 +70,6 @@ def _configure(resolved: Resolved) -> FrameConfig:
         "chunked_prefill_size": resolved.chunked_prefill_size,
         "overlap": resolved.overlap,
     }
-    data["execution"] |= {"device": resolved.device, "threads": resolved.threads, "cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
+    graphs = {"cuda_graph_max_bs": resolved.cuda_graph_max_bs, "prompt_graph_max_tokens": 0}
+    data["execution"] |= {"device": resolved.device, "threads": resolved.threads, **graphs}
     return FrameConfig.model_validate(data)

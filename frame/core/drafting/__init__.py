@@ -1,1 +1,1 @@
-"""Drafting: how many tokens a step drafts."""
+"""Drafting: how many tokens a step drafts, and the models of device drafters."""

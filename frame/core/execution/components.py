@@ -201,7 +201,7 @@ def build_runner(
         make = TorchModelRunner if pipeline is None else StageRunner
         runner = make(model, model_config, context, pool, processors, capacity)
         if drafter is not None:
-            runner.set_drafter(drafter.model, drafter.attention)
+            runner.set_drafter(drafter.model, user.speculative.num_steps, drafter.attention)
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
@@ -273,7 +273,8 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
         runner.capture_decode_graphs(resolved.cuda_graph_max_bs)
         phases["graphs"] = time.perf_counter() - clock
     clock = time.perf_counter()
-    if resolved.prompt_graph_max_tokens and runner.inputs.groups is None:
+    has_taps = runner.drafts is not None and bool(runner.drafts.model.tapped_layers)  # which pieces do not yield
+    if resolved.prompt_graph_max_tokens and runner.inputs.groups is None and not has_taps:
         try:
             runner.capture_piecewise_graphs(min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step))
         except ConfigurationError as error:

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class DecodeOutputs(NamedTuple):
     token_ids: torch.Tensor  # int64 [rows]
     best: torch.Tensor  # float32 [rows]; the greatest logit
     logits: torch.Tensor  # [rows, vocab]
+    states: torch.Tensor | None = None  # [rows, width]; what a device drafter reads
 
 
 class Captured(Protocol):
@@ -49,6 +50,8 @@ Body = Callable[[ForwardBatch, Mapping[str, torch.Tensor], torch.Tensor], Decode
 # (outputs of the body, parameters and indices as above) -> outputs with tokens that are drawn again
 # with filters; updates the last-token table
 Redraw = Callable[[DecodeOutputs, Mapping[str, torch.Tensor], torch.Tensor], DecodeOutputs]
+
+Outputs = TypeVar("Outputs", bound=tuple[torch.Tensor | None, ...])
 
 _DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "key": np.int64(0)}  # values in padding rows
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
@@ -122,7 +125,7 @@ class InputBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class CapturedSize:
     """The captured step of one size and its input batch. `filtered`: a second graph that draws
     tokens with filters from the step's logits; None without `redraw`."""
 
@@ -135,7 +138,7 @@ class _Size:
 
 class DecodeGraphs:
     """The captured decode steps of one runner. Call `capture` once, then `replay`, both on the
-    runner's stream and in inference mode."""
+    runner's stream and in inference mode. `replayed`: size and host view of the last replay."""
 
     def __init__(
         self,
@@ -152,8 +155,9 @@ class DecodeGraphs:
         self._redraw = redraw
         self._input_batch = input_batch
         self._backend = backend
-        self._platform = platform
-        self._device = platform.device
+        self.platform = platform
+        self.device = platform.device
+        self.replayed = (0, HostView(*[np.empty(0, np.int32)] * 4))
         most = sizes[-1]
         padding_slot = input_batch.table.padding_slot
         padding: dict[str, np.generic] = {
@@ -171,21 +175,25 @@ class DecodeGraphs:
         self._ones = np.ones(most, np.int32)
         self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # by number of rows: index of the size
         self._sizes = sizes
-        self._steps: list[_Size] = []
+        self.steps: list[CapturedSize] = []
 
     @property
     def most(self) -> int:
         """The largest batch that has a graph."""
         return self._sizes[-1]
 
+    def find_size(self, rows: int) -> int:
+        """The smallest size that holds so many rows."""
+        return self._sizes[self._smallest[rows]]
+
     def capture(self) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
-        pool = self._platform.create_graph_pool()
-        counted = torch.arange(self.most + 1, dtype=torch.int64, device=self._device)
-        token_ids = torch.zeros(self.most, dtype=torch.int64, device=self._device)
+        pool = self.platform.create_graph_pool()
+        counted = torch.arange(self.most + 1, dtype=torch.int64, device=self.device)
+        token_ids = torch.zeros(self.most, dtype=torch.int64, device=self.device)
         with uncollected():
             for size in reversed(self._sizes):
-                self._steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
+                self.steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
     def replay(self, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
         """Run at most `most` rows of one token each, whose pages and ids are in the table. -> the
@@ -195,7 +203,7 @@ class DecodeGraphs:
         only the logits are used.
         """
         rows = len(tokens.slots)
-        step = self._steps[self._smallest[rows]]
+        step = self.steps[self._smallest[rows]]
         size = step.batch.num_rows
         arrays = {
             "request_slots": tokens.slots,
@@ -209,6 +217,7 @@ class DecodeGraphs:
         }
         padded = self._buffers.write(arrays, size)
         host = HostView(padded["request_slots"], self._ones[:size], padded["seq_lens"], step.batch.host.page_table)
+        self.replayed = size, host
         for view in step.views:
             self._backend.replay_plan(view.plan, replace(view, host=replace(host, page_table=view.host.page_table)))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
@@ -218,7 +227,7 @@ class DecodeGraphs:
             outputs, captured = step.filtered
             captured.replay()
         sampled = tokens.num_sampling
-        return outputs if sampled == size else DecodeOutputs(*(tensor[:sampled] for tensor in outputs))
+        return outputs if sampled == size else DecodeOutputs._make(None if tensor is None else tensor[:sampled] for tensor in outputs)
 
     def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
         """The input batch of the graph of one size."""
@@ -232,7 +241,7 @@ class DecodeGraphs:
             kv_slots=inputs["kv_slots"][:size],
             request_slots=inputs["request_slots"][:size],
             seq_lens=inputs["seq_lens"][:size],
-            query_lens=torch.ones(size, dtype=torch.int32, device=self._device),
+            query_lens=torch.ones(size, dtype=torch.int32, device=self.device),
             query_starts=counts[: size + 1],
             page_table=table.pages,
             logits_indices=counted[:size],
@@ -240,7 +249,7 @@ class DecodeGraphs:
             host=HostView(slots, self._ones[:size], self._ones[:size], table.host_pages),
         )
 
-    def _captured(self, batch: ForwardBatch, pool: Any) -> _Size:
+    def _captured(self, batch: ForwardBatch, pool: Any) -> CapturedSize:
         size, table = batch.num_rows, self._input_batch.table
         inputs = {name: tensor[:size] for name, tensor in self._buffers.tensors.items()}
         params = {name: inputs[name] for name in _DRAW}
@@ -252,16 +261,16 @@ class DecodeGraphs:
 
         plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
         views = tuple({view.group: view for view in (planned.views or {}).values()}.values())
-        outputs, captured = self._capture(lambda: run(plain), lambda: run(planned), pool)
+        outputs, captured = capture_step(self.platform, pool, lambda: run(plain), lambda: run(planned))
         redraw = self._redraw
         if redraw is None:
-            return _Size(planned, outputs, captured, None, views)
+            return CapturedSize(planned, outputs, captured, None, views)
         filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
 
         def again() -> DecodeOutputs:
             return redraw(outputs, filters, inputs["drawn_slots"])
 
-        return _Size(planned, outputs, captured, self._capture(again, again, pool), views)
+        return CapturedSize(planned, outputs, captured, capture_step(self.platform, pool, again, again), views)
 
     def _planned(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]
@@ -272,31 +281,34 @@ class DecodeGraphs:
             batch = groups.make_views(batch, inputs, plan)
         return replace(batch, plan=plan(batch))
 
-    def _capture(self, first: Callable[[], DecodeOutputs], run: Callable[[], DecodeOutputs], pool: Any) -> tuple[DecodeOutputs, Captured]:
-        outputs = first()  # compiles and initialises kernels before the capture
-        if pool is None:
-            return outputs, _Recomputed(first, outputs)
-        platform = self._platform
-        platform.get_current_stream().synchronize()
-        graph = platform.begin_capture(pool)
-        try:
-            outputs = run()
-        finally:
-            platform.end_capture(graph)
-        return outputs, graph
+
+def capture_step(platform: Platform, pool: Any, first: Callable[[], Outputs], run: Callable[[], Outputs]) -> tuple[Outputs, Captured]:
+    """Capture `run` after a call of `first`, which compiles and initialises its kernels. -> its
+    outputs, which each replay overwrites."""
+    outputs = first()
+    if pool is None:
+        return outputs, _Recomputed(first, outputs)
+    platform.get_current_stream().synchronize()
+    graph = platform.begin_capture(pool)
+    try:
+        outputs = run()
+    finally:
+        platform.end_capture(graph)
+    return outputs, graph
 
 
 class _Recomputed:
     """The CPU's stand-in for a graph: computes the step again and copies the results into the first
     run's outputs."""
 
-    def __init__(self, run: Callable[[], DecodeOutputs], outputs: DecodeOutputs) -> None:
+    def __init__(self, run: Callable[[], tuple[torch.Tensor | None, ...]], outputs: tuple[torch.Tensor | None, ...]) -> None:
         self._run = run
         self._outputs = outputs
 
     def replay(self) -> None:
         for target, source in zip(self._outputs, self._run(), strict=True):
-            target.copy_(source)
+            if target is not None and source is not None and target is not source:
+                target.copy_(source)
 
 
 def _views(buffer: np.ndarray, offsets: Mapping[str, int], padding: Mapping[str, np.generic], most: int) -> dict[str, np.ndarray]:

@@ -336,6 +336,8 @@ class InputBatch:
         given = len(batch.token_ids)
         if layout.num_tokens > self.max_graph_rows:
             return False
+        if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
+            return False  # the first pass of the drafter reads the drawn tokens only
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
             return given <= GIVEN_TOKENS
         if given > MAX_SINGLE_TOKEN_ROWS:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame import kernels
+from frame.core.drafting.draft_passes import DraftPasses
+from frame.core.drafting.draft_runner import DraftRunner
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
-from frame.core.execution.draft_runner import DraftRunner
 from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.execution.input_batch import InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
@@ -35,6 +36,7 @@ from frame.core.sampling.verification import RoundSampler, verify_drafts
 if TYPE_CHECKING:
     import numpy as np
 
+    from frame.core.drafting.draft_graphs import DraftGraphs
     from frame.core.execution.input_batch import ForwardInputs, StepInputs, StepPlans
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
@@ -157,6 +159,9 @@ class TorchModelRunner(ModelRunner):
         graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, graph_sizes(max_rows), self.context.platform, redraw)
         self._capture(graphs, "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0")
         self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
+        if self.drafts is not None:
+            problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
+            self._capture(self.drafts.make_graphs(graphs), problem)
 
     def capture_piecewise_graphs(self, max_tokens: int) -> None:
         """Capture CUDA graphs of the computations between the attention calls of steps of up to
@@ -166,7 +171,7 @@ class TorchModelRunner(ModelRunner):
         self._capture(graphs, "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0")
         self.piecewise_graphs = self.inputs.placement = graphs
 
-    def _capture(self, graphs: DecodeGraphs | PiecewiseGraphs, problem: str) -> None:
+    def _capture(self, graphs: DecodeGraphs | DraftGraphs | PiecewiseGraphs, problem: str) -> None:
         with torch.inference_mode():
             self._enter_stream()
             try:
@@ -231,22 +236,25 @@ class TorchModelRunner(ModelRunner):
 
     def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """The body of a decode graph."""
-        logits = self.model.compute_logits(self.forward(batch))
+        if self.drafts is not None:
+            self.drafts.add_taps(batch)
+        hidden = self.forward(batch)
+        logits, states = self.model.compute_logits(hidden), None if self.drafts is None else self.drafts.read_states(batch, hidden)
         last_tokens = (self.inputs.table.last_token, slots)
-        return self._drawn(logits, draw_plain(logits, params["temperature"], params["key"], last_tokens), slots)
+        drawn = draw_plain(logits, params["temperature"], params["key"], last_tokens)
+        return self._drawn(DecodeOutputs(*drawn, logits, states), slots)
 
     def _redraw(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """The body of the second graph, of steps with filters."""
         last_tokens = (self.inputs.table.last_token, slots)
         drawn = draw_with_triton(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
-        return self._drawn(outputs.logits, drawn, slots)
+        return self._drawn(DecodeOutputs(*drawn, outputs.logits, outputs.states), slots)
 
-    def _drawn(self, logits: torch.Tensor, drawn: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
-        token_ids, best = drawn
+    def _drawn(self, outputs: DecodeOutputs, slots: torch.Tensor) -> DecodeOutputs:
         if self._tp.size > 1:
-            token_ids = self._tp.broadcast(token_ids)
-            self.inputs.table.last_token.index_copy_(0, slots, token_ids)
-        return DecodeOutputs(token_ids, best, logits)
+            outputs = outputs._replace(token_ids=self._tp.broadcast(outputs.token_ids))
+            self.inputs.table.last_token.index_copy_(0, slots, outputs.token_ids)
+        return outputs
 
     def _sample_masked(
         self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None, mask: np.ndarray | None
@@ -292,10 +300,10 @@ class TorchModelRunner(ModelRunner):
             self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled
 
-    def set_drafter(self, model: DraftModel, attention: AttentionBackend | None = None) -> None:
-        """Draft with this model after each step that asks for drafts. attention: the backend of its
-        layers; None: that of the target."""
-        self.drafts = DraftRunner(model, attention, self.inputs, self._agree)
+    def set_drafter(self, model: DraftModel, num_steps: int, attention: AttentionBackend | None = None) -> None:
+        """Draft up to `num_steps` tokens with this model after each step that asks for drafts.
+        attention: the backend of its layers; None: that of the target."""
+        self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps)
         self.inputs.selects_tokens &= not model.reads_next  # else the model reads the hidden states of all tokens
 
     def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,187 @@
+"""`DraftGraphs`: the passes of a device drafter as CUDA graphs.
+
+For each size of the decode graphs there is a graph of the first pass, over the decode graph's own
+batch, and graphs of a draw and of a further pass, over as many rows. Their inputs have fixed
+addresses; nothing waits for the device. On a CPU a pass is computed again instead of replayed. Used
+by the draft drafter. Must not know a request or a drafter by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from frame.core.drafting.draft_passes import DraftPasses, DraftRows
+from frame.core.execution.decode_graphs import capture_step, uncollected
+from frame.core.interfaces.batch import HostView
+
+if TYPE_CHECKING:
+    from frame.core.execution.decode_graphs import Captured, CapturedSize, DecodeGraphs
+    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.sampling.draft_plan import DraftingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """The first pass of one size: its batch, the states of its tokens, and the graph."""
+
+    batch: ForwardBatch
+    states: torch.Tensor
+    captured: Captured
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """The passes of one number of rows. `first`: draws from the states of the first pass; None if
+    the model does not."""
+
+    rows: DraftRows
+    batch: ForwardBatch
+    first: Captured | None
+    further: Captured | None
+
+
+class DraftGraphs:
+    """Call `capture` once; in a step that a decode graph ran `fill`, then `draft`."""
+
+    def __init__(self, passes: DraftPasses, graphs: DecodeGraphs, num_steps: int) -> None:
+        self._drafter = passes
+        self._graphs = graphs
+        self._num_steps = num_steps
+        device, most = graphs.device, graphs.most
+        self._next_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(most, num_steps, dtype=torch.int64, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._fills: dict[int, _Fill] = {}
+        self._passes: dict[int, _Passes] = {}
+
+    @property
+    def most(self) -> int:
+        """The largest number of rows that has graphs."""
+        return self._graphs.most
+
+    def capture(self) -> None:
+        """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
+        pool = self._graphs.platform.create_graph_pool()
+        with uncollected():
+            for step in reversed(self._graphs.steps):
+                self._fills[step.batch.num_rows] = fill = self._capture_fill(step, pool)
+                self._passes[step.batch.num_rows] = self._capture_passes(step, fill, pool)
+
+    def fill(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The first pass of the step that was replayed last, whose tokens all sample. token_ids:
+        int64 [tokens], drawn. -> the states of the tokens."""
+        size, host = self._graphs.replayed
+        fill, count = self._fills[size], len(token_ids)
+        self._next_ids[:count].copy_(token_ids)
+        if self._drafter.has_own_backend:
+            self._drafter.backend.replay_plan(fill.batch.plan, replace(fill.batch, host=host))
+        fill.captured.replay()
+        return fill.states[:count]
+
+    def draft(self, rows: DraftRows, plan: DraftingPlan) -> torch.Tensor:
+        """The draft of each row, int64 [rows, plan.num_tokens], valid until the next call."""
+        count = len(rows.ids)
+        passes = self._passes[self._graphs.find_size(count)]
+        _copy_rows(rows, passes.rows, self._drafter.table.padding_slot)
+        self._place.zero_()
+        num_further = plan.num_tokens
+        if passes.first is not None:
+            passes.first.replay()
+            num_further -= 1
+        if passes.further is not None and num_further:
+            self._replay_plan(passes.batch, plan)
+            for _ in range(num_further):
+                passes.further.replay()
+        return self._drafts[:count, : plan.num_tokens]
+
+    def _replay_plan(self, batch: ForwardBatch, plan: DraftingPlan) -> None:
+        """Update the plan of the further passes: to upper bounds of their lengths, since the
+        accepted counts are on the device."""
+        slots = np.full(batch.num_rows, self._drafter.table.padding_slot, np.int32)
+        lens = np.ones(batch.num_rows, np.int32)
+        count = len(plan.arrays["draft.slots"])
+        slots[:count] = plan.arrays["draft.slots"]
+        most = plan.arrays["draft.positions"] + plan.width + plan.num_tokens
+        lens[:count] = np.minimum(most, plan.arrays["draft.limits"])
+        host = HostView(slots, batch.host.query_lens, lens, batch.host.page_table)
+        self._drafter.backend.replay_plan(batch.plan, replace(batch, host=host))
+
+    def _capture_fill(self, step: CapturedSize, pool: Any) -> _Fill:
+        drafter, batch, states = self._drafter, step.batch, step.outputs.states
+        if states is None:
+            raise RuntimeError("the decode graphs have no states for a drafter")
+        if drafter.model.reads_next:
+            batch = replace(batch, token_ids=self._next_ids[: batch.num_rows])
+        plain = replace(batch, plan=drafter.backend.plan(batch))
+        if drafter.has_own_backend:
+            batch = replace(batch, plan=drafter.backend.capture_plan(batch))
+        model = drafter.model
+        (out,), captured = capture_step(
+            self._graphs.platform, pool, lambda: (model.forward(plain, states),), lambda: (model.forward(batch, states),)
+        )
+        return _Fill(batch, out, captured)
+
+    def _capture_passes(self, step: CapturedSize, fill: _Fill, pool: Any) -> _Passes:
+        drafter, size, platform = self._drafter, step.batch.num_rows, self._graphs.platform
+        rows = self._make_rows(size, fill.states)
+        batch = drafter.make_batch(rows, np.ones(size, np.int32), step.batch.host.slots)
+        first = further = None
+        if drafter.model.reads_next or not drafter.model.needs_passes:
+            self._place.zero_()
+            first = capture_step(platform, pool, lambda: self._draw(rows), lambda: self._draw(rows))[1]
+        if drafter.model.needs_passes:
+            plain, planned = (replace(batch, plan=plan(batch)) for plan in (drafter.backend.plan, drafter.backend.capture_plan))
+            batch = planned
+            self._place.zero_()
+            rows.columns.zero_()
+            further = capture_step(platform, pool, lambda: self._extend(rows, plain), lambda: self._extend(rows, planned))[1]
+        return _Passes(rows, batch, first, further)
+
+    def _make_rows(self, size: int, states: torch.Tensor) -> DraftRows:
+        """Inputs of the passes, as rows of padding."""
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=states.device)
+
+        slots = numbers(size).fill_(self._drafter.table.padding_slot)
+        temperature = torch.zeros(size, dtype=torch.float32, device=states.device)
+        keys = numbers(size, 2 * self._num_steps)
+        return DraftRows(slots, numbers(size) + 1, numbers(size), numbers(size), torch.zeros_like(states), numbers(size), temperature, keys)
+
+    def _draw(self, rows: DraftRows) -> tuple[torch.Tensor, ...]:
+        """Draw the next token of each row; without further passes, the whole draft."""
+        count = 1 if self._drafter.model.needs_passes else self._num_steps
+        for place in range(count):
+            rows.ids.copy_(self._drafter.draw(rows, place))
+            self._drafts[: len(rows.ids)].index_copy_(1, self._place, rows.ids.unsqueeze(1))
+            self._place.add_(1)
+            rows.columns.add_(1)
+        return ()
+
+    def _extend(self, rows: DraftRows, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+        """A further pass, and its draw."""
+        made = self._drafter.make_batch(rows, batch.host.seq_lens, batch.host.slots)
+        for name in ("positions", "kv_slots", "seq_lens"):
+            getattr(batch, name).copy_(getattr(made, name))
+        rows.states.copy_(self._drafter.model.forward(batch, rows.states))
+        rows.positions.add_(1)
+        return self._draw(rows)
+
+
+def _copy_rows(source: DraftRows, target: DraftRows, padding_slot: int) -> None:
+    """Copy rows to their fixed addresses. The rows after them become padding."""
+    count = len(source.ids)
+    for each in fields(source):
+        value, place = getattr(source, each.name), getattr(target, each.name)
+        if value is None:  # greedy rows need no keys
+            if each.name == "temperature":
+                place[:count].zero_()
+        elif each.name == "keys":
+            place[:count, : value.shape[1]].copy_(value)
+        else:
+            place[:count].copy_(value)
+    target.slots[count:].fill_(padding_slot)
+    target.columns[count:].zero_()

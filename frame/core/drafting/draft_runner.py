@@ -1,0 +1,109 @@
+"""`DraftRunner`: runs the model of a device drafter after each step of the target model.
+
+The first pass has the step's own tokens and fills the drafter's cache; each further pass has one
+token of each sampling row. Used by the model runner. Must not know a request or a drafter by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from frame.core.drafting.draft_graphs import DraftGraphs
+from frame.core.drafting.draft_passes import DraftPasses, DraftRows, list_lens
+from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps, SelectedTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from frame.core.execution.decode_graphs import DecodeGraphs
+    from frame.core.sampling.draft_plan import DraftingPlan
+
+
+class DraftRunner:
+    """Runs on the runner's stream and in inference mode. In a step: `add_taps`, `begin_step` after
+    the target's forward pass, then `draft` once its tokens are drawn and verified."""
+
+    def __init__(self, passes: DraftPasses, num_steps: int) -> None:
+        """num_steps: most tokens of a draft."""
+        self.model = passes.model
+        self._passes = passes
+        self._num_steps = num_steps
+        self._graphs: DraftGraphs | None = None
+        self._step: tuple[ForwardBatch, torch.Tensor] | None = None
+
+    def add_taps(self, batch: ForwardBatch) -> None:
+        """Ask the target for the hidden states that the model reads."""
+        if self.model.tapped_layers:
+            batch.extensions[HiddenStateTaps] = HiddenStateTaps(self.model.tapped_layers)
+
+    def read_states(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """What the first pass reads of a step, [tokens, width]. hidden: what the target's forward
+        pass returned."""
+        taps = batch.get(HiddenStateTaps)
+        return self.model.read_states(hidden, {} if taps is None else taps.states)
+
+    def begin_step(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """Keep the batch of a step and what the target's forward pass returned for it, [tokens,
+        hidden_size]. A decode graph keeps them itself."""
+        self._step = batch, self.read_states(batch, hidden)
+
+    def make_graphs(self, graphs: DecodeGraphs) -> DraftGraphs:
+        """The graphs of the passes after steps that these decode graphs run; the caller captures
+        them."""
+        self._graphs = DraftGraphs(self._passes, graphs, self._num_steps)
+        return self._graphs
+
+    def draft(
+        self, token_ids: torch.Tensor, counts: torch.Tensor | None, plan: DraftingPlan, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Fill the model's cache with the step, and draft. token_ids: int64 [samples], drawn.
+        counts: int64 [sampling rows], the samples of each row that are output; None: 1 each.
+        tensors: the plan's arrays. -> int64 [sampling rows, plan.num_tokens]; None without a token
+        to draft."""
+        skipped = torch.zeros_like(tensors["draft.first"]) if counts is None else counts - 1
+        last = tensors["draft.first"] + skipped
+        if self._step is not None:
+            (batch, states), self._step = self._step, None
+            states = self._fill(batch, states, token_ids, last, tensors)
+        elif self._graphs is not None:
+            states = self._graphs.fill(token_ids).index_select(0, last)
+        else:
+            raise RuntimeError("a step drafts, but its forward pass is not known")
+        if not plan.num_tokens:
+            return None
+        ids, positions = token_ids.index_select(0, last), tensors["draft.positions"] + skipped
+        rows = DraftRows(tensors["draft.slots"], tensors["draft.limits"], ids, positions, states, skipped)
+        if plan.num_drawn:
+            rows.temperature, rows.keys = tensors["draft.temperature"], tensors["draft.key"]
+        if self._graphs is not None and len(ids) <= self._graphs.most:
+            return self._graphs.draft(rows, plan)
+        return self._draft_rows(rows, plan)
+
+    def _fill(
+        self, batch: ForwardBatch, states: torch.Tensor, token_ids: torch.Tensor, last: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The first pass. last: int64 [sampling rows], the samples that are the rows' last output
+        tokens. -> the states of the tokens that these are drawn from."""
+        samples, ids = tensors["draft.samples"], batch.token_ids
+        if self.model.reads_next:
+            ids = tensors["draft.next_ids"].index_copy(0, samples, token_ids)
+        selected = SelectedTokens(samples.index_select(0, last))
+        first = replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected})
+        return self.model.forward(replace(first, plan=self._passes.backend.plan(first)) if self._passes.has_own_backend else first, states)
+
+    def _draft_rows(self, rows: DraftRows, plan: DraftingPlan) -> torch.Tensor:
+        """The passes after the first one, without graphs."""
+        model, drafts = self.model, []
+        for place in range(plan.num_tokens):
+            if model.needs_passes and (place or not model.reads_next):
+                batch = self._passes.make_batch(rows, list_lens(rows, plan, place), plan.arrays["draft.slots"].astype(np.int32))
+                rows.states = model.forward(replace(batch, plan=self._passes.backend.plan(batch)), rows.states)
+                rows.positions = rows.positions + 1
+            rows.ids = self._passes.draw(rows, place)
+            rows.columns = rows.columns + 1
+            drafts.append(rows.ids)
+        return torch.stack(drafts, 1)
