@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
         "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
         "dashboard": (f"{_HERE}.dashboard:command", "Print a Grafana dashboard of the metrics."),
+        "router": (f"{_HERE}.router:command", "Route requests to several servers."),
         "plan": (f"{_HERE}.plan:command", "Plan memory and devices of a configuration."),
         "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
         "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),

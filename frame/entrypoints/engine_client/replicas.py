@@ -25,7 +25,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 BLOCK = 128  # tokens of a prompt that are compared together
 MOST_BLOCKS = 32  # of a prompt
 MOST_PREFIXES = 65_536  # blocks remembered, the most recently used
-LOAD_WEIGHT = 0.5  # score lost by a replica with twice the mean load
+LOAD_WEIGHT = 1.0  # score lost by a replica with a mean load more than the least; less would never move a whole prompt from one of two
 SLACK = 4  # sequences; a smaller difference is no load
 READS = ("server_info", "outline_cache", "ping")  # commands that change nothing: a replica may be missing
 
@@ -35,15 +35,20 @@ class ReplicaChooser:
     less its relative load. What replicas have cached is estimated from earlier choices."""
 
     def __init__(self) -> None:
-        self._replicas: OrderedDict[int, int] = OrderedDict()  # hash of a prefix of whole blocks -> the last replica chosen for it
+        self._replicas: OrderedDict[int, int] = OrderedDict()  # hash of a prefix of whole blocks -> a bit for each replica chosen for it
 
     def choose_replica(self, prompt: Sequence[int], namespace: str, loads: Mapping[int, int]) -> int:
         """`loads`: outstanding sequences by replica, of those that take requests."""
-        blocks = list(_hash_blocks(prompt, namespace))
-        matched = dict.fromkeys(loads, 0)
+        return self.choose_by_blocks(_hash_blocks(prompt, namespace), loads)
+
+    def choose_by_blocks(self, blocks: Sequence[int], loads: Mapping[int, int]) -> int:
+        """`blocks`: a hash of each prefix of the prompt, the shortest first."""
+        matched, held = dict.fromkeys(loads, 0), -1
         for number, block in enumerate(blocks, 1):
-            if (replica := self._replicas.get(block)) in matched:
-                matched[replica] = number
+            held &= self._replicas.get(block, 0)
+            if not held:
+                break
+            matched |= {replica: number for replica in loads if held >> replica & 1}
         least, mean = min(loads.values()), sum(loads.values()) / len(loads)
 
         def score(replica: int) -> float:
@@ -52,11 +57,15 @@ class ReplicaChooser:
 
         chosen = max(loads, key=lambda replica: (score(replica), -loads[replica]))
         for block in blocks:
-            self._replicas[block] = chosen
+            self._replicas[block] = self._replicas.get(block, 0) | 1 << chosen
             self._replicas.move_to_end(block)
         while len(self._replicas) > MOST_PREFIXES:
             self._replicas.popitem(last=False)
         return chosen
+
+    def forget_replica(self, replica: int) -> None:
+        """Its cache is empty: it was started again."""
+        self._replicas = OrderedDict((block, left) for block, held in self._replicas.items() if (left := held & ~(1 << replica)))
 
 
 def _hash_blocks(prompt: Sequence[int], namespace: str) -> list[int]:

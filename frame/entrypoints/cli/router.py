@@ -1,0 +1,33 @@
+"""`frame router`: one address in front of several servers of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import click
+
+
+@click.command(help="Route requests to servers of the same model, by cached prefix and load.")
+@click.option("--replica", "replicas", multiple=True, required=True, metavar="URL", help="A server, as http://HOST:PORT; may be repeated.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=30080, show_default=True, help="Port to listen on; 0: a free one.")
+@click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Seconds between health checks.")
+@click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, show_default=True, help="Largest body of a request.")
+@click.option("--max-connections", type=click.IntRange(min=1), default=4096, show_default=True, help="Most connections of clients.")
+def command(
+    replicas: tuple[str, ...], host: str, port: int, health_interval: float, max_body_bytes: int, max_connections: int
+) -> None:
+    from frame.core.config.schema import LogSection
+    from frame.core.errors import ConfigError
+    from frame.entrypoints import logs
+    from frame.entrypoints.http.protocol.listening import bound_port
+    from frame.entrypoints.router.server import RouterSettings, check_url, route
+
+    urls = tuple(check_url(url) for url in replicas)
+    if len({*urls}) < len(urls):
+        raise ConfigError("--replica names a server twice")
+    logs.configure("router", LogSection(), logs.LogWriter())
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each request
+    listener = bound_port(host, port, "--host and --port")
+    asyncio.run(route(RouterSettings(urls, health_interval, max_body_bytes, max_connections), listener))

@@ -1,0 +1,261 @@
+"""`Proxy`: the router's ASGI application. A request goes to one replica, and its answer is passed
+on as it comes.
+
+A request is repeated on another replica only while no byte of an answer has arrived, and only if
+the replica never got it or the route keeps nothing. An answer that breaks off ends with an error
+event that names the request. Must not know how replicas are chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError
+from frame.entrypoints.logs import request_id_of
+from frame.entrypoints.router.metrics import RouterMetrics
+from frame.entrypoints.router.replicas import Backend, Backends, counted
+from frame.entrypoints.router.requests import BROADCAST, hash_prompt, is_pinned, is_repeatable, is_stored
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Headers = list[tuple[bytes, bytes]]
+# Headers of one connection (RFC 9110, section 7.6.1), and those that the next one sets itself.
+_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+     b"host", b"content-length", b"expect")
+)  # fmt: skip
+_REFUSED = (429, 503)  # the replica took nothing
+
+
+class LostError(Exception):
+    """The replica is gone. `was_sent`: it may have got the request."""
+
+    def __init__(self, reason: str, *, was_sent: bool) -> None:
+        super().__init__(reason)
+        self.was_sent = was_sent
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+@dataclass
+class RoutedRequest:
+    """One request. `gone` ends when the client leaves."""
+
+    method: str
+    target: str  # path and query
+    path: str
+    headers: Headers
+    body: bytes
+    request_id: str
+    send: Any
+    gone: asyncio.Task[None] | None = None
+    tried: set[int] = field(default_factory=set)
+
+
+class Proxy:
+    """Passes requests to replicas. `max_body`: bytes of a request."""
+
+    def __init__(self, backends: Backends, client: httpx.AsyncClient, max_body: int) -> None:
+        self.backends, self.metrics = backends, RouterMetrics(backends)
+        self._client, self._max_body = client, max_body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the router does not serve {scope['type']}")
+        path = scope["path"]
+        if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
+            await self._answer_health(send, is_live=path in ("/health/live", "/livez"))
+        elif path == "/metrics":
+            await _respond(send, 200, self.metrics.render(), b"text/plain; version=0.0.4; charset=utf-8")
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _answer_health(self, send: Any, *, is_live: bool) -> None:
+        status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self.backends.all}
+        is_ok = is_live or bool(self.backends.healthy)
+        await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        name = request_id_of(scope["headers"])
+        query = scope["query_string"]
+        target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
+        headers = [pair for pair in _kept(scope["headers"]) if pair[0] != b"x-request-id"]
+        request = RoutedRequest(scope["method"], target, scope["path"], [*headers, (b"x-request-id", name.encode())], b"", name, send)
+        try:
+            request.body = await self._read_body(receive)
+            request.gone = asyncio.create_task(_wait_gone(receive))
+            await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
+        except ClientGoneError:
+            self.metrics.count("client_gone")
+        except ApiError as error:
+            self.metrics.count("refused")
+            await _respond(send, error.status, OPENAI.body(error), retry=error.status == 503)
+        finally:
+            if request.gone is not None:
+                request.gone.cancel()
+
+    async def _read_body(self, receive: Any) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            size += len(message.get("body", b""))
+            if size > self._max_body:
+                raise ApiError(413, f"the body has more than {self._max_body} bytes, the router's --max-body-bytes")
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def _route(self, request: RoutedRequest) -> None:
+        """Send the request to a replica; to another one where that duplicates nothing."""
+        blocks = hash_prompt(request.body) if request.method == "POST" else []
+        reason, last = "no replica is healthy", None
+        while (backend := self._choose(request, blocks)) is not None:
+            request.tried.add(backend.number)
+            with counted(backend):
+                try:
+                    answer = await self._open(request, backend)
+                except LostError as error:
+                    reason = f"replica {backend.url} is lost: {error}"
+                    if error.was_sent and not is_repeatable(request.method, request.path):
+                        self.metrics.count("lost")
+                        log.warning("request %s was sent to %s, which is lost: it is not repeated", request.request_id, backend.url)
+                        raise ApiError(502, f"{reason}; it may have taken request {request.request_id}, which is not repeated") from None
+                    self.metrics.count("retried")
+                    continue
+                try:
+                    if self._should_ask_another(request, answer):
+                        last = (answer.status_code, await answer.aread(), answer.headers.get("content-type", "application/json"))
+                        continue
+                    await self._pass_on(request, backend, answer)
+                    return
+                finally:
+                    await answer.aclose()
+        if last is None:
+            raise ApiError(503, f"{reason}; try again later")
+        self.metrics.count("refused" if last[0] in _REFUSED else "answered")
+        await _respond(request.send, last[0], last[1], last[2].encode(), retry=last[0] in _REFUSED)
+
+    def _choose(self, request: RoutedRequest, blocks: list[int]) -> Backend | None:
+        if is_pinned(request.path):
+            first = self.backends.all[0]
+            return first if first.is_healthy and not request.tried else None
+        return self.backends.choose(blocks, request.tried)
+
+    def _should_ask_another(self, request: RoutedRequest, answer: httpx.Response) -> bool:
+        return answer.status_code in _REFUSED or (answer.status_code == 404 and is_stored(request.path))
+
+    async def _open(self, request: RoutedRequest, backend: Backend) -> httpx.Response:
+        """The head of a replica's answer. Raises LostError."""
+        url, content = backend.url + request.target, request.body or None
+        forwarded = self._client.build_request(request.method, url, headers=request.headers, content=content)
+        try:
+            return await self._wait(request, backend, self._client.send(forwarded, stream=True))
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            self.backends.mark_lost(backend, f"{type(error).__name__} {error}")
+            raise LostError("it does not accept connections", was_sent=False) from None
+        except (httpx.HTTPError, OSError) as error:
+            await self.backends.check(backend, is_suspect=True)
+            raise LostError(f"{type(error).__name__} {error}".strip(), was_sent=True) from None
+
+    async def _pass_on(self, request: RoutedRequest, backend: Backend, answer: httpx.Response) -> None:
+        """The answer to the client, as its bytes come."""
+        head = _kept(answer.headers.raw)
+        if "content-length" in answer.headers:
+            head.append((b"content-length", answer.headers["content-length"].encode()))
+        await request.send({"type": "http.response.start", "status": answer.status_code, "headers": head})
+        chunks = answer.aiter_raw().__aiter__()
+        while True:
+            try:
+                chunk = await self._wait(request, backend, _next(chunks))
+            except (LostError, httpx.HTTPError, OSError) as error:
+                self.metrics.count("broken")
+                await self.backends.check(backend, is_suspect=True)
+                log.warning("request %s breaks off: replica %s is lost: %s", request.request_id, backend.url, error)
+                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise ClientGoneError from None  # the server closes the connection of an answer without an end
+                chunk = _error_event(request, backend)
+                await request.send({"type": "http.response.body", "body": chunk, "more_body": False})
+                return
+            await request.send({"type": "http.response.body", "body": chunk or b"", "more_body": chunk is not None})
+            if chunk is None:
+                self.metrics.count("answered")
+                return
+
+    async def _wait(self, request: RoutedRequest, backend: Backend, what: Awaitable[T]) -> T:
+        """The result, unless the client leaves or the replica is lost before."""
+        task: asyncio.Future[T] = asyncio.ensure_future(what)
+        lost = asyncio.ensure_future(backend.lost.wait())
+        waiting: Iterable[asyncio.Future[Any]] = (task, lost, *([request.gone] if request.gone is not None else []))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if lost.done():
+                raise LostError("it does not answer", was_sent=True)
+            raise ClientGoneError
+        finally:
+            lost.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _broadcast(self, request: RoutedRequest) -> None:
+        """Send a request to every healthy replica: the first answer that is no success, or the
+        first one. A request to abort is answered by the replica that has it."""
+        found: list[httpx.Response] = []
+        for backend in self.backends.healthy:
+            with counted(backend):
+                try:
+                    answer = await self._open(request, backend)
+                except LostError as error:
+                    raise ApiError(502, f"replica {backend.url} is lost: {error}; the others may have done it") from None
+                await answer.aread()
+                found.append(answer)
+        if not found:
+            raise ApiError(503, "no replica is healthy; try again later")
+        is_abort = request.path == "/abort_request"
+        told = next((answer for answer in found if answer.is_success == is_abort), found[0])
+        self.metrics.count("answered")
+        await _respond(request.send, told.status_code, told.content, told.headers.get("content-type", "application/json").encode())
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return [(name.lower(), value) for name, value in headers if name.lower() not in _HOP]
+
+
+def _error_event(request: RoutedRequest, backend: Backend) -> bytes:
+    """The last event of an answer that broke off, in the shape of the route's dialect."""
+    sentence = f"the replica {backend.url} was lost while it answered request {request.request_id}"
+    error = {"type": "api_error", "message": sentence, "code": 502}
+    if request.path == "/v1/messages":
+        return b"event: error\ndata: " + json.dumps({"type": "error", "error": error}).encode() + b"\n\n"
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+async def _wait_gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(chunks: Any) -> bytes | None:
+    return await anext(chunks, None)
+
+
+async def _respond(send: Any, status: int, body: bytes, content_type: bytes = b"application/json", *, retry: bool = False) -> None:
+    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+    if retry:
+        headers.append((b"retry-after", str(RETRY_AFTER).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,70 @@
+"""What the router reads of a request: the beginning of its prompt, and whether it may be repeated.
+
+Pure. Must not know a replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+BLOCK = 256  # bytes of a prompt that are compared together
+MOST_BYTES = 64 * 1024  # of a prompt
+_BEFORE = ("model", "lora_path", "cache_salt", "system", "instructions", "tools")  # fields that precede the prompt in the template
+_PROMPTS = ("messages", "prompt", "input_ids", "text", "input", "inputs", "texts", "query", "content")
+# Routes that keep nothing on the server: a request that sent no byte of an answer may be repeated.
+_STATELESS = frozenset(
+    f"/{path}"
+    for path in (
+        "generate", "classify", "embed", "rerank", "score", "pooling", "tokenize", "detokenize", "invocations", "parse_function_call",
+        "separate_reasoning", "api/chat", "api/generate", "api/embed", "api/show", "v1/chat/completions", "v1/chat/completions/batch",
+        "v1/chat/completions/render", "v1/completions", "v1/completions/render", "v1/embeddings", "v1/classify", "v1/rerank",
+        "v1/score", "v1/tokenize", "v1/detokenize", "v1/messages", "v1/messages/count_tokens", "v1/moderations",
+        "v1/responses/input_tokens", "v2/embed",
+    )
+)  # fmt: skip
+# Objects that one replica stores. A replica that lacks one answers 404.
+_STORED = ("/v1/responses", "/v1/conversations")
+_PINNED = ("/v1/files", "/v1/batches")  # a batch reads a file, so both are on the first replica
+BROADCAST = frozenset(
+    ("/abort_request", "/flush_cache", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/check_integrity")
+)
+
+
+def is_repeatable(method: str, path: str) -> bool:
+    """Whether a request whose answer has not begun may be sent to another replica."""
+    return method in ("GET", "HEAD", "OPTIONS") or path in _STATELESS
+
+
+def is_stored(path: str) -> bool:
+    """Whether the request may concern an object that another replica has."""
+    return path.startswith(_STORED)
+
+
+def is_pinned(path: str) -> bool:
+    """Whether the request goes to the first replica."""
+    return path.startswith(_PINNED)
+
+
+def hash_prompt(body: bytes) -> list[int]:
+    """A hash of each prefix of whole blocks of the prompt in a JSON body; empty without one."""
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return []
+    if not isinstance(found, dict):
+        return []
+    before: list[Any] = [found.get(name) for name in _BEFORE]
+    prompt = next((found[name] for name in _PROMPTS if name in found), None)
+    if prompt is None:
+        return []
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    text = msgspec.json.encode([before, prompt])[:MOST_BYTES]
+    digest, hashes = hashlib.blake2b(digest_size=8), []
+    for start in range(0, len(text) - BLOCK + 1, BLOCK):
+        digest.update(text[start : start + BLOCK])
+        hashes.append(int.from_bytes(digest.digest(), "little"))
+    return hashes

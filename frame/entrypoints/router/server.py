@@ -1,0 +1,83 @@
+"""Runs the router: one asyncio loop, uvicorn in front, httpx behind, health checks beside.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
+from frame.entrypoints.http.protocol.listening import HttpServer, address
+from frame.entrypoints.logs import report
+from frame.entrypoints.router.proxy import Proxy
+from frame.entrypoints.router.replicas import Backends
+
+CONNECT = 3.0  # seconds to reach a replica
+IDLE = 30.0  # seconds that a connection to a replica is kept: less than a server keeps it
+HEAD = 30.0  # seconds that a client has for a request's head, and to read
+DRAIN = 30.0  # seconds that requests have to finish after a signal
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """`urls`: of the replicas. `health_interval`: seconds. `max_body`: bytes of a request."""
+
+    urls: tuple[str, ...]
+    health_interval: float
+    max_body: int
+    max_connections: int
+
+
+def check_url(url: str) -> str:
+    """The address of a replica. Raises ConfigError unless it is http(s)://host[:port]."""
+    parts = urlsplit(url)
+    try:
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+        _ = parts.port
+    except ValueError:
+        is_valid = False
+    if not is_valid or parts.username is not None:
+        raise ConfigError(f"--replica is {url!r}; write http://HOST:PORT or https://HOST:PORT")
+    return url.rstrip("/")
+
+
+async def route(settings: RouterSettings, listener: socket.socket) -> None:
+    """Route requests until SIGINT or SIGTERM; a second signal does not wait for those that run."""
+    stop, now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    raise_file_limit(2 * settings.max_connections)
+    timeout = httpx.Timeout(None, connect=CONNECT)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE)
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
+        backends = Backends(settings.urls, client, settings.health_interval)
+        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        server = HttpServer(Proxy(backends, client, settings.max_body), ConnectionLimits(settings.max_connections, HEAD))
+        serving = asyncio.create_task(server.serve([listener]))
+        watching = asyncio.create_task(backends.watch())
+        await server.listening.wait()
+        report(f"ready on http://{address(*listener.getsockname()[:2])}, {len(backends.healthy)} of {len(backends.all)} replicas healthy")
+        await stop.wait()
+        for each in server.servers:
+            each.close()  # no more connections
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN):
+                while any(backend.outstanding for backend in backends.all) and not now.is_set():  # noqa: ASYNC110 - two conditions
+                    await asyncio.sleep(0.05)
+        watching.cancel()
+        server.should_exit = server.force_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(serving, 2.0)

@@ -1,0 +1,326 @@
+"""`frame router` in front of replicas that answer real HTTP: hit rate, a replica that dies, hangs
+or refuses, and what may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from frame.core.errors import ConfigError
+from frame.entrypoints.cli.main import cli
+from frame.entrypoints.http.protocol.connections import ConnectionLimits
+from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
+from frame.entrypoints.router.metrics import RouterMetrics
+from frame.entrypoints.router.proxy import Proxy
+from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.router.requests import hash_prompt, is_repeatable
+from frame.entrypoints.router.server import check_url
+
+CACHE = 400  # prefixes of 256 bytes that a replica keeps
+
+
+class FakeReplica:
+    """A server with a prefix cache. A prompt's time follows from what the cache lacks. The kind
+    `die` ends the server before an answer, `break` in the middle of one, `hang` never answers."""
+
+    def __init__(self, slowness: float = 0.0) -> None:
+        self.slowness, self.status = slowness, 200
+        self.cache: OrderedDict[int, None] = OrderedDict()
+        self.hits = self.blocks = self.requests = self.running = self.most = 0
+        self.keys: list[str] = []
+        self.url, self._server, self._task = "", None, None  # type: ignore[var-annotated]
+
+    async def start(self) -> None:
+        listener = bound_port("127.0.0.1", 0, "")
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = HttpServer(self, ConnectionLimits(256, 30.0))
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        await self._server.listening.wait()
+
+    async def kill(self) -> None:
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        self._server.should_exit = self._server.force_exit = True
+        self._task.cancel()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive()).get("body", b"")
+        if scope["path"] == "/health":
+            await self._send(send, self.status if self.status != 429 else 200, b"{}")
+            return
+        self.requests += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.keys.append(dict(scope["headers"]).get(b"authorization", b"").decode())
+        try:
+            await self._answer(scope, body, send)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, scope: Any, body: bytes, send: Any) -> None:
+        if self.status != 200:
+            await self._send(send, self.status, b'{"error": {"message": "full"}}')
+            return
+        if scope["path"].startswith("/v1/responses"):
+            await self._send(send, 404, b'{"error": {"message": "no such response"}}')
+            return
+        prompt = hash_prompt(body)
+        missing = [block for block in prompt if block not in self.cache]
+        self.hits, self.blocks = self.hits + len(prompt) - len(missing), self.blocks + len(prompt)
+        for block in prompt:
+            self.cache[block] = None
+            self.cache.move_to_end(block)
+        while len(self.cache) > CACHE:
+            self.cache.popitem(last=False)
+        await asyncio.sleep(self.slowness * (1 + len(missing)))
+        kind = json.loads(body).get("kind") if body else None
+        if kind == "hang":
+            await asyncio.sleep(60)
+        if kind == "die":
+            self._dying = asyncio.create_task(self.kill())
+            await asyncio.sleep(60)
+        stream = kind == "break" or b'"stream":true' in body.replace(b" ", b"")
+        content_type = b"text/event-stream" if stream else b"application/json"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
+        for number in range(3):
+            await send({"type": "http.response.body", "body": b"data: {\"token\": %d}\n\n" % number, "more_body": True})
+            await asyncio.sleep(0.002)
+        if kind == "break":
+            self._dying = asyncio.create_task(self.kill())
+            await asyncio.sleep(60)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _send(self, send: Any, status: int, body: bytes) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": body})
+
+
+@asynccontextmanager
+async def routed(*replicas: FakeReplica) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
+    """A client of a router over the replicas."""
+    await asyncio.gather(*(replica.start() for replica in replicas))
+    async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=3.0), limits=httpx.Limits(max_connections=None)) as behind:
+        backends = Backends([replica.url for replica in replicas], behind, interval=0.2)
+        proxy = Proxy(backends, behind, max_body=1 << 20)
+        listener = bound_port("127.0.0.1", 0, "")
+        server = HttpServer(proxy, ConnectionLimits(512, 30.0))
+        serving = asyncio.create_task(server.serve([listener]))
+        await server.listening.wait()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as client:
+            yield client, backends, proxy.metrics
+        server.should_exit = server.force_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+    for replica in replicas:
+        await replica.kill()
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(main(), 50))  # type: ignore[arg-type]
+
+
+def chat(*contents: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text} for text in contents], **fields}
+
+
+async def talk(client: httpx.AsyncClient, turns: int, size: int, draw: random.Random) -> None:
+    contents: list[str] = []
+    for _ in range(turns):
+        contents.append("".join(draw.choices("abcdefgh", k=size)))
+        answer = await client.post("/v1/chat/completions", json=chat(*contents))
+        assert answer.status_code == 200
+
+
+def test_turns_of_conversations_hit_the_cache() -> None:
+    """Three replicas hit as often as one with three times the cache; by turns they hit a third of
+    it."""
+
+    async def hit_rate(count: int, by_turns: bool) -> float:
+        replicas = [FakeReplica() for _ in range(count)]
+        async with routed(*replicas) as (client, backends, _):
+            if by_turns:
+                order = iter(range(1 << 30))
+                backends.choose = lambda blocks, tried=(): backends.all[next(order) % count]  # type: ignore[method-assign]
+            draw = random.Random(5)
+            await asyncio.gather(*(talk(client, 6, 700, draw) for _ in range(12)))
+        return sum(replica.hits for replica in replicas) / sum(replica.blocks for replica in replicas)
+
+    async def main() -> None:
+        alone, routed_rate, by_turns = await hit_rate(1, False), await hit_rate(3, False), await hit_rate(3, True)
+        assert routed_rate >= 0.95 * alone
+        assert by_turns < 0.8 * alone
+
+    run(main)
+
+
+def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
+    """One prefix for all requests: every replica gets it, and their loads are even."""
+
+    async def main() -> None:
+        replicas = [FakeReplica(slowness=0.01), FakeReplica(slowness=0.01)]
+        async with routed(*replicas) as (client, _, _):
+            hot = "the same beginning " * 200
+            await asyncio.gather(*(client.post("/v1/chat/completions", json=chat(hot, str(n))) for n in range(120)))
+        shares = sorted(replica.requests for replica in replicas)
+        assert shares[1] <= 1.05 * 60 + 4  # the difference of loads that counts as none
+        assert min(replica.hits / replica.blocks for replica in replicas) > 0.9
+
+    run(main)
+
+
+def test_a_slow_replica_gets_fewer_requests() -> None:
+    async def main() -> None:
+        fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.08)
+        async with routed(slow, fast) as (client, _, _):
+            async def one_after_another(worker: int) -> None:
+                for number in range(12):
+                    await client.post("/v1/completions", json={"prompt": f"{worker} {number} " + "x" * 300})
+
+            await asyncio.gather(*(one_after_another(worker) for worker in range(8)))
+        assert slow.requests < 0.5 * fast.requests
+
+    run(main)
+
+
+def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
+    """The replica dies under load: requests without a byte of an answer are repeated, a stream that
+    has begun ends with an error event that names it."""
+
+    async def main() -> None:
+        dying, other = FakeReplica(slowness=0.05), FakeReplica(slowness=0.005)
+        async with routed(dying, other) as (client, backends, metrics):
+            waiting = [asyncio.create_task(client.post("/v1/chat/completions", json=chat(f"{n}"))) for n in range(20)]
+            broken = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="break", stream=True), {"x-request-id": "mine"}))
+            answers = await asyncio.gather(*waiting)
+            assert [answer.status_code for answer in answers] == [200] * 20
+            text = (await broken).text
+            assert text.count("data: {\"token\"") == 3
+            assert "request mine" in text.split("\n\n")[-2]
+            assert not backends.all[0].is_healthy
+            assert b'frame_router_requests_total{outcome="broken"} 1.0' in metrics.render()
+            health = (await client.get("/health")).json()["replicas"]
+            assert sorted(health.values()) == ["ok", "unhealthy"]
+
+    run(main)
+
+
+async def _post_to(backends: Backends, client: httpx.AsyncClient, number: int, body: Any, headers: dict[str, str]) -> httpx.Response:
+    """A request that the router sends to the replica `number`."""
+    choose = backends.choose
+
+    def pinned(blocks: Any, tried: Any = ()) -> Any:
+        backends.choose = choose  # type: ignore[method-assign]
+        return backends.all[number]
+
+    backends.choose = pinned  # type: ignore[method-assign]
+    return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def test_what_a_replica_may_have_begun_is_repeated_only_if_it_keeps_nothing() -> None:
+    async def main() -> None:
+        dying, other = FakeReplica(), FakeReplica()
+        async with routed(dying, other) as (client, backends, _):
+            backends.choose = lambda blocks, tried=(): next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
+            answer = await client.post("/v1/conversations", json={"kind": "die"}, headers={"x-request-id": "mine"})
+            assert answer.status_code == 502
+            assert "request mine, which is not repeated" in answer.json()["error"]["message"]
+            assert other.requests == 0
+        dying, other = FakeReplica(), FakeReplica()
+        async with routed(dying, other) as (client, backends, _):
+            await dying.kill()  # it never gets the request
+            assert (await client.post("/v1/conversations", json={})).status_code == 200
+            assert other.requests == 1
+
+    run(main)
+
+
+def test_a_hanging_replica_is_left_by_requests_that_wait() -> None:
+    async def main() -> None:
+        hanging, other = FakeReplica(), FakeReplica()
+        async with routed(hanging, other) as (client, backends, _):
+            task = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="hang"), {}))
+            await asyncio.sleep(0.1)
+            hanging.status = 503
+            for _ in range(2):
+                await backends.check(backends.all[0])
+            await asyncio.sleep(0.1)
+            assert other.requests == 1  # repeated there, where it hangs as well
+            task.cancel()
+            hanging.status = 200
+            await backends.check(backends.all[0])
+            assert backends.all[0].is_healthy
+
+    run(main)
+
+
+def test_a_refusing_replica_is_passed_over_and_the_last_refusal_passed_on() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        first.status = 429
+        async with routed(first, second) as (client, _, _):
+            for _ in range(6):
+                assert (await client.post("/generate", json={"text": "a"})).status_code == 200
+            second.status = 429
+            answer = await client.post("/generate", json={"text": "a"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            second.status = first.status = 200
+            assert (await client.get("/v1/responses/resp_1")).status_code == 404
+            assert first.requests + second.requests >= 10  # both were asked for the response
+
+    run(main)
+
+
+def test_keys_are_passed_on_and_large_bodies_refused() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, _, _):
+            await client.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer secret"})
+            assert replica.keys == ["Bearer secret"]
+            answer = await client.post("/v1/completions", content=b"x" * (2 << 20))
+            assert answer.status_code == 413
+            assert replica.requests == 1
+        assert "--max-body-bytes" in answer.json()["error"]["message"]
+
+    run(main)
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, backends, _):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/generate", json={"text": "x", "kind": "hang"}, timeout=0.2)
+            await asyncio.sleep(0.1)
+            assert backends.all[0].outstanding == 0
+
+    run(main)
+
+
+def test_prompts_are_compared_from_their_beginning() -> None:
+    first, second = (hash_prompt(json.dumps(chat("a" * 600, extra)).encode()) for extra in ("b" * 600, "c" * 600))
+    assert first[:2] == second[:2]
+    assert first[-1] != second[-1]
+    assert hash_prompt(json.dumps(chat("a" * 600, model="other")).encode())[0] != first[0]
+    assert hash_prompt(b"no JSON") == hash_prompt(b"[]") == hash_prompt(b"{}") == []
+    assert is_repeatable("POST", "/v1/chat/completions")
+    assert not is_repeatable("POST", "/v1/responses")
+
+
+def test_wrong_addresses_are_refused() -> None:
+    assert check_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000"
+    for wrong in ("127.0.0.1:8000", "ftp://host", "http://", "http://host/v1", "http://user:secret@host", "http://host:99999"):
+        with pytest.raises(ConfigError, match="write http://HOST:PORT"):
+            check_url(wrong)
+    twice = CliRunner().invoke(cli, ["router", "--replica", "http://a:1", "--replica", "http://a:1/"])
+    assert (twice.exit_code, "twice" in twice.output) == (78, True)
