@@ -245,7 +245,7 @@ def models() -> str:
                 "no" if names is None else "yes",
                 _yes(able.graphs and not able.encoder),
                 "none" if able.encoder else ", ".join(groups),
-                "not loaded" if able.draft_layers else "none",
+                "`mtp`" if able.draft_layers else "none",
                 checked,
             ]
         )
@@ -257,9 +257,9 @@ def models() -> str:
         "of the installed transformers, over the paged cache. `tp`: `parallel.tp` above 1. `quantization`: the "
         "weight formats of [quantization](quantization.md). `graphs`: CUDA graphs. `cache groups`: what layers may store, keys "
         "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, or in a sidecar the keys of an "
-        "indexer. `draft layers`: layers for "
-        "multi-token prediction in a checkpoint. `checked against`: tests compare the logits and the greedy tokens of small "
-        "random checkpoints in float32. A `ForConditionalGeneration` checkpoint is served without its image and audio encoders."),
+        "indexer. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. `checked against`: "
+        "tests compare the logits and the greedy tokens of small random checkpoints in float32. A "
+        "`ForConditionalGeneration` checkpoint is served without its image and audio encoders."),
         table(head, rows),
     ]) + "\n"  # fmt: skip
 

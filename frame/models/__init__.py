@@ -73,7 +73,7 @@ _RECURRENT = ("kimi_linear", "nemotron_h", "qwen3_next")
 _WINDOWED = (
     "cohere", "gemma3", "gemma4", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
 )  # fmt: skip
-_DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "minimax_m2", "nemotron_h", "qwen3_next")
+_DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
     (

@@ -10,7 +10,7 @@ from torch import nn
 
 from frame.core.errors import ConfigurationError
 from frame.models.layers.attention import Attention, AttentionOptions
-from frame.models.layers.decoder import Decoder, MixerLayer
+from frame.models.layers.decoder import Decoder, DraftNames, MixerLayer
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.mamba2 import Mamba2, MambaSizes
 from frame.models.layers.mlp import PlainMLP
@@ -31,7 +31,7 @@ _RENAMED = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "
 
 class NemotronHForCausalLM(Decoder):
     """`layers_block_type`, or the letters of `hybrid_override_pattern`, say what each layer is.
-    Multi-token-prediction layers are not loaded."""
+    Those of a prediction module have a list of their own."""
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r"mtp\.",)
 
@@ -47,18 +47,33 @@ class NemotronHForCausalLM(Decoder):
             )
         self.sizes = MambaSizes.read_config(config)
         self.positions = StepPositions(self.sizes.width)
-        kinds = config.get("layers_block_type") or [_PATTERN[letter] for letter in config["hybrid_override_pattern"]]
-        self.kinds = [_NAMES.get(kind, kind) for kind in kinds]
+        self.kinds = _read_kinds(config.get("layers_block_type") or config["hybrid_override_pattern"])
+        self.draft_kinds = _read_kinds(config.get("mtp_layers_block_type") or config.get("mtp_hybrid_override_pattern") or "*E")
         return Rotary(self.context, self.model_config.head_dim, {**read_rope_parameters(self.model_config), "rope_type": "none"})
 
     def build_layer(self, index: int, prefix: str) -> nn.Module:
-        kind, name = self.kinds[index], f"{prefix}.mixer"
+        return self._build_kind(self.kinds[index], index, prefix)
+
+    def find_draft_names(self) -> DraftNames:
+        layers = [f"mtp.layers.{place}" for place in range(len(self.draft_kinds))]
+        first, last = layers[0], layers[-1]
+        return DraftNames("mtp.", f"{first}.enorm", f"{first}.hnorm", f"{first}.eh_proj", f"{last}.final_layernorm", tuple(layers))
+
+    def build_draft_layer(self, index: int, prefix: str) -> nn.Module:
+        kind = self.draft_kinds[int(prefix.rpartition(".")[2])]
+        if kind == "linear_attention":
+            raise ConfigurationError("a prediction module with recurrent layers is not implemented: choose another speculative.algorithm")
+        return self._build_kind(kind, index, prefix)
+
+    def _build_kind(self, kind: str, index: int, prefix: str) -> nn.Module:
+        name = f"{prefix}.mixer"
         norm = self.build_norm(f"{prefix}.norm")
         if kind == "linear_attention":
             return MixerLayer(norm, Mamba2(self.context, index, name, self.sizes, self.positions), mixes_tokens=True)
         if kind == "full_attention":
             return MixerLayer(norm, self.build_attention(index, name), mixes_tokens=True)
-        return MixerLayer(norm, self.build_mlp(index, name), mixes_tokens=False)
+        part = self._build_experts(name) if kind == "moe" else self.build_mlp(index, name)
+        return MixerLayer(norm, part, mixes_tokens=False)
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         bias = bool(self.model_config.config.get("attention_bias", False))
@@ -68,8 +83,11 @@ class NemotronHForCausalLM(Decoder):
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         bias = bool(config.get("mlp_bias", False))
-        if self.kinds[layer] == "mlp":
-            return PlainMLP(self.context, prefix, hidden, config["intermediate_size"], bias, squared_relu)
+        return PlainMLP(self.context, prefix, hidden, config["intermediate_size"], bias, squared_relu)
+
+    def _build_experts(self, prefix: str) -> nn.Module:
+        config, hidden = self.model_config.config, self.model_config.hidden_size
+        bias = bool(config.get("mlp_bias", False))
         sizes = ExpertSizes(
             self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False
         )
@@ -86,3 +104,9 @@ class NemotronHForCausalLM(Decoder):
         for name, tensor in weights:
             found = next((prefix for prefix in _RENAMED if name.startswith(prefix)), None)
             yield (name if found is None else _RENAMED[found] + name.removeprefix(found)), tensor
+
+
+def _read_kinds(listed: list[str] | str) -> list[str]:
+    """The kinds of layers, from their names or letters."""
+    kinds = [_PATTERN[letter] for letter in listed] if isinstance(listed, str) else listed
+    return [_NAMES.get(kind, kind) for kind in kinds]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import nn
 
 from frame.models.layers.attention import Attention, AttentionOptions
-from frame.models.layers.decoder import Decoder, DecoderLayer
+from frame.models.layers.decoder import Decoder, DecoderLayer, DraftNames
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.gated_delta import DeltaSizes, GatedDeltaNet
 from frame.models.layers.mlp import GatedMLP
@@ -28,8 +28,8 @@ _ROTATED = 0.25  # share of a head that rotates, unless the config says otherwis
 
 
 class Qwen3NextForCausalLM(Decoder):
-    """Qwen3-Next stores the projections of its linear attention by key head. Images and
-    multi-token-prediction modules (`mtp`) are not loaded."""
+    """Qwen3-Next stores the projections of its linear attention by key head. Images are
+    not loaded."""
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r"(?:model\.)?mtp\.",)
 
@@ -50,10 +50,18 @@ class Qwen3NextForCausalLM(Decoder):
         kinds = config.get("layer_types")
         interval = config.get("full_attention_interval") or _INTERVAL
         is_linear = kinds[index] == "linear_attention" if kinds else bool((index + 1) % interval)
-        if is_linear:
-            mixer: nn.Module = GatedDeltaNet(self.context, index, f"{prefix}.linear_attn", self.sizes, self.positions)
-        else:
-            mixer = self.build_attention(index, f"{prefix}.self_attn")
+        if not is_linear:
+            return self.build_draft_layer(index, prefix)
+        mixer = GatedDeltaNet(self.context, index, f"{prefix}.linear_attn", self.sizes, self.positions)
+        return self._build_with(mixer, index, prefix)
+
+    def find_draft_names(self) -> DraftNames:
+        return DraftNames("mtp.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", ("mtp.layers.0",))
+
+    def build_draft_layer(self, index: int, prefix: str) -> nn.Module:
+        return self._build_with(self.build_attention(index, f"{prefix}.self_attn"), index, prefix)
+
+    def _build_with(self, mixer: nn.Module, index: int, prefix: str) -> nn.Module:
         norms = [self.build_norm(f"{prefix}.{name}") for name in ("input_layernorm", "post_attention_layernorm")]
         return DecoderLayer(norms[0], mixer, norms[1], self.build_mlp(index, f"{prefix}.mlp"))
 

@@ -20,7 +20,8 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 _DEEPSEEK = {**_MOE, **_MLA, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 
-_DSA = {**_DEEPSEEK, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 12, "norm_topk_prob": True}
+# with few heads, ReLU gives several keys the score 0, and any of them may be selected
+_DSA = {**_DEEPSEEK, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 12, "norm_topk_prob": True}
 _DELTA = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention"],

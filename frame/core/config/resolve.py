@@ -422,7 +422,7 @@ class _Solver:
         requirements = DrafterRequirements(
             device=self.device,
             draft_model=config.draft_model_path is not None,
-            draft_layers=int(self.model_config.config.get("num_nextn_predict_layers") or 0),
+            draft_layers=self.model_config.num_draft_layers,
             pp=self.config.parallel.pp,
             compatible=self._compatible,
         )

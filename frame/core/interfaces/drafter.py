@@ -62,7 +62,7 @@ class DrafterCapabilities:
         if requirements.draft_model and not self.needs_draft_model:
             return [Reason("it reads no draft model; leave speculative.draft_model_path open")]
         if self.needs_draft_layers and not requirements.draft_layers:
-            return [Reason("it reads multi-token-prediction layers, and the checkpoint's config.json has no num_nextn_predict_layers")]
+            return [Reason("it reads multi-token-prediction layers; config.json has no num_nextn_predict_layers or mtp_num_hidden_layers")]
         if self.runs_on == "device" and requirements.pp > 1:
             return [Reason("it drafts on the device, which stages cannot share", "parallel.pp: 1")]
         return []

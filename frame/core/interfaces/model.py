@@ -108,6 +108,12 @@ class ModelConfig:
     chat_template: str = ""  # its source; shows how the model writes tool calls and reasoning
 
     @property
+    def num_draft_layers(self) -> int:
+        """Multi-token-prediction modules of the checkpoint, which only a drafter uses."""
+        names = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        return next((int(self.config[name]) for name in names if self.config.get(name)), 0)
+
+    @property
     def num_labels(self) -> int:
         return max(1, len(self.labels))
 
@@ -132,7 +138,7 @@ class ModelCapabilities:
     sparse: bool = False  # its layers attend to selected keys
     recurrent: bool = False  # some layers keep a state for each sequence instead of keys
     windows: bool = False  # layers may have sliding windows
-    draft_layers: bool = False  # checkpoints may have layers for a drafter, which the model does not load
+    draft_layers: bool = False  # checkpoints may have a multi-token-prediction module, for a drafter
     biased_experts: bool = False  # its experts have biases or an activation of their own, see `MoERunner`
     graphs: bool = True
 

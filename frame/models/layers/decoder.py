@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -169,6 +170,19 @@ def _add_residual(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | N
     return stream, stream
 
 
+@dataclass(frozen=True, slots=True)
+class DraftNames:
+    """Checkpoint names of a multi-token-prediction module: of its tensors' prefix, the norms of the
+    embedding and of the hidden state, the projection of both, the last norm, and its layers."""
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    last_norm: str
+    layers: tuple[str, ...]
+
+
 class Decoder(CausalLM, nn.Module):
     """A causal decoder of `model_config.num_layers` layers. Subclasses implement `build_attention`
     and `build_mlp`."""
@@ -213,6 +227,18 @@ class Decoder(CausalLM, nn.Module):
             self.build_norm(f"{prefix}.post_attention_layernorm"),
             self.build_mlp(index, f"{prefix}.{self.mlp_name}"),
         )
+
+    def find_draft_names(self) -> DraftNames:
+        """The names of the checkpoint's first multi-token-prediction module; by default those of
+        DeepSeek-V3, whose module is the layer after the last one."""
+        prefix = f"model.layers.{self.model_config.num_layers}"
+        return DraftNames(
+            f"{prefix}.", f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.eh_proj", f"{prefix}.shared_head.norm", (prefix,)
+        )
+
+    def build_draft_layer(self, index: int, prefix: str) -> nn.Module:
+        """Build a layer of that module. `index`: of its cache; `prefix`: of `DraftNames.layers`."""
+        return self.build_layer(index, prefix)
 
     def build_rotary(self) -> Rotary:
         """Build the rotary embedding that all layers share."""
@@ -263,7 +289,7 @@ class Decoder(CausalLM, nn.Module):
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self.map_weights(self._renamed(weights)), self.get_ignored())
+        return load_parameters(self, self.map_weights(self.rename_weights(weights)), self.get_ignored())
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         """The checkpoint's tensors under the names that the layers bind, for checkpoints that store
@@ -303,7 +329,7 @@ class Decoder(CausalLM, nn.Module):
         return Head(context, "lm_head", model_config.vocab_size, model_config.hidden_size, self.embed_tokens if self.tied else None)
 
     @staticmethod
-    def _renamed(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+    def rename_weights(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """Add the prefix `model.` to the names of a checkpoint of the body alone, as embedding
         models are often saved, and remove that of a language model with image or audio encoders."""
         for name, tensor in weights:
@@ -318,6 +344,5 @@ class Decoder(CausalLM, nn.Module):
 def match_draft_layers(model_config: ModelConfig) -> str:
     """A regular expression of the layers after the last one: multi-token-prediction modules, which
     only a drafter uses."""
-    extra = model_config.config.get("num_nextn_predict_layers") or model_config.config.get("num_mtp_layers") or 0
-    layers = "|".join(str(model_config.num_layers + index) for index in range(max(int(extra), 1)))
+    layers = "|".join(str(model_config.num_layers + index) for index in range(max(model_config.num_draft_layers, 1)))
     return rf"model\.layers\.(?:{layers})\."

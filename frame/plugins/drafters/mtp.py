@@ -1,7 +1,7 @@
-"""`mtp`: drafts with the multi-token-prediction layer of the target's checkpoint (DeepSeek-V3,
+"""`mtp`: drafts with the multi-token-prediction module of the target's checkpoint (DeepSeek-V3,
 arXiv 2412.19437, section 2.2).
 
-The layer predicts the token after next from the target's hidden state and the next token. For
+The module predicts the token after next from the target's hidden state and the next token. For
 further tokens it reads its own output instead of the target's hidden state. Embedding and head are
 the target's.
 """
@@ -38,21 +38,20 @@ class MtpDrafter(DeviceDrafter):
 
 
 class PredictionLayer(DraftModel, nn.Module):
-    """enorm(embedding) and hnorm(hidden state), projected to one hidden state; a layer of the
-    target's kind; a norm before the target's head."""
+    """enorm(embedding) and hnorm(hidden state), projected to one hidden state; layers of the
+    target's kinds; a norm before the target's head."""
 
     def __init__(self, context: DraftModelContext) -> None:
         super().__init__()
         target, build, layer = context.target, context.context, context.first_layer
         if not isinstance(target, Decoder) or target.head is None:
             raise ConfigurationError(f"{type(target).__name__} has no layers that mtp can draft with; choose another speculative.algorithm")
-        self._prefix = f"model.layers.{target.model_config.num_layers}"
-        hidden = target.model_config.hidden_size
-        self.enorm = target.build_norm(f"{self._prefix}.enorm")
-        self.hnorm = target.build_norm(f"{self._prefix}.hnorm")
-        self.eh_proj = ReplicatedLinear(build, (f"{self._prefix}.eh_proj",), 2 * hidden, (hidden,))
-        self.layer = target.build_layer(layer, self._prefix)
-        self.norm = target.build_norm(f"{self._prefix}.shared_head.norm")
+        names, hidden = target.find_draft_names(), target.model_config.hidden_size
+        self._prefix = names.prefix
+        self.enorm, self.hnorm = target.build_norm(names.embedding_norm), target.build_norm(names.hidden_norm)
+        self.eh_proj = ReplicatedLinear(build, (names.projection,), 2 * hidden, (hidden,))
+        self.layers = nn.ModuleList(target.build_draft_layer(layer + place, name) for place, name in enumerate(names.layers))
+        self.norm = target.build_norm(names.last_norm)
         self._target = (target,)  # in a tuple, so that its parameters are not those of this module
         self._rotary = target.get_rotary(layer)
 
@@ -60,13 +59,17 @@ class PredictionLayer(DraftModel, nn.Module):
         embedded = self._target[0].embed(batch.token_ids)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), -1))
         rows = None if self._rotary.fused else self._rotary.gather_rows(batch.positions)
-        selected = batch.get(SelectedTokens)
-        x, residual = self.layer(x, None, rows, batch, None if selected is None else selected.indices)
+        selected, residual = batch.get(SelectedTokens), None
+        *body, last = self.layers
+        for layer in body:
+            x, residual = layer(x, residual, rows, batch)
+        x, residual = last(x, residual, rows, batch, None if selected is None else selected.indices)
         return self.norm.add_residual(x, residual)[0] if len(x) else x
 
     def compute_logits(self, states: torch.Tensor, place: int) -> torch.Tensor:
         return self._target[0].compute_logits(states)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        own = (each for each in weights if each[0].startswith(f"{self._prefix}."))
-        return load_parameters(self, own, (r".*\.(?:embed_tokens|shared_head\.head)\.", r".*rotary_emb\.inv_freq$"))
+        (target,) = self._target
+        own = (each for each in target.rename_weights(weights) if each[0].startswith(self._prefix))
+        return load_parameters(self, target.map_weights(own), (r".*\.(?:embed_tokens|shared_head\.head)\.", r".*rotary_emb\.inv_freq$"))
