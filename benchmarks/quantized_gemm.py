@@ -61,6 +61,7 @@ def make(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, copies: i
         weight.scales = (weight.scales.float() * inputs**0.5).to(torch.float8_e4m3fn)
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.cuda())
+    weight.rounds_inputs = scheme.codes == "int8"
     return [weight, *(replace(weight, codes=weight.codes.clone()) for _ in range(copies - 1))]
 
 

@@ -155,6 +155,16 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         summary="4-bit weights, unquantized activations: CUDA kernels of humming-kernels, compiled on first use.",
     )
     registry.add(
+        "int8",
+        "frame.quantization.gemm.int8:Int8Kernel",
+        capabilities=TritonCapabilities(
+            devices=("cuda",), speeds=(Speed("int8", 64, 1.5), Speed("int8", 0, 1.2)), dtypes=_LOW, min_compute_capability=(8, 0)
+        ),
+        requires=("triton>=3.4",),
+        rank=90,
+        summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's products. Activations are rounded per token.",
+    )
+    registry.add(
         "cpu_int8",
         "frame.quantization.gemm.cpu_int8:Int8CpuKernel",
         capabilities=GemmCapabilities(devices=("cpu",), speeds=(Speed("int8", 8, 1.4), Speed("int8", 0, 0.4))),

@@ -78,7 +78,9 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     if kind == "float" and bits == 4 and size == MX_GROUP:
         return Fp4Layer("weight_packed", "weight_scale", MX_GROUP)
     if kind == "int" and strategy in _INTEGER:
-        layout = IntegerLayer(dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric)
+        layout = IntegerLayer(
+            dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric, _rounds_inputs(group)
+        )
         if stored == "pack-quantized" and bits in _PACKED_BITS:
             return PackedLayer(layout, weights.get("actorder") in ("group", True))
         if stored in ("int-quantized", "naive-quantized") and bits == 8:
@@ -88,16 +90,24 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     )
 
 
+def _rounds_inputs(group: Mapping[str, Any]) -> bool:
+    """Whether activations are quantized to symmetric int8."""
+    inputs = group.get("input_activations") or {}
+    return inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int" and bool(inputs.get("symmetric", True))
+
+
 @dataclass(frozen=True, slots=True)
 class IntegerLayer(LayerFormat):
     """`weight` int8 [outputs, inputs], `weight_scale`, and `weight_zero_point` int8 unless
-    `symmetric`: per `group` inputs, per output (0), or, with `single`, one for the layer."""
+    `symmetric`: per `group` inputs, per output (0), or, with `single`, one for the layer.
+    `rounds_inputs`: see `PackedWeight`."""
 
     dtype: torch.dtype
     bits: int
     group: int
     single: bool
     symmetric: bool
+    rounds_inputs: bool = False
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         tensors = {"weight": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "weight_scale": self.list_scale(torch.float32)}
@@ -116,7 +126,9 @@ class IntegerLayer(LayerFormat):
         if self.single:
             scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
         unsigned = None if zeros is None else zeros.view(torch.uint8) ^ 128
-        return Integers(8, codes.view(torch.uint8) ^ 128, scales, unsigned).pack(self.dtype)
+        packed = Integers(8, codes.view(torch.uint8) ^ 128, scales, unsigned).pack(self.dtype)
+        packed.rounds_inputs = self.rounds_inputs
+        return packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,4 +11,4 @@ class W8A8Int8(OneLayout):
     """`weight` int8 and `weight_scale` [outputs, 1]."""
 
     def make_layout(self) -> LayerFormat:
-        return IntegerLayer(self.context.dtype, 8, 0, single=False, symmetric=True)
+        return IntegerLayer(self.context.dtype, 8, 0, single=False, symmetric=True, rounds_inputs=True)

@@ -82,13 +82,16 @@ class Case:
     def __init__(self, subject: Subject, dtype: torch.dtype, scheme: WeightScheme, outer: bool) -> None:
         self.device, self.dtype, self.scheme, self.outer = subject.setting.device, dtype, scheme, outer
         self.kernel: GemmKernel = subject.target(build_context(torch.device(self.device), dtype, 16), subject.options)
-        self.tolerance = ROUNDED if scheme.codes == "e4m3" and dtype != torch.float32 else TOLERANCE[dtype]
+        self.tolerance = TOLERANCE[dtype]
+        if dtype != torch.float32 and scheme.codes in ("e4m3", "int8"):
+            self.tolerance = ROUNDED if scheme.codes == "e4m3" else TOLERANCE[torch.bfloat16]
 
     def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
         """A weight that the kernel takes."""
         weight = make_weight(self.scheme, outputs, inputs, experts=experts, outer=self.outer, dtype=self.dtype, seed=seed)
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.to(self.device))
+        weight.rounds_inputs = self.scheme.codes == "int8"
         obstacle = self.kernel.find_obstacle(weight)
         if obstacle is not None:
             raise SkipCheck(obstacle)

@@ -15,9 +15,9 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import LayerFormat, LayerKind, WeightFormat
-from frame.kernels.linear.fp8_linear import Plan, choose_plan, skinny_fp8_linear
-from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale_
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind, WeightFormat, WeightScheme
+from frame.kernels.linear.fp8_linear import MAX_ROWS, Plan, choose_plan, skinny_fp8_linear
+from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale
 from frame.models.layers.parameter import Range, load_parameters
 from frame.models.layers.weights.expert_weights import ExpertWeights
 from frame.plugins.moe_runners.torch_native import TorchNative
@@ -25,10 +25,12 @@ from frame.plugins.moe_runners.triton import Triton
 from frame.quantization.fp8 import Fp8Layer, RoundedFp8Layer
 from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
-from frame.quantization.gemm.fp8_matmul import Fp8Matmul, find_obstacle
+from frame.quantization.gemm.int8 import Int8Kernel
+from frame.quantization.gemm.rounded_matmul import RoundedMatmul, find_obstacle
 from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference
 from frame.testing.gemm_kernels import make_gemm_kernels
+from frame.testing.packed_weights import make_weight
 from tests.models.harness import open_session
 from tests.quantization.fp8_checkpoints import make_pair
 
@@ -72,6 +74,38 @@ def check(got: torch.Tensor, want: torch.Tensor, close: float = CLOSE) -> None:
 def spread(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Dequantized rows."""
     return numbers.double() * scale.double().repeat_interleave(numbers.shape[1] // scale.shape[1], 1)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (48, 1040), *([(4096, 4096), (28672, 4096), (4096, 14336)] if LARGE else [])])
+def test_int8_products_are_exact(outputs: int, inputs: int) -> None:
+    """The sums of integers equal those in int64; only scales round."""
+    weight = torch.randint(-127, 128, (outputs, inputs), device=DEVICE, dtype=torch.int8)
+    scales = torch.rand(outputs, 1, device=DEVICE) + 0.5
+    product = RoundedMatmul(weight, scales, (1, 0))
+    bias = random(outputs)
+    for rows in (1, MAX_ROWS, 400) if LARGE else (3, MAX_ROWS + 6):
+        x = random(rows, inputs)
+        codes, steps = quantize_rows(x, dtype=torch.int8)
+        assert codes.abs().amax(1).tolist() == [127] * rows
+        assert float((codes * steps - x).abs().amax() / steps.amax()) <= 0.51
+        sums = (codes.cpu().long() @ weight.cpu().long().t()).to(DEVICE)
+        want = sums * steps.double() * scales.double().t()
+        check(product(x, weight, None), want)
+        check(product(x, weight, bias), want + bias.double())
+        if (gated := product.multiply_gated(x, weight, None)) is not None:
+            check(gated, nn.functional.silu(want[:, : outputs // 2]) * want[:, outputs // 2 :])
+
+
+def test_int8_products_are_those_of_checkpoints_made_for_them() -> None:
+    kernel = Int8Kernel(build_context(DEVICE, torch.bfloat16, 16))
+    weight = make_weight(WeightScheme("int8"), 64, 128, dtype=torch.bfloat16)
+    for name, tensor in weight.tensors.items():
+        setattr(weight, name, tensor.to(DEVICE))
+    assert "does not round" in str(kernel.find_obstacle(weight))
+    weight.rounds_inputs = True
+    assert kernel.find_obstacle(weight) is None
+    x = random(3, 128).bfloat16()
+    check(kernel.prepare(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t(), 0.03)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "gap"), [(1, 128, 0), (5, 384, 8), (66, 128, 0), (3, 1152, 0)])
@@ -134,7 +168,7 @@ def test_stages_fit_into_small_shared_memory() -> None:
 def test_gated_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales, block = weight_of(outputs, inputs, is_block)
-    product = Fp8Matmul(weight, scales, block)
+    product = RoundedMatmul(weight, scales, block)
     for bias in (None, random(outputs)):
         x = random(rows, inputs)
         gate, up = product(x, weight, bias).double().chunk(2, -1)
@@ -149,7 +183,7 @@ def test_rescaling() -> None:
     torch.manual_seed(0)
     out, by_row, by_column = random(5, 1100), torch.rand(5, 1, device=DEVICE), torch.rand(1100, device=DEVICE)
     want = out.double() * by_row.double() * by_column.double()
-    check(rescale_(out, by_row, by_column), want)
+    check(rescale(out, by_row, by_column), want)
 
 
 @pytest.mark.parametrize("is_block", [False, True])
@@ -157,7 +191,7 @@ def test_rescaling() -> None:
 def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales, block = weight_of(256, 384, is_block)
-    product = Fp8Matmul(weight, scales, block)
+    product = RoundedMatmul(weight, scales, block)
     x, bias = random(rows, 2, 384)[:, 1], random(256)
     want = x.double() @ dequantize(weight, scales, block).T + bias.double()
     out = product(x, weight, bias)
@@ -173,7 +207,7 @@ def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) ->
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_a_captured_product(rows: int, is_block: bool) -> None:
     weight, scales, block = weight_of(4096, 1024, is_block)
-    product = Fp8Matmul(weight, scales, block)
+    product = RoundedMatmul(weight, scales, block)
     x = random(rows, 1024)
     product(x, weight, None)
     graph = torch.cuda.CUDAGraph()
@@ -270,7 +304,7 @@ def test_a_model_whose_layers_stay_fp8(architecture: str, dialect: str, tmp_path
     tokens = list(range(20, 30))
     session = open_session(stored, quantization="compressed-tensors" if dialect == "channel" else "fp8")
     products = {type(getattr(module, "product", None)).__name__ for module in session.model.modules()}  # type: ignore[attr-defined]
-    assert "Fp8Product" in products
+    assert "RoundedProduct" in products
     got = torch.cat((session.step([(0, tokens[:8])])[0], *(session.step([(0, [token])])[0] for token in tokens[8:])))
     with torch.no_grad():
         want = load_reference(plain)(torch.tensor([tokens])).logits[0]

@@ -62,6 +62,8 @@ class PackedWeight:
     multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32 [..., columns],
     the input that each column multiplies; a column whose weight is zero may repeat an input.
     Without it the columns are the inputs.
+    `rounds_inputs`: the checkpoint was made for inputs that are rounded to int8, one scale per
+    token, so a kernel may round them.
     """
 
     scheme: WeightScheme
@@ -72,6 +74,7 @@ class PackedWeight:
     outer: torch.Tensor | None = None
     order: torch.Tensor | None = None
     divides: bool = False
+    rounds_inputs: bool = False
 
     @property
     def outputs(self) -> int:

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Skinny fp8 GEMM: up to 64 fp8 rows times fp8 weights, bound by reading the weights.
+"""Skinny fp8 and int8 GEMM: up to 64 quantized rows times weights, bound by reading the weights.
 
-Weights are e4m3 [N, K] with one scale per output ([N]) or per block ([N / rows, K / columns]); rows
-are quantized by `fp8_quantize`. Depends on no layer and no checkpoint format.
+Weights are e4m3 [N, K] with one scale per output ([N]) or per block ([N / rows, K / columns]), or
+int8 with one scale per output; rows are quantized by `fp8_quantize`. int8 products are summed in
+int32. Depends on no layer and no checkpoint format.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def skinny_fp8_kernel(
     w_pointers = w + row_of.to(tl.int64)[:, None] * K + columns[None, :]
     up_pointers = w_pointers + N.to(tl.int64) * K
     x_pointers = x + batch[None, :] * K + columns[:, None]
-    total = tl.zeros([BN, BM], tl.float32)
+    IS_INTEGER: tl.constexpr = w.dtype.element_ty == tl.int8
+    total = tl.zeros([BN, BM], tl.int32 if IS_INTEGER else tl.float32)
     total_up = total
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,9 +129,11 @@ def skinny_fp8_kernel(
             total_up += part_up
     if GROUP_K == 0:
         factors = tl.load(x_scale + batch, mask=is_row, other=0.0)[None, :]
-        total *= tl.load(w_scale + row_of)[:, None] * factors
+        total = total.to(tl.float32) * (tl.load(w_scale + row_of)[:, None] * factors)
         if GATED:
-            total_up *= tl.load(w_scale + N + row_of)[:, None] * factors
+            total_up = total_up.to(tl.float32) * (tl.load(w_scale + N + row_of)[:, None] * factors)
+        else:
+            total_up = total  # of one type in both branches below
     size = M.to(tl.int64) * N
     places = batch[None, :].to(tl.int64) * N + rows[:, None]
     mask = is_row[None, :] & (rows < N)[:, None]
@@ -240,7 +244,7 @@ def skinny_fp8_linear(
     pdl: bool = False,
 ) -> torch.Tensor:
     """The first `rows` (at most 64) rows of x, e4m3 [P, K], times e4m3 weights [N, K], plus bias
-    [N] -> [rows, N] in `dtype`.
+    [N] -> [rows, N] in `dtype`; or both int8 with scales per row and output.
 
     `block`: outputs and inputs per weight scale. With 0 inputs, w_scale is float32 [N] and x_scale
     [P, 1]; otherwise w_scale is [N / outputs, K / inputs] and x_scale [P, K / inputs] with
@@ -260,6 +264,6 @@ def skinny_fp8_linear(
         BM=16 if rows <= 16 else 32 if rows <= 32 else 64, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
         PREFETCH=plan.prefetch if is_even and inner % plan.inputs == 0 and inner // plan.split >= 2 * plan.prefetch else 0, GATED=gated,
         GROUP_N=block[0], GROUP_K=block[1], HAS_BIAS=bias is not None, EVEN_N=is_even, EVEN_K=inner % plan.inputs == 0,
-        PDL=pdl, UPCAST=INTERPRETED, num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
+        PDL=pdl, UPCAST=INTERPRETED and x.dtype != torch.int8, num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Dynamic fp8 quantization of rows: one scale per row, or one per 128 columns; and rescaling of fp8
-products.
+"""Dynamic fp8 and int8 quantization of rows: one scale per row, or for fp8 one per 128 columns; and
+rescaling of their products.
 
-scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. Depends on no layer; weights are
-quantized in `frame.quantization`.
+scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. int8: 127 instead of 448. Depends
+on no layer; weights are quantized in `frame.quantization`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,14 @@ def rows_kernel(x, out, scale, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constex
     columns = tl.arange(0, BLOCK)
     wait_and_launch_dependents(PDL)
     values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-    step = tl.maximum(tl.max(tl.abs(values), 0) / 448.0, _SMALLEST)
+    IS_INTEGER: tl.constexpr = out.dtype.element_ty == tl.int8
+    step = tl.maximum(tl.max(tl.abs(values), 0) / (127.0 if IS_INTEGER else 448.0), _SMALLEST)
     tl.store(scale + row, step)
-    tl.store(out + row * K + columns, round_to_fp8(values / step, INTERPRETED), mask=columns < K)
+    if IS_INTEGER:
+        rounded = tl.floor(values / step + 0.5).to(tl.int8)
+    else:
+        rounded = round_to_fp8(values / step, INTERPRETED)
+    tl.store(out + row * K + columns, rounded, mask=columns < K)
 
 
 @triton.jit(do_not_specialize=["M", "scale_stride"])
@@ -70,7 +75,7 @@ def groups_kernel(
 
 
 @triton.jit
-def rescale_kernel(out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def rescale_kernel(products, out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (rows, blocks of BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -78,15 +83,15 @@ def rescale_kernel(out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.const
     # scales of a weight: no step writes them, so they are read before the wait
     factors = tl.load(by_column + columns, mask=mask, other=0.0)
     wait_and_launch_dependents(PDL)
-    values = tl.load(out + row * N + columns, mask=mask).to(tl.float32)
+    values = tl.load(products + row * N + columns, mask=mask).to(tl.float32)
     tl.store(out + row * N + columns, (values * (factors * tl.load(by_row + row))).to(out.dtype.element_ty), mask=mask)
 
 
-def quantize_rows(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], rows contiguous -> (e4m3 [M, K], float32 [M, 1]). The largest magnitude of a row
-    becomes 448."""
+def quantize_rows(x: torch.Tensor, pdl: bool = False, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K], rows contiguous -> (e4m3 or int8 [M, K], float32 [M, 1]). The largest magnitude of
+    a row becomes 448 or 127."""
     rows, inner = x.shape
-    out = torch.empty(rows, inner, dtype=FP8, device=x.device)
+    out = torch.empty(rows, inner, dtype=dtype, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = 1 << (inner - 1).bit_length()
     rows_kernel[(rows,)](
@@ -113,8 +118,12 @@ def quantize_groups(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, t
     return out, scale.t()
 
 
-def rescale_(out: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """out [M, N], contiguous, times by_row float32 [M, 1] and by_column float32 [N], in place."""
-    rows, columns = out.shape
-    rescale_kernel[(rows, -(-columns // 1024))](out, by_row, by_column, columns, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+def rescale(
+    products: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, pdl: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """products [M, N], contiguous, times by_row float32 [M, 1] and by_column float32 [N], in place,
+    or as a new tensor of `dtype`."""
+    rows, columns = products.shape
+    out = products if dtype is None else torch.empty_like(products, dtype=dtype)
+    rescale_kernel[(rows, -(-columns // 1024))](products, out, by_row, by_column, columns, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -6,7 +6,7 @@ import torch
 
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.quantization.gemm.fp8_matmul import Fp8Matmul, find_obstacle
+from frame.quantization.gemm.rounded_matmul import RoundedMatmul, find_obstacle
 
 
 class Fp8Kernel(GemmKernel):
@@ -20,19 +20,19 @@ class Fp8Kernel(GemmKernel):
         return find_obstacle(weight.codes, weight.scheme.group)
 
     def prepare(self, weight: PackedWeight) -> Product:
-        return Fp8Product(weight)
+        return RoundedProduct(weight)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         raise NotImplementedError("experts are multiplied by the MoE runner")
 
 
-class Fp8Product:
+class RoundedProduct:
     """x times one weight, while its tensors keep their sizes and addresses."""
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
         self.codes = weight.codes
-        self._matmul = Fp8Matmul(weight.codes, weight.scales, weight.scheme.group)
+        self._matmul = RoundedMatmul(weight.codes, weight.scales, weight.scheme.group)
         self.tensors = (weight.codes, self._matmul.scales)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""The product with one e4m3 weight: selects the fastest kernel for the number of rows.
+"""The product with one e4m3 or int8 weight: selects the fastest kernel for the number of rows.
 
-Activations are quantized too: per token for weights with one scale per output, per token and 128
-inputs for block scales. Few rows use a skinny GEMM kernel, others PyTorch (cuBLAS). Depends on no
-layer.
+Activations are quantized to the weight's type: per token for weights with one scale per output, per
+token and 128 inputs for block scales. Few rows use a skinny GEMM kernel, others PyTorch (cuBLAS).
+Depends on no layer.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ _MULTIPLE = 16  # both sizes must be multiples of it for PyTorch's fp8 products
 _FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
 
-class Fp8Matmul:
+class RoundedMatmul:
     """x […, inputs] times a weight [outputs, inputs], transposed, while the weight and its scales
     keep their sizes and addresses.
 
@@ -46,8 +47,8 @@ class Fp8Matmul:
         self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
         self._can_gate = outputs % (2 * rows_of_scale) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
-        self._quantize = fp8_quantize.quantize_groups if columns else fp8_quantize.quantize_rows
-        self._rescale = fp8_quantize.rescale_
+        self._quantize = fp8_quantize.quantize_groups if columns else partial(fp8_quantize.quantize_rows, dtype=weight.dtype)
+        self._rescale = fp8_quantize.rescale
         self._block = block
         # rows padded to a multiple of four scales, which cuBLAS requires
         self.scales = F.pad(scales, (0, -scales.shape[1] % 4)) if columns else scales.flatten()
@@ -89,6 +90,10 @@ class Fp8Matmul:
         )  # fmt: skip
 
     def _multiply_large(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if weight.dtype == torch.int8:
+            rounded, by_row = self._quantize(x, self._pdl)
+            products = torch._int_mm(rounded, weight.t())  # noqa: SLF001
+            return self._rescale(products, by_row, self.scales, self._pdl, x.dtype)
         if not self._has_large_product:
             scales = self.scales.unsqueeze(-1)
             if self._block[1]:
@@ -110,8 +115,8 @@ class Fp8Matmul:
 def find_obstacle(weight: torch.Tensor, block: tuple[int, int]) -> str | None:
     """Why no kernel multiplies this weight on its device; None: one does."""
     device = weight.device
-    if not (kernels.can_use_triton(device) and kernels.supports_fp8(device)):
-        return "the device has no fp8 products"
+    if not (kernels.can_use_triton(device) and (weight.dtype == torch.int8 or kernels.supports_fp8(device))):
+        return f"the device has no {'int8' if weight.dtype == torch.int8 else 'fp8'} products by Triton"
     if any(size % _MULTIPLE for size in weight.shape):
         return f"its sizes are no multiples of {_MULTIPLE}"
     if block[1] and (block != (BLOCK, BLOCK) or weight.shape[1] % BLOCK):
