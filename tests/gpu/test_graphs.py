@@ -125,6 +125,18 @@ def test_tokens_are_those_of_plain_steps(backend, model, most_tokens, chunk, dty
 
 
 @pytest.mark.parametrize("most_tokens", [0, 512])
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM"])
+def test_recurrent_layers(architecture, most_tokens, tmp_path):
+    """Chunks of prompts, mixed steps and decodes of layers with states."""
+    path = make_checkpoint(architecture, tmp_path)
+    plain = make_loop(path, "triton", 0, dtype="float32")
+    captured = make_loop(path, "triton", ROWS, most_tokens, 96, "float32")
+    outputs = plain.generate(PROMPTS, GREEDY), captured.generate(PROMPTS, GREEDY)
+    assert sum(a == b for a, b in zip(*outputs, strict=True)) >= ROWS - 2
+    captured.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("most_tokens", [0, 512])
 @pytest.mark.parametrize(("backend", "model"), CAPTURABLE)
 def test_prompts_after_a_cached_prefix(backend, model, most_tokens, path_of):
     """Of up to 64 tokens they are decodes, of more they run in pieces."""

@@ -1,35 +1,44 @@
-"""The kernel of the recurrences of linear attention against their definition in float64.
+"""The kernels of recurrent layers against their definition in float64.
 
-Run by `test_interpreted.py` in a process with TRITON_INTERPRET=1.
+Run by `test_interpreted.py` in a process with TRITON_INTERPRET=1, and by tests/gpu.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+import torch.nn.functional as F
 
-from frame.kernels.recurrence import scan_rows
-from tests.models.layers.recurrences import CASES, compute_by_definition, draw
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ragged_rows(case: str) -> None:
-    inputs, states, pages, starts = draw(case, lens=[1, 1, 9, 4])
-    want, after = compute_by_definition(inputs, states, pages, starts)
-    states = states.to(DEVICE)
-    got = scan_rows([part.to(DEVICE) for part in inputs[:5]], states, pages.to(DEVICE), starts.to(DEVICE), delta=inputs.delta)
-    torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(states.double().cpu(), after, atol=1e-5, rtol=1e-4)
+from frame.kernels.elementwise.gated_norm import gated_norm
+from frame.kernels.linear_attention import MixLayout
+from tests.models.layers.recurrences import compute_by_definition, draw
+from tests.models.layers.recurrent_rows import *  # noqa: F403
+from tests.models.layers.recurrent_rows import DEVICE, check
 
 
 def test_values_wider_than_a_program() -> None:
-    inputs, states, pages, starts = draw("gated delta", lens=[2])
-    wide = inputs._replace(v=inputs.v.repeat(1, 1, 20))
-    states = states.repeat(1, 1, 1, 20)
-    want, _ = compute_by_definition(wide, states, pages, starts)
-    got = scan_rows([part.to(DEVICE) for part in wide[:5]], states.to(DEVICE), pages.to(DEVICE), starts.to(DEVICE), delta=True)
-    torch.testing.assert_close(got.double().cpu(), want, atol=1e-5, rtol=1e-4)
+    drawn = draw("gated delta", [1, 3], device=DEVICE, layout=MixLayout(1, 1, 16, 300, (0, 16, 32)))
+    want = compute_by_definition(drawn)
+    check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want)
+
+
+@pytest.mark.parametrize("gates_first", [False, True])
+@pytest.mark.parametrize("silu", [False, True])
+def test_gated_norm(gates_first: bool, silu: bool) -> None:
+    x, wide, weight = torch.randn(3, 96), torch.randn(3, 100), torch.randn(96 if gates_first else 24)
+    factor = (F.silu if silu else torch.sigmoid)(wide[:, 4:])
+    values = (x * factor if gates_first else x).unflatten(-1, (4, 24))
+    want = (F.rms_norm(values, (24,), None, 1e-5) * weight.view(-1, 24)).flatten(1)
+    want = want if gates_first else want * factor
+    on_device = (part.to(DEVICE) for part in (x, wide[:, 4:], weight))
+    torch.testing.assert_close(gated_norm(*on_device, 1e-5, 24, gates_first=gates_first, silu=silu).cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_of_16_bits() -> None:
+    """Sums and states are float32: the error of 128 tokens is a few steps of the type. The
+    interpreter multiplies no bfloat16."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    drawn = draw("kimi delta", [1, 128], dtype, DEVICE)
+    want = compute_by_definition(drawn)
+    tolerance = 8 * torch.finfo(dtype).eps
+    check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want, atol=tolerance, rtol=tolerance)

@@ -1,8 +1,9 @@
 """Prefill steps as piecewise CUDA graphs: the computations between attention calls are captured for
-fixed numbers of tokens; attention runs between the pieces with the step's own plan.
+fixed numbers of tokens; attention, and what a layer computes with its sequences' states, runs
+between the pieces with the step's own plan.
 
 Each layer then costs the host one replay and one call of the attention backend. A size runs every
-step of up to so many tokens; padding tokens write to page 0. Requirement: outside of attention, a
+step of up to so many tokens; padding tokens write to page 0. Requirement: outside of these calls, a
 model reads only per-token fields of the batch (ids, positions, KV slots). On a CPU, where there are
 no graphs, the pieces are computed again. Used by the model runner. Must not know a request or a
 plugin.
@@ -22,17 +23,18 @@ import numpy as np
 import torch
 
 from frame.core.execution.decode_graphs import InputBuffers, uncollected
-from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
-    from frame.core.interfaces.attention import AttentionBackend, LatentProjections
+    from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, LatentProjections, StateLayer
     from frame.core.interfaces.platform import CapturedGraph, Platform
+
+    Layer = AttentionSpec | LatentProjections | StateLayer
 
 _log = logging.getLogger(__name__)
 
-_CALLS = ("run", "run_mla")  # methods of a backend that layers call
+_CALLS = ("run", "run_mla", "run_states")  # methods of a backend that layers call
 _PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int64(0), "kv_slots": np.int64(0)}
 
 # (method of the backend, layer, operands, batch) -> the tensor that the layer uses as the result
@@ -54,7 +56,7 @@ class _Attention:
     writes them, and output."""
 
     call: Callable[..., torch.Tensor]
-    layer: AttentionSpec | LatentProjections
+    layer: Layer
     operands: tuple[torch.Tensor, ...]
     out: torch.Tensor
 
@@ -179,14 +181,14 @@ class PiecewiseGraphs:
             platform.end_capture(graphs[-1])
         return _Pieces(graphs, attention, platform.borrow(hidden))
 
-    def _out(self, layer: AttentionSpec | LatentProjections, q: torch.Tensor) -> torch.Tensor:
-        """The output of a layer's attention. All layers and sizes share it, since each output is
-        read before the next is written."""
-        spec = layer if isinstance(layer, AttentionSpec) else layer.spec
-        key = spec.num_heads, spec.v_head_dim, q.dtype
+    def _out(self, layer: Layer, first: torch.Tensor) -> torch.Tensor:
+        """The output of a layer's attention, whose first operand is `first`. All layers and sizes
+        share it, since each output is read before the next is written."""
+        spec: Any = getattr(layer, "spec", layer)  # latent projections have a spec
+        key = spec.num_heads, spec.v_head_dim, first.dtype
         if key not in self._outs:
-            self._outs[key] = torch.zeros(self.most, spec.num_heads, spec.v_head_dim, dtype=q.dtype, device=self._device)
-        return self._outs[key][: len(q)]
+            self._outs[key] = torch.zeros(self.most, spec.num_heads, spec.v_head_dim, dtype=first.dtype, device=self._device)
+        return self._outs[key][: len(first)]
 
     def _batch(self, size: int) -> ForwardBatch:
         """The input batch of the pieces of one size, as dummy prompts over the reserved page."""
@@ -197,6 +199,7 @@ class PiecewiseGraphs:
         slots = np.full(len(lens), table.padding_slot, np.int32)
         counts = torch.from_numpy(lens).to(self._device)
         starts = torch.from_numpy(np.append(0, np.cumsum(lens)).astype(np.int32)).to(self._device)
+        groups = self._input_batch.groups
         return ForwardBatch(
             num_decodes=0,
             token_ids=inputs["token_ids"][:size],
@@ -210,6 +213,7 @@ class PiecewiseGraphs:
             logits_indices=starts[:0].long(),
             kv=self._input_batch.kv,
             host=HostView(slots, lens, lens, table.host_pages),
+            extensions={} if groups is None else groups.pad_states(len(lens)),
         )
 
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from frame.core.interfaces.attention_spec import AttentionSpec, LatentProjections
 from frame.core.interfaces.plugin import Reason
@@ -196,6 +196,17 @@ class AttentionCapabilities:
         return [Reason(sentence) for missing, sentence in wanted if missing]
 
 
+class StateLayer(Protocol):
+    """A layer that reads and writes the states of the batch's rows."""
+
+    num_heads: int
+    v_head_dim: int
+
+    def mix(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Inputs of this step's tokens, [tokens, …] -> [tokens, heads, v_head_dim]."""
+        ...
+
+
 class AttentionBackend(ABC):
     """Computes causal attention of a mixed batch over the paged cache, and bidirectional attention
     where it says `bidirectional`.
@@ -266,6 +277,13 @@ class AttentionBackend(ABC):
         rank + rope] of this step (normed latent, then rotated key) -> [tokens, heads, v_head_dim].
         Only for backends whose kinds include "mla"."""
         raise TypeError(f"{type(self).__name__} does not compute multi-head latent attention")
+
+    def run_states(
+        self, layer: StateLayer, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Compute a recurrent layer, which brings its own kernels: `StateLayer.mix`. Not to be
+        overridden."""
+        return layer.mix(mixed, decay, beta, batch)
 
 
 _PHASE_WORDS: Mapping[Phase, str] = MappingProxyType(

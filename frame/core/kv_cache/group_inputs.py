@@ -62,6 +62,15 @@ class GroupInputs:
         values = (np.int64(0 if table.page_size else self._pool.num_pages[index]) for index, table in enumerate(self._tables, 1))
         return {self._name(index): value for index, value in enumerate(values)}
 
+    def pad_states(self, rows: int) -> dict[type, Any]:
+        """The `SequenceStates` of a batch of this many rows of padding; empty without a group of
+        states."""
+        for index, table in enumerate(self._tables, 1):
+            if not table.page_size:
+                pages = torch.full((rows,), self._pool.num_pages[index], dtype=torch.int64, device=table.pages.device)
+                return {SequenceStates: SequenceStates(pages)}
+        return {}
+
     def find_places(
         self, batch: ScheduledBatch, slots: np.ndarray, token_slots: np.ndarray, positions: np.ndarray
     ) -> dict[str, np.ndarray]:

@@ -58,7 +58,7 @@ def test_sizes_hold_every_step_and_waste_little(most):
         assert next(size for size in sizes if size >= tokens) <= max(tokens + 31, tokens * 4 / 3)
 
 
-@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize("architecture", (*NATIVE, "KimiLinearForCausalLM"))
 def test_greedy(cases, architecture):
     case = cases(architecture)
     loop = captured_loop(case, 64, chunk=48)  # longer prompts in chunks, decodes beside them

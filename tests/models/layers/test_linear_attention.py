@@ -3,57 +3,27 @@ and decodes; a convolution finds its past inputs."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
+from frame.kernels.linear_attention import StatePages
 from frame.models.layers.linear_attention import gated_delta, kimi_delta, mamba2
 from frame.models.layers.linear_attention.convolution import RowPositions, ShortConvolution
-from frame.models.layers.linear_attention.recurrence import run_rows, scan
+from frame.models.layers.linear_attention.recurrence import scan
 from frame.models.layers.parameter import Range
-from tests.models.layers.recurrences import CASES, DECODES, LENS, compute_by_definition, draw
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ragged_rows_equal_the_definition(case: str) -> None:
-    inputs, states, pages, starts = draw(case)
-    want, after = compute_by_definition(inputs, states, pages, starts)
-    got = run_rows(inputs, states, pages, starts, LENS, DECODES)
-    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(states.double(), after, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_any_split_of_a_row_gives_the_whole(case: str) -> None:
-    inputs, states, pages, starts = draw(case, lens=[90])
-    want, after = compute_by_definition(inputs, states, pages, starts)
-    got, at = [], 0
-    for size in (31, 1, 32, 2, 24):
-        piece = inputs.map(lambda part, at=at, size=size: part[at : at + size])
-        got.append(run_rows(piece, states, pages, torch.tensor([0, size], dtype=torch.int32), [size], int(size == 1)))
-        at += size
-    torch.testing.assert_close(torch.cat(got).double(), want, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(states.double(), after, atol=1e-5, rtol=1e-4)
-
-
-def test_strong_decay_stays_finite() -> None:
-    inputs, states, pages, starts = draw("kimi delta", lens=[64])
-    inputs = inputs._replace(decay=inputs.decay * 200)
-    want, _ = compute_by_definition(inputs, states, pages, starts)
-    torch.testing.assert_close(run_rows(inputs, states, pages, starts, [64], 0).double(), want, atol=1e-5, rtol=1e-4)
+from tests.models.layers.recurrences import draw_recurrence
+from tests.models.layers.recurrent_rows import *  # noqa: F403
 
 
 def test_the_gated_delta_rule_equals_transformers() -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    inputs, states, _, _ = draw("gated delta", lens=[75])
+    inputs, state = draw_recurrence(75)
     rows = inputs.map(lambda part: part[None])
-    want, after = torch_chunk_gated_delta_rule(
-        *rows[:3], g=rows.decay, beta=rows.beta, initial_state=states[:1], output_final_state=True
-    )
-    got, new = scan(rows._replace(q=rows.q * rows.q.shape[-1] ** -0.5), states[:1])
+    want, after = torch_chunk_gated_delta_rule(*rows[:3], g=rows.decay, beta=rows.beta, initial_state=state, output_final_state=True)
+    got, new = scan(rows._replace(q=rows.q * rows.q.shape[-1] ** -0.5), state)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(new, after, atol=1e-5, rtol=1e-4)
 
@@ -78,7 +48,7 @@ def test_a_convolution_finds_its_past_inputs() -> None:
     states, pages, at, got = torch.zeros(4, 3, 6), torch.tensor([2, 0, 3]), [0, 0, 0], [[], [], []]  # type: ignore[var-annotated]
     for step in lens:
         x = torch.cat([whole[row][at[row] : at[row] + size] for row, size in enumerate(step)])
-        out = conv(x, states, pages, RowPositions(Rows(step), 4))  # type: ignore[arg-type]
+        out = conv(x, states, StatePages(pages, pages), RowPositions(Rows(step), 4))  # type: ignore[arg-type]
         for row, part in enumerate(out.split(step)):
             got[row].append(part)
             at[row] += step[row]

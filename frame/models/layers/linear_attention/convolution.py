@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.cache_groups import CacheTensor
+from frame.kernels.linear_attention import CHUNK
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.kernels.linear_attention import StatePages
 
 
 class RowPositions:
@@ -32,9 +34,7 @@ class RowPositions:
         token = torch.arange(tokens, device=device)
         inside = token - starts[row]  # number of the token in its row
         base = rows * past  # tokens follow the past inputs
-        self.lags = [
-            torch.where(inside >= lag, base + token - lag, row * past + past + inside - lag) for lag in range(1, width)
-        ]
+        self.lags = [torch.where(inside >= lag, base + token - lag, row * past + past + inside - lag) for lag in range(1, width)]
         kept = lens[:, None] - past + torch.arange(past, device=device)  # inputs that the next step finds
         stored = torch.arange(rows, device=device)[:, None] * past + past + kept
         self.kept = torch.where(kept >= 0, base + starts[:, None] + kept, stored).flatten()
@@ -62,26 +62,45 @@ class ShortConvolution(nn.Module):
                 self.bias.bind(f"{name}.bias", placed)
             local += span.size
 
-    def forward(self, x: torch.Tensor, states: torch.Tensor, pages: torch.Tensor, positions: RowPositions) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, states: torch.Tensor, pages: StatePages, positions: RowPositions) -> torch.Tensor:
         """`states` [pages, width - 1, channels], the rows' past inputs, which are replaced."""
-        inputs = torch.cat((states.index_select(0, pages).flatten(0, 1), x))
+        inputs = torch.cat((states.index_select(0, pages.sources).flatten(0, 1), x))
         weight = self.weight[:, 0].unbind(1)
         out = x * weight[-1]
         for lag, places in enumerate(positions.lags, 1):
             out = torch.addcmul(out, inputs.index_select(0, places), weight[-1 - lag])
-        states.index_copy_(0, pages, inputs.index_select(0, positions.kept).unflatten(0, (len(pages), -1)))
+        states.index_copy_(0, pages.targets, inputs.index_select(0, positions.kept).unflatten(0, (len(pages.targets), -1)))
         return F.silu(out if self.bias is None else out + self.bias)
 
 
 class StepPositions:
-    """The `RowPositions` of the latest step, which the layers of one model share."""
+    """Where the rows of the latest step are, which the layers of one model share."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self._latest: tuple[ForwardBatch, RowPositions] | None = None
+        self._latest_chunks: tuple[ForwardBatch, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
     def of(self, batch: ForwardBatch) -> RowPositions:
         """Those of the batch, computed by the first layer that asks."""
         if self._latest is None or self._latest[0] is not batch:
             self._latest = (batch, RowPositions(batch, self.width))
         return self._latest[1]
+
+    def chunks_of(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the rows that are no decodes: their `query_starts`; the row and the first token of
+        each chunk, int32 [chunks]."""
+        if self._latest_chunks is None or self._latest_chunks[0] is not batch:
+            self._latest_chunks = (batch, find_chunks(batch))
+        return self._latest_chunks[1]
+
+
+def find_chunks(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `StepPositions.chunks_of`, without a wait for the device."""
+    first, starts = batch.num_decodes, batch.query_starts[batch.num_decodes :]
+    total = int((-(-batch.host.query_lens[first:] // CHUNK)).sum())
+    counts = (batch.query_lens[first:] + CHUNK - 1) // CHUNK
+    row_of = torch.repeat_interleave(counts, output_size=total)
+    earlier = (counts.cumsum(0) - counts).index_select(0, row_of)
+    begins = starts.index_select(0, row_of) + CHUNK * (torch.arange(total, device=starts.device) - earlier)
+    return starts, row_of.int(), begins.int()

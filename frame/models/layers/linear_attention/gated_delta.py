@@ -10,23 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.batch import SequenceStates
-from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.kernels.linear_attention import MixLayout
 from frame.models.layers.linear import ColumnLinear, RowLinear, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
-from frame.models.layers.linear_attention.recurrence import Recurrence, run_rows
+from frame.models.layers.linear_attention.gated_norm import GatedNorm
+from frame.models.layers.linear_attention.mixer import StateMixer
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-
-_NORM_EPS = 1e-6  # of the length of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +71,24 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, context: BuildContext, layer: int, prefix: str, sizes: DeltaSizes, positions: StepPositions) -> None:
         super().__init__()
         self.sizes = sizes
-        self.positions = positions
         keys = split_range(context, "linear key heads", sizes.key_heads)
         heads = split_range(context, "linear value heads", sizes.value_heads)
         self.heads = (keys.size, heads.size)
         self.projections = _build_projections(context, prefix, sizes)
         spans = [scale_range(span, size) for span, size in ((keys, sizes.key), (keys, sizes.key), (heads, sizes.value))]
         names = [f"{prefix}.conv1d_{part}" for part in "qkv"]
-        self.conv = ShortConvolution(context, dict(zip(names, spans, strict=True)), sizes.width)
-        self.log_decay = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
-        self.log_decay.bind(f"{prefix}.A_log", heads)
-        self.bias = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
-        self.bias.bind(f"{prefix}.dt_bias", heads)
-        self.norm = GatedNorm(context, f"{prefix}.norm", sizes.value, sizes.eps)
+        conv = ShortConvolution(context, dict(zip(names, spans, strict=True)), sizes.width)
+        places = (0, keys.size * sizes.key, 2 * keys.size * sizes.key)
+        layout = MixLayout(heads.size, keys.size, sizes.key, sizes.value, places)
+        self.mixer = StateMixer(context, layer, layout, conv, positions)
+        self.mixer.log_decay, self.mixer.bias = (build_by_head(f"{prefix}.{name}", heads) for name in ("A_log", "dt_bias"))
+        self.norm = GatedNorm(context, f"{prefix}.norm", Range.whole(sizes.value), sizes.value, sizes.eps)
         self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.value_heads * sizes.value, sizes.hidden)
-        state = CacheTensor((heads.size, sizes.key, sizes.value), torch.float32)
-        self.cache = LayerCache(layer, "snapshot", (self.conv.cache_tensor, state))
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` is unused: the order of tokens is in the state."""
-        pages = get_state_pages(batch)
-        past, states = batch.kv.layer(self.cache.layer)
         mixed, gate, b, a = self._project(x)
-        mixed = self.conv(mixed, past, pages, self.positions.of(batch))
-        (key_heads, heads), sizes = self.heads, self.sizes
-        widths = (key_heads * sizes.key, key_heads * sizes.key, heads * sizes.value)
-        q, k, v = mixed.split(widths, -1)
-        q, k = (normalize(part.unflatten(-1, (key_heads, -1)).float()) for part in (q, k))
-        decay = -self.log_decay.exp() * F.softplus(a.float() + self.bias)
-        inputs = Recurrence(q * sizes.key**-0.5, k, v.unflatten(-1, (heads, -1)), decay, b.float().sigmoid())
-        out = run_rows(inputs, states, pages, batch.query_starts, batch.host.query_lens.tolist(), batch.num_decodes)
-        return self.out_proj(self.norm(out, gate.unflatten(-1, (heads, -1))).flatten(1))
+        return self.out_proj(self.norm(self.mixer(mixed, a, b, batch).flatten(1), gate))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(queries, keys and values; gate; beta; decay) before their activations."""
@@ -122,31 +106,6 @@ class GatedDeltaNet(nn.Module):
         return torch.cat((q, k, v), -1), gate, b, a
 
 
-class GatedNorm(nn.Module):
-    """RMSNorm(x) * weight * activation(gate) over the last dimension."""
-
-    def __init__(
-        self, context: BuildContext, name: str, size: int, eps: float, activation: Callable[[torch.Tensor], torch.Tensor] = F.silu
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.activation = activation
-        self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
-        self.weight.bind(f"{name}.weight")
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
-        return (normed.float() * self.activation(gate.float())).to(x.dtype)
-
-
-def get_state_pages(batch: ForwardBatch) -> torch.Tensor:
-    """Where the rows' states are, int64 [rows]. Raises TypeError for a batch without states."""
-    states = batch.get(SequenceStates)
-    if states is None:
-        raise TypeError("a layer with a recurrent state needs a batch with SequenceStates")
-    return states.pages
-
-
 def _build_projections(context: BuildContext, prefix: str, sizes: DeltaSizes) -> nn.ModuleList:
     """(queries, keys, values and gate; beta and decay), each as one product."""
     keys, values = sizes.key_heads * sizes.key, sizes.value_heads * sizes.value
@@ -157,14 +116,14 @@ def _build_projections(context: BuildContext, prefix: str, sizes: DeltaSizes) ->
             {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values},
             {"in_proj_b": sizes.value_heads, "in_proj_a": sizes.value_heads},
         ]
-    return nn.ModuleList(
-        ColumnLinear(context, [f"{prefix}.{name}" for name in part], sizes.hidden, list(part.values())) for part in parts
-    )
+    return nn.ModuleList(ColumnLinear(context, [f"{prefix}.{name}" for name in part], sizes.hidden, list(part.values())) for part in parts)
 
 
-def normalize(x: torch.Tensor) -> torch.Tensor:
-    """x divided by its length, over the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+def build_by_head(name: str, heads: Range) -> ShardedParameter:
+    """A float32 parameter of one entry a head."""
+    parameter = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
+    parameter.bind(name, heads)
+    return parameter
 
 
 def scale_range(heads: Range, size: int) -> Range:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.kernels.linear_attention import MixLayout
 from frame.models.layers.linear import ColumnLinear, RowLinear, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
-from frame.models.layers.linear_attention.gated_delta import get_state_pages, scale_range
-from frame.models.layers.linear_attention.recurrence import Recurrence, run_rows
-from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.linear_attention.gated_delta import build_by_head, scale_range
+from frame.models.layers.linear_attention.gated_norm import GatedNorm
+from frame.models.layers.linear_attention.mixer import StateMixer
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -74,55 +73,25 @@ class Mamba2(nn.Module):
     def __init__(self, context: BuildContext, layer: int, prefix: str, sizes: MambaSizes, positions: StepPositions) -> None:
         super().__init__()
         self.sizes = sizes
-        self.positions = positions
         heads, groups = split_range(context, "Mamba heads", sizes.heads), split_range(context, "Mamba groups", sizes.groups)
         self.heads = (heads.size, groups.size)
         parts = sizes.fused["in_proj"]
         self.in_proj = ColumnLinear(context, [f"{prefix}.{name}" for name in parts], sizes.hidden, list(parts.values()), sizes.bias)
         inner, shared = scale_range(heads, sizes.head), scale_range(groups, sizes.state)
         spans = {f"{prefix}.conv1d_x": inner, f"{prefix}.conv1d_b": shared, f"{prefix}.conv1d_c": shared}
-        self.conv = ShortConvolution(context, spans, sizes.width, sizes.conv_bias)
-        self.log_decay, self.bias, self.skip = (_by_head(f"{prefix}.{name}", heads) for name in ("A_log", "dt_bias", "D"))
-        self.norm = GroupedGatedNorm(context, f"{prefix}.norm", inner, sizes.heads * sizes.head // sizes.groups, sizes.eps)
+        conv = ShortConvolution(context, spans, sizes.width, sizes.conv_bias)
+        places = (inner.size + shared.size, inner.size, 0)
+        layout = MixLayout(heads.size, groups.size, sizes.state, sizes.head, places, delta=False, normalized=False)
+        self.mixer = StateMixer(context, layer, layout, conv, positions, sizes.least_step)
+        by_head = (build_by_head(f"{prefix}.{name}", heads) for name in ("A_log", "dt_bias", "D"))
+        self.mixer.log_decay, self.mixer.bias, self.mixer.skip = by_head
+        group = sizes.heads * sizes.head // sizes.groups
+        self.norm = GatedNorm(context, f"{prefix}.norm", inner, group, sizes.eps, gates_first=True)
         self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.heads * sizes.head, sizes.hidden, sizes.bias)
-        state = CacheTensor((heads.size, sizes.state, sizes.head), torch.float32)
-        self.cache = LayerCache(layer, "snapshot", (self.conv.cache_tensor, state))
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` is unused: the order of tokens is in the state."""
-        pages = get_state_pages(batch)
-        past, states = batch.kv.layer(self.cache.layer)
         (heads, groups), sizes = self.heads, self.sizes
         inner, shared = heads * sizes.head, groups * sizes.state
         gate, mixed, step = self.in_proj(x).split((inner, inner + 2 * shared, heads), -1)
-        values, b, c = self.conv(mixed, past, pages, self.positions.of(batch)).split((inner, shared, shared), -1)
-        values = values.unflatten(-1, (heads, -1))
-        step = F.softplus(step.float() + self.bias).clamp(min=sizes.least_step)
-        decay = -self.log_decay.exp() * step
-        queries, keys = (part.unflatten(-1, (groups, -1)) for part in (c, b))
-        inputs = Recurrence(queries, keys, values, decay, step, delta=False)
-        out = run_rows(inputs, states, pages, batch.query_starts, batch.host.query_lens.tolist(), batch.num_decodes)
-        out = (out.float() + self.skip[:, None] * values.float()).to(x.dtype)
-        return self.out_proj(self.norm(out.flatten(1), gate))
-
-
-class GroupedGatedNorm(nn.Module):
-    """RMSNorm of x * SiLU(gate) over each `group` entries, times a weight. `span`: this rank's
-    entries."""
-
-    def __init__(self, context: BuildContext, name: str, span: Range, group: int, eps: float) -> None:
-        super().__init__()
-        self.group = group
-        self.eps = eps
-        self.weight = ShardedParameter(torch.empty(span.size, dtype=context.dtype), ShardRule(output=0))
-        self.weight.bind(f"{name}.weight", span)
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        gated = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group))
-        return self.weight * F.rms_norm(gated, (self.group,), None, self.eps).flatten(-2).to(x.dtype)
-
-
-def _by_head(name: str, heads: Range) -> ShardedParameter:
-    parameter = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
-    parameter.bind(name, heads)
-    return parameter
+        return self.out_proj(self.norm(self.mixer(mixed, step, step, batch).flatten(1), gate))

@@ -1,18 +1,19 @@
 """The recurrence that gated delta networks, Mamba-2 and Kimi Delta Attention share, in PyTorch.
 
 For each head, with a state S [key, value]: S = decay * S; v = beta * (v - S^T k), or without the
-delta rule beta * v; S = S + k v^T; the result is S^T q. Used by the layers of this folder; the
-reference of `frame.kernels.recurrence`. Must not know a layer.
+delta rule beta * v; S = S + k v^T; the result is S^T q. Used by the mixer of this folder; the
+reference of `frame.kernels.linear_attention`. Must not know a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from frame import kernels
+if TYPE_CHECKING:
+    from frame.kernels.linear_attention import StatePages
 
 CHUNK = 32  # tokens that one triangular system solves together
 
@@ -35,32 +36,23 @@ class Recurrence(NamedTuple):
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Recurrence:
         """The inputs with each tensor changed."""
-        return Recurrence(
-            change(self.q), change(self.k), change(self.v), change(self.decay), change(self.beta), self.delta
-        )
+        return Recurrence(change(self.q), change(self.k), change(self.v), change(self.decay), change(self.beta), self.delta)
 
 
-def run_rows(
-    inputs: Recurrence, states: torch.Tensor, pages: torch.Tensor, query_starts: torch.Tensor, lens: list[int], num_decodes: int
-) -> torch.Tensor:
+def run_rows(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: list[int], num_decodes: int) -> torch.Tensor:
     """Run every row from its state, and store the new states. -> [tokens, heads, value size].
 
-    `states` float32 [pages, heads, key size, value size], written in place; `pages` int64 [rows];
-    `query_starts` int32 [rows + 1]; `lens`: the rows' tokens, on the host. The first `num_decodes`
-    rows have one token each.
+    `states` float32 [pages, heads, key size, value size], written in place; `lens`: the rows'
+    tokens, on the host. The first `num_decodes` rows have one token each.
     """
-    if kernels.can_use_triton(states.device):
-        from frame.kernels.recurrence import scan_rows
-
-        return scan_rows(inputs[:5], states, pages, query_starts, delta=inputs.delta)
     outs = []
     if num_decodes:
-        first = pages[:num_decodes]
-        out, new = step(inputs.map(lambda part: part[:num_decodes]), states.index_select(0, first))
-        states.index_copy_(0, first, new)
+        first = slice(num_decodes)
+        out, new = step(inputs.map(lambda part: part[first]), states.index_select(0, pages.sources[first]))
+        states.index_copy_(0, pages.targets[first], new)
         outs.append(out)
     if num_decodes < len(lens):
-        outs.append(_extend(inputs, states, pages[num_decodes:], lens[num_decodes:], num_decodes))
+        outs.append(_extend(inputs, states, pages, lens, num_decodes))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -112,9 +104,10 @@ def scan(inputs: Recurrence, state: torch.Tensor, chunk: int = CHUNK) -> tuple[t
     return torch.cat(outs, 2)[:, :, :tokens].transpose(1, 2), state
 
 
-def _extend(inputs: Recurrence, states: torch.Tensor, pages: torch.Tensor, lens: list[int], first: int) -> torch.Tensor:
-    """The rows with several tokens, padded to the longest."""
-    longest, device = max(lens), pages.device
+def _extend(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: list[int], first: int) -> torch.Tensor:
+    """The rows after the first ones, which have one token each, padded to the longest."""
+    lens = lens[first:]
+    longest, device = max(lens), states.device
     sizes = torch.tensor(lens, device=device)
     valid = torch.arange(longest, device=device) < sizes[:, None]
     starts = first + sizes.cumsum(0) - sizes
@@ -124,8 +117,8 @@ def _extend(inputs: Recurrence, states: torch.Tensor, pages: torch.Tensor, lens:
         rows = part.index_select(0, places).unflatten(0, (len(lens), longest))
         return rows.masked_fill(~valid.view(*valid.shape, *[1] * (rows.dim() - 2)), 0)
 
-    out, new = scan(inputs.map(padded), states.index_select(0, pages))
-    states.index_copy_(0, pages, new)
+    out, new = scan(inputs.map(padded), states.index_select(0, pages.sources[first:]))
+    states.index_copy_(0, pages.targets[first:], new)
     return out[valid].to(inputs.v.dtype)
 
 

@@ -1,0 +1,47 @@
+"""RMSNorm with a gate, which ends the layers of this folder. Must not know a state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame import kernels
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.build import BuildContext
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm over each `group` entries of x [tokens, size], and SiLU or, with `sigmoid`, the
+    sigmoid of a gate of the same shape.
+
+    gates_first: the gated x is normed (Mamba-2); otherwise the normed x is gated. span: this rank's
+    entries of the weight `name`; all groups have the same weight if it has `group` entries.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, span: Range, group: int, eps: float, *, gates_first: bool = False, sigmoid: bool = False
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.eps = eps
+        self.gates_first = gates_first
+        self.sigmoid = sigmoid
+        self.weight = ShardedParameter(torch.empty(span.size, dtype=context.dtype), ShardRule(output=0))
+        self.weight.bind(f"{name}.weight", span)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x` is contiguous; rows of `gate` may be strided."""
+        if kernels.can_use_triton(x.device):
+            from frame.kernels.elementwise.gated_norm import gated_norm
+
+            return gated_norm(x, gate, self.weight.data, self.eps, self.group, gates_first=self.gates_first, silu=not self.sigmoid)
+        factor = (torch.sigmoid if self.sigmoid else F.silu)(gate.float())
+        values = x.float() * factor if self.gates_first else x.float()
+        normed = F.rms_norm(values.unflatten(-1, (-1, self.group)), (self.group,), None, self.eps).to(x.dtype)
+        normed = (normed * self.weight.view(-1, self.group)).flatten(-2)
+        return normed if self.gates_first else (normed.float() * factor).to(x.dtype)

@@ -1,0 +1,53 @@
+"""Recurrent layers equal their definition token by token, for any rows and any split of a row.
+
+Collected by the tests of the PyTorch form, and by those of the kernels under Triton's interpreter
+and on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.models.layers.recurrences import CASES, Drawn, compute_by_definition, draw
+
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+
+
+def check(drawn: Drawn, got: torch.Tensor, want: tuple[torch.Tensor, ...], atol: float = 1e-5, rtol: float = 1e-4) -> None:
+    for each, expected in zip((got, *drawn.pool.data[0]), want, strict=True):
+        assert torch.isfinite(each).all()
+        torch.testing.assert_close(each.double().cpu(), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ragged_rows(case: str) -> None:
+    """Decodes beside prompts that end before, at and after the end of a chunk."""
+    drawn = draw(case, [1, 1, 63, 64, 2, 130], device=DEVICE)
+    want = compute_by_definition(drawn)
+    check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_split_of_a_row_gives_the_whole(case: str) -> None:
+    drawn = draw(case, [90], device=DEVICE)
+    want, got, at = compute_by_definition(drawn), [], 0
+    for size in (31, 1, 2, 56):
+        parts = [part[at : at + size] for part in drawn.inputs]
+        got.append(drawn.mixer.mix(*parts, drawn.make_batch([size], int(size == 1))))
+        at += size
+    check(drawn, torch.cat(got), want)
+
+
+@pytest.mark.parametrize("case", ["gated delta", "kimi delta"])
+def test_strong_decay_and_equal_keys_stay_finite(case: str) -> None:
+    """Decays whose sums overflow as factors, and keys that make the triangular system dense."""
+    drawn = draw(case, [70], device=DEVICE)
+    mixed, decay, beta = drawn.inputs
+    decay[:, ::2] *= 60
+    mixed[20:50] = mixed[20]
+    beta[20:50] = 8.0
+    want = compute_by_definition(drawn)
+    check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want)
