@@ -85,6 +85,10 @@ UNTESTED: dict[str, str] = {
     ),
     "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
+    **dict.fromkeys(
+        tuple(f"frame.kernels.linear_attention.{name}" for name in ("chunks", "convolution", "gates", "scan")),
+        "tests/kernels/recurrence.py runs the layers that launch it",
+    ),
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     "frame.core.drafting.draft_passes": "tests/core/drafting compares the drafts of its passes with a plain loop",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",
