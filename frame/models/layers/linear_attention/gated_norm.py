@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
 
 
-class GatedNorm(nn.Module):
-    """RMSNorm over each `group` entries of x [tokens, size], and SiLU or, with `sigmoid`, the
-    sigmoid of a gate of the same shape.
+GateKind = Literal["silu", "sigmoid", "silu_first"]
 
-    gates_first: the gated x is normed (Mamba-2); otherwise the normed x is gated. span: this rank's
-    entries of the weight `name`; all groups have the same weight if it has `group` entries.
+
+class GatedNorm(nn.Module):
+    """RMSNorm over each `group` entries of x [tokens, size], with a gate of the same shape.
+
+    kind: "silu" or "sigmoid": the normed x is multiplied with that of the gate; "silu_first": x is,
+    before it is normed (Mamba-2). span: this rank's entries of the weight `name`; all groups have
+    the same weight if it has `group` entries.
     """
 
-    def __init__(
-        self, context: BuildContext, name: str, span: Range, group: int, eps: float, *, gates_first: bool = False, sigmoid: bool = False
-    ) -> None:
+    def __init__(self, context: BuildContext, name: str, span: Range, group: int, eps: float, kind: GateKind = "silu") -> None:
         super().__init__()
         self.group = group
         self.eps = eps
-        self.gates_first = gates_first
-        self.sigmoid = sigmoid
+        self.gates_first = kind == "silu_first"
+        self.sigmoid = kind == "sigmoid"
         self.weight = ShardedParameter(torch.empty(span.size, dtype=context.dtype), ShardRule(output=0))
         self.weight.bind(f"{name}.weight", span)
 

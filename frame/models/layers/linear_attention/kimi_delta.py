@@ -49,7 +49,7 @@ class KimiDeltaAttention(nn.Module):
         self.mixer.log_decay.bind(f"{prefix}.A_log", span)
         self.mixer.bias = build_by_head(f"{prefix}.dt_bias", entries)
         self.norm = GatedNorm(
-            context, f"{prefix}.o_norm", Range.whole(self.size), self.size, config.get("rms_norm_eps", 1e-5), sigmoid=True
+            context, f"{prefix}.o_norm", Range.whole(self.size), self.size, config.get("rms_norm_eps", 1e-5), "sigmoid"
         )
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", inner, hidden)
 

@@ -86,7 +86,7 @@ class Mamba2(nn.Module):
         by_head = (build_by_head(f"{prefix}.{name}", heads) for name in ("A_log", "dt_bias", "D"))
         self.mixer.log_decay, self.mixer.bias, self.mixer.skip = by_head
         group = sizes.heads * sizes.head // sizes.groups
-        self.norm = GatedNorm(context, f"{prefix}.norm", inner, group, sizes.eps, gates_first=True)
+        self.norm = GatedNorm(context, f"{prefix}.norm", inner, group, sizes.eps, "silu_first")
         self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.heads * sizes.head, sizes.hidden, sizes.bias)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
