@@ -74,7 +74,7 @@ class StateMixer(nn.Module):
         return out if skip is None else (out.float() + skip[:, None] * inputs.v.float()).to(out.dtype)
 
     def _mix_with_triton(self, x: torch.Tensor, gates: Gates, pages: StatePages, batch: ForwardBatch) -> torch.Tensor:
-        """Decodes and the other rows by kernels of their own."""
+        """Compute decodes in other kernels than the other rows."""
         from frame.kernels.linear_attention import chunks, convolution, scan
 
         past, matrices = batch.kv.layer(self.cache.layer)
