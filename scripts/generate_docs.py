@@ -242,7 +242,7 @@ def models() -> str:
                 shown,
                 "fallback" if names is None else "native",
                 _yes(able.tensor_parallel),
-                "no" if names is None else "yes",
+                "linear layers" if names is None else "yes",
                 _yes(able.graphs and not able.encoder),
                 "none" if able.encoder else ", ".join(groups),
                 "`mtp`" if able.draft_layers else "none",

@@ -20,6 +20,7 @@ from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.model import CausalLM
 from frame.models.transformers_parallel import split_model
+from frame.models.transformers_quantized import build_layers, load_layers, replace_layers
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -32,8 +33,8 @@ _INTERFACE = "frame_paged"  # name under which `attend` is registered in transfo
 
 
 class TransformersForCausalLM(CausalLM, nn.Module):
-    """A model of transformers: multi-head attention, weights in the model's own dtype. Several
-    ranks by the model's own plan."""
+    """A model of transformers: multi-head attention, its linear layers quantized where the format
+    says so. Several ranks by the model's own plan."""
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -53,6 +54,9 @@ class TransformersForCausalLM(CausalLM, nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         state = dict(weights)  # transformers reads each tensor when it converts it
+        with torch.device("meta"):
+            layers = build_layers(self.context, self._build_with_config(self.architecture))
+        load_layers(self.context, layers, state)
 
         def load(config: Any) -> Any:
             options = {"config": config, "state_dict": state, "dtype": self.context.dtype, "output_loading_info": True}
@@ -61,8 +65,9 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         with _quiet():
             model, report = self._build_with_config(load)
         _check_loading(report)
+        replace_layers(model, layers)
         if self.context.tp.size > 1:
-            split_model(model, self.context.tp)
+            split_model(model, self.context.tp, layers)
         self.model = model.to(self.context.device).eval()
         self.parts = (model.base_model, _tail(model))
         self.attention.attach_modules(model)

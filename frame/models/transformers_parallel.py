@@ -7,7 +7,7 @@ and the modules get hooks that exchange their inputs and outputs. Must not know 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import Collective
 
 # styles that leave a module whole on every rank
-_REPLICATED = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "sequence_parallel")
-_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
-_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+REPLICATED = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "sequence_parallel")
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
+ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 def read_plan(model: Any) -> dict[str, str]:
@@ -30,18 +30,23 @@ def read_plan(model: Any) -> dict[str, str]:
     name = type(model).__name__
     plan = dict(getattr(model, "_tp_plan", None) or {})
     plan |= {f"{model.base_model_prefix}.{key}": style for key, style in (model.config.base_model_tp_plan or {}).items()}
-    if not any(style in _ROWS for style in plan.values()):
+    if not any(style in ROWS for style in plan.values()):
         raise ConfigurationError(f"{name} has no plan for tensor parallelism in transformers: set parallel.tp: 1.")
-    known = (*_REPLICATED, *_COLUMNS, *_ROWS, "moe_tp_experts")
+    known = (*REPLICATED, *COLUMNS, *ROWS, "moe_tp_experts")
     unknown = sorted({style for style in plan.values() if style not in known})
     if unknown:
         raise ConfigurationError(f"{name} splits layers by {', '.join(unknown)}, which is not implemented here: set parallel.tp: 1.")
     return plan
 
 
-def split_model(model: Any, tp: Collective) -> None:
-    """Cut the model's parameters to this rank's part, and add the exchanges. Raises
-    ConfigurationError if a size is not a multiple of the number of ranks."""
+def find_styles(model: Any) -> dict[str, str]:
+    """The style of each module that the plan names."""
+    return {name: style for pattern, style in read_plan(model).items() for name, _ in _find(model, pattern)}
+
+
+def split_model(model: Any, tp: Collective, done: Container[str] = ()) -> None:
+    """Cut the model's parameters to this rank's part, except those of the modules `done`, and add
+    the exchanges. Raises ConfigurationError if a size is not a multiple of the number of ranks."""
     plan = read_plan(model)
     for pattern, style in plan.items():
         for name, found in _find(model, pattern):
@@ -49,8 +54,10 @@ def split_model(model: Any, tp: Collective) -> None:
                 _split_experts(model, name, found, style, tp)
             elif style == "moe_tp_experts":
                 found.register_forward_hook(_sum_output(tp))
-            elif style in _COLUMNS + _ROWS:
-                _split_linear(name, found, style, tp)
+            elif style in COLUMNS + ROWS:
+                if name not in done:
+                    _cut_linear(name, found, style, tp)
+                _add_exchanges(found, style, tp)
 
 
 def _find(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
@@ -62,23 +69,28 @@ def _find(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
-def _split_linear(name: str, module: nn.Module, style: str, tp: Collective) -> None:
+def _cut_linear(name: str, module: nn.Module, style: str, tp: Collective) -> None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or not isinstance(module, nn.Linear):
         raise ConfigurationError(f"{name} is a {type(module).__name__}, which cannot be split here: set parallel.tp: 1.")
-    if style in _COLUMNS:
+    if style in COLUMNS:
         parts = 2 if style == "packed_colwise" else 1
         module.weight = _cut(name, weight, 0, tp, parts)
         if bias is not None:
             module.bias = _cut(name, bias, 0, tp, parts)
         module.out_features = module.weight.shape[0]
-        if style in ("colwise_gather_output", "colwise_rep"):
-            module.register_forward_hook(lambda _module, _inputs, output: tp.all_gather(output))
         return
     module.weight = _cut(name, weight, 1, tp)
     module.in_features = module.weight.shape[1]
     if bias is not None and tp.rank:
         module.bias.data.zero_()
+
+
+def _add_exchanges(module: nn.Module, style: str, tp: Collective) -> None:
+    if style in COLUMNS:
+        if style in ("colwise_gather_output", "colwise_rep"):
+            module.register_forward_hook(lambda _module, _inputs, output: tp.all_gather(output))
+        return
     if style != "rowwise":
         module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].chunk(tp.size, -1)[tp.rank], *inputs[1:]))
     module.register_forward_hook(_sum_output(tp))

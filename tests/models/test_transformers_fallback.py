@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
+from tests.models.ranks import on_ranks
 from tests.models.test_logits import check, prompt, wanted
 from tests.models.test_tensor_parallel import PLAN, Both
+from tests.quantization.checkpoints import DIALECTS, SIZES, make_pair
+from tests.quantization.test_formats import logits_of, reference_logits
 
 SERVED = [
     ("Gemma2ForCausalLM", {"sliding_window": 10, "final_logit_softcapping": 5.0}),
@@ -47,6 +50,38 @@ def test_two_ranks_by_the_plan_of_models_that_are_not_native(
             got[slot].append(part)
     for slot, tokens in prompts.items():
         torch.testing.assert_close(torch.cat(got[slot]), wanted(reference(folder), tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dialect", ["awq", "w8a8_fp8"])
+def test_a_quantized_checkpoint_on_one_and_two_ranks(dialect: str, tmp_path: Path) -> None:
+    stored, plain = make_pair("GraniteForCausalLM", dialect, tmp_path)
+    want, names = reference_logits(plain), {"model": "transformers", "quantization": DIALECTS[dialect][0]["quant_method"]}
+    session = open_session(stored, gemm_kernel="torch", **names)
+    assert {type(part).__name__ for name, part in session.model.named_modules() if name.endswith("_proj")} == {"QuantizedLinear"}
+    torch.testing.assert_close(logits_of(session), want, rtol=1e-3, atol=1e-3)
+    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, gemm_kernel="torch", **names)))
+    torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
+def test_weights_are_quantized_while_they_are_loaded(method: str, checkpoint: Callable[..., Path]) -> None:
+    """As the native layers do."""
+    folder = checkpoint("LlamaForCausalLM", **SIZES)
+    names = {"quantization": method, "gemm_kernel": "torch"}
+    native, ours = (logits_of(open_session(folder, model=model, **names)) for model in (None, "transformers"))
+    torch.testing.assert_close(ours, native, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_are_not_quantized_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"has transformer.h.0.attn.c_attn, which is a Conv1D; the fallback quantizes plain"):
+        open_session(checkpoint("GPT2LMHeadModel"), model="transformers", quantization="int8")
+    with pytest.raises(ConfigurationError, match=r"has model.layers.0.mlp.gate, which is a \w+; the fallback quantizes plain"):
+        open_session(checkpoint("OlmoeForCausalLM"), model="transformers", quantization="int8")
+    stored, _ = make_pair("GraniteForCausalLM", "awq", tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    save_file({name.replace("mlp.up_proj", "mlp.other"): tensor for name, tensor in tensors.items()}, stored / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks model.layers.0.mlp.up_proj.\w+: the fallback quantizes layers that it stores"):
+        open_session(stored, model="transformers", quantization="awq")
 
 
 def test_ranks_without_a_plan_are_refused(checkpoint: Callable[..., Path]) -> None:
