@@ -1,0 +1,51 @@
+"""benchmarks/deepseek_full.py on a CPU, with a DeepSeek of two narrow layers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.entrypoints.tools.plan.planner import PUBLISHED
+
+ROOT = Path(__file__).parents[2]
+NARROW = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 1024, "quantization_config": None,
+}  # fmt: skip
+
+
+def run(folder: Path, part: int, tp: int, *flags: str) -> dict[str, Any]:
+    config = json.loads((PUBLISHED / "DeepSeek-V3.1/config.json").read_text()) | NARROW
+    (folder / "config.json").write_text(json.dumps(config))
+    small = ("--rates", "8", "--seconds", "1", "--shrink", "64", "--kill-after", "0.1", "--always", "cache.max_total_tokens=8192")
+    paths = ("--config", str(folder), "--home", str(folder / "home"), "--json", str(folder / "report.json"))
+    command = [sys.executable, str(ROOT / "benchmarks/deepseek_full.py"), "--part", str(part), "--tp", str(tp), *small, *paths, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())["rows"]
+    return found
+
+
+def test_part_1(tmp_path: Path) -> None:
+    rows = run(tmp_path, 1, 1)
+    assert rows["memory"]["planned_tokens"] == rows["memory"]["tokens"] == 8192
+    for name in ("single", "batch8", "prefill", "prefix", "longctx", "mixed256"):
+        assert rows[name]["failed"] == 0
+        assert rows[name]["tokens_per_s"] > 0
+    assert rows["latency at 8/s"]["first_token_ms"]["p99"] > 0
+
+
+@pytest.mark.soak
+def test_part_2(tmp_path: Path) -> None:
+    rows = run(tmp_path, 2, 2, "--set", "scheduler.policy=fcfs")
+    for number in (1, 2):
+        after = rows[f"texts after SIGKILL {number}"]
+        assert after["complete"] == after["of"] == 16
+    assert rows["other settings: single"]["failed"] == 0
