@@ -70,6 +70,8 @@ def register_weight_formats(registry: KindRegistry) -> None:
         ("modelopt", "modelopt:ModelOpt", ("plain", "e4m3", "e2m1"), "NVIDIA ModelOpt: FP8 by tensor, and NVFP4."),
         ("w8a8_int8", "w8a8_int8:W8A8Int8", ("plain", "int8"), "int8 weights with one scale per output."),
         ("w8a8_fp8", "w8a8_fp8:W8A8Fp8", ("plain", "e4m3"), "e4m3 weights with one scale per output."),
+        ("w4afp8", "w4afp8:W4AFp8", ("plain", "int4", "e4m3"), "DeepSeek W4AFP8: experts in int4, other layers in e4m3 by blocks."),
+        ("torchao", "torchao:TorchAo", ("plain", "int4", "int8", "e4m3"), "torchao: e4m3 and integers, in safetensors files."),
         ("gptq", "gptq:Gptq", ("plain", "int4", "int8"), "GPTQ: integers of 2, 3, 4 or 8 bits per group, also in act-order."),
         ("awq", "awq:Awq", ("plain", "int4"), "AWQ: 4-bit integers with zero points per group."),
         ("mxfp4", "mxfp4:Mxfp4", ("plain", "e2m1"), "gpt-oss: the experts in MXFP4, e2m1 per 32 inputs."),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.weight_format import BLOCK, Axis, LayerFormat, PackedWeight, StoredTensor, WeightScheme, pack_nibbles
+from frame.quantization.integers import unpack_pairs
 from frame.quantization.plain import OUTPUTS
 
 MX_GROUP, NV_GROUP = 32, 16
@@ -44,7 +45,7 @@ class Fp4Layer(LayerFormat):
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         packed, scales = tensors[self.weight], tensors[self.scale]
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        codes = unpack_pairs(packed)
         codes = pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK)))
         scheme = WeightScheme("e2m1", (1, self.group))
         if self.outer:

@@ -39,6 +39,11 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (low | high).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(-2)
 
 
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] -> [..., 2 n]: the nibbles, the lower first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
 @dataclass(slots=True)
 class Integers:
     """Unsigned codes uint8 [..., outputs, inputs], scales and, if there are any, unsigned zero

@@ -90,6 +90,35 @@ def fp8(outputs: int, inputs: int) -> Stored:
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales
 
 
+def torchao(bits: int) -> Callable[[int, int], Stored]:
+    def store(outputs: int, inputs: int) -> Stored:
+        group = GROUP if bits == 4 else inputs
+        codes, zeros = torch.randint(-(1 << bits - 1), 1 << bits - 1, (2, outputs, inputs))
+        zeros, scales = zeros[:, ::group], torch.rand(outputs, inputs // group) * 0.3 / (1 << bits)
+        dense = (codes - zeros.repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+        stored = {"_weight_qdata": codes.to(torch.int8), "_weight_scale": scales, "_weight_zero_point": zeros.to(torch.int8).contiguous()}
+        return stored, dense
+
+    return store
+
+
+def torchao_fp8(outputs: int, inputs: int) -> Stored:
+    codes, scale = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(1, 1) * 0.002
+    return {"_weight_qdata": codes, "_weight_scale": scale}, codes.float() * scale
+
+
+def w4_experts(outputs: int, inputs: int) -> Stored:
+    codes, scales = torch.randint(-8, 8, (outputs, inputs)), torch.rand(outputs, -(-inputs // 128)) * 0.02
+    stored = {"weight": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8), "weight_scale_inv": scales}
+    return stored | {"input_scale": torch.tensor(0.5)}, codes * scales.repeat_interleave(128, 1)[:, :inputs]
+
+
+def fp8_blocks(outputs: int, inputs: int) -> Stored:
+    codes, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(-(-outputs // 32), -(-inputs // 32)) * 0.002
+    spread = scales.repeat_interleave(32, 0)[:outputs].repeat_interleave(32, 1)[:, :inputs]
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+
+
 def modelopt(outputs: int, inputs: int) -> Stored:
     stored, _ = nvfp4(outputs, inputs)
     codes, scales, outer = stored["weight_packed"].int(), stored["weight_scale"], torch.tensor(0.01)
@@ -116,6 +145,12 @@ def _groups(**weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _torchao(name: str, granularity: dict[str, Any], **data: Any) -> dict[str, Any]:
+    chosen = {"_type": name, "_version": 2, "_data": {"granularity": granularity, **data}}
+    return {"quant_method": "torchao", "quant_type": {"default": chosen}}
+
+
+EXPERTS = {"w4afp8": w4_experts}  # of dialects that store experts in another way than dense layers
 DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     **{
         f"gptq {bits}{' ordered' * ordered}": (
@@ -129,6 +164,12 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "packed": (_groups(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, format="pack-quantized"), packed),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, modelopt),
+    "w4afp8": ({"quant_method": "w4afp8", "weight_block_size": [32, 32]}, fp8_blocks),
+    "torchao int8": (_torchao("Int8WeightOnlyConfig", {"_type": "PerRow", "_data": {"dim": -1}}), torchao(8)),
+    "torchao int4": (
+        _torchao("IntxWeightOnlyConfig", {"_type": "PerGroup", "_data": {"group_size": GROUP}}, weight_dtype={"_data": "int4"}), torchao(4)
+    ),
+    "torchao fp8": (_torchao("Float8DynamicActivationFloat8WeightConfig", {"_type": "PerTensor"}), torchao_fp8),
     "w8a8_int8": ({"quant_method": "w8a8_int8"}, int8),
     "w8a8_fp8": ({"quant_method": "w8a8_fp8"}, fp8),
     "int8": (_groups(num_bits=8, type="int", strategy="channel", format="int-quantized"), int8),
@@ -146,7 +187,7 @@ def make_pair(architecture: str, dialect: str, folder: Path) -> tuple[Path, Path
     tensors, numbers = load_file(stored / "model.safetensors"), load_file(plain / "model.safetensors")
     for name, weight in list(tensors.items()):
         if weight.dim() == 2 and "_proj" in name:
-            parts, dense = store(*weight.shape)
+            parts, dense = (EXPERTS.get(dialect, store) if "experts" in name else store)(*weight.shape)
             del tensors[name]
             tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in parts.items()}
             numbers[name] = dense.to(weight.dtype)

@@ -3,7 +3,9 @@ bit equality with the libraries that wrote the weights; refusals."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,24 @@ from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.quantization import Int4Options
 from frame.quantization.awq import Awq, AwqLayer
 from frame.quantization.compressed_tensors import CompressedTensors, read_scheme
+from frame.quantization.fp8 import Fp8
 from frame.quantization.gptq import Gptq
 from frame.quantization.int4 import Int4
 from frame.quantization.int8 import Int8, RoundedInt8Layer
 from frame.quantization.modelopt import ModelOpt
 from frame.quantization.plain import PlainLayer
+from frame.quantization.torchao import TorchAo
+from frame.quantization.w4afp8 import W4AFp8
 from frame.quantization.w8a8_fp8 import W8A8Fp8
 from frame.quantization.w8a8_int8 import W8A8Int8
 from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.packed_weights import check_form
 from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
 from tests.quantization.checkpoints import DIALECTS, make_pair
 from tests.quantization.write_compressed_tensors import DATA, INPUTS, OUTPUTS, SCHEMES, digest
+from tests.quantization.write_torchao import TORCHAO
 from tests.testing.failures import failures
 
 TOKENS = list(range(20, 44))
@@ -92,7 +99,9 @@ def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int =
     module = nn.Module()
     stored = StoredWeight(module, layout, WeightSizes(inputs, inputs, (outputs,)), torch.float32)
     stored.bind(0, "layer", Range.whole(outputs), Range.whole(inputs))
-    load_parameters(module, [(f"layer.{name}", tensor) for name, tensor in tensors.items()], CompressedTensors.ignored_weights)
+    done = load_parameters(module, [(f"layer.{name}", tensor) for name, tensor in tensors.items()], CompressedTensors.ignored_weights)
+    if missing := dict(module.named_parameters()).keys() - done:
+        raise CheckpointError(f"layer.{min(missing)} is missing")
     (weight,) = stored.decode()
     check_form(weight, outputs, inputs)
     return weight
@@ -121,6 +130,52 @@ def test_dequantization_equals_compressed_tensors(name: str, written: Any) -> No
     weight = decode(layout, parts[name])
     dtype = getattr(torch, digests[name].split()[0])
     assert digest(weight.dequantize(dtype)) == digests[name]
+
+
+def test_dequantization_equals_torchao() -> None:
+    tensors = load_file(TORCHAO)
+    with safe_open(TORCHAO, "pt") as file:
+        digests, types = (json.loads(file.metadata()[key]) for key in ("digests", "types"))
+    for name, expected in digests.items():
+        layout = TorchAo(FormatContext(torch.bfloat16, {"quant_type": types[name]})).describe_layer("layer", "linear")
+        weight = decode(layout, {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")})
+        assert digest(weight.dequantize(torch.bfloat16)) == expected, name
+
+
+def test_scales_of_exponents() -> None:
+    """Block scales in float8_e8m0fnu (ue8m0) are the powers of two that they stand for."""
+    layout = Fp8(FormatContext(torch.bfloat16, {"quant_method": "fp8", "weight_block_size": [8, 32], "scale_fmt": "ue8m0"}))
+    codes, exponents = (torch.randn(OUTPUTS, INPUTS) * 50).to(torch.float8_e4m3fn), torch.randint(-6, 3, (2, 4))
+    tensors = {"weight": codes, "weight_scale_inv": torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)}
+    got = decode(layout.describe_layer("layer", "linear"), tensors).dequantize(torch.float32)
+    spread = exponents.repeat_interleave(8, 0).repeat_interleave(32, 1)
+    assert torch.equal(got, codes.float() * torch.exp2(spread.float()))
+
+
+BROKEN = ("shorter", "longer", "other dtype", "missing")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_broken_tensor_is_named(dialect: str, tmp_path: Path) -> None:
+    """Each tensor of a layer, of a wrong shape or dtype or absent: the error names it."""
+    config, store = DIALECTS[dialect]
+    torch.manual_seed(0)
+    registry = load_own_plugins()
+    found = registry.load(registry.get("weight_format", config["quant_method"]))(FormatContext(torch.float32, config))
+    good, ignored = store(64, 128)[0], "|".join((*found.ignored_weights, "^$"))
+    layout = found.describe_layer("model.layers.0.mlp.up_proj", "linear")
+    decode(layout, {key: tensor for key, tensor in good.items() if not re.match(ignored, f"layer.{key}")}, 64, 128)
+    for (name, tensor), how in itertools.product(good.items(), BROKEN):
+        if re.match(ignored, f"layer.{name}") or (how == "missing" and layout.list_tensors(128, (64,))[name].optional):
+            continue
+        tensors = {key: value for key, value in good.items() if not re.match(ignored, f"layer.{key}")}
+        del tensors[name]
+        if how == "other dtype":
+            tensors[name] = tensor.float() if not tensor.is_floating_point() else torch.zeros(tensor.shape, dtype=torch.int32)
+        elif how != "missing":
+            tensors[name] = tensor[:-1] if how == "shorter" and tensor.dim() else torch.cat((tensor.reshape(-1), tensor.reshape(-1)[:1]))
+        with pytest.raises(CheckpointError, match=rf"layer\.{name}\b"):
+            decode(layout, tensors, 64, 128)
 
 
 def test_packed_nibbles() -> None:
@@ -193,6 +248,15 @@ def test_schemes_by_layer_within_a_merged_layer(tmp_path: Path) -> None:
         (Gptq, {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (Awq, {"bits": 4, "version": "gemv"}, "version is 'gemv'"),
         (Awq, {"bits": 8}, "bits is 8"),
+        (W4AFp8, {"group_size": 64}, "group_size is 64"),
+        (TorchAo, {"quant_type": "int4_weight_only"}, "quant_type is 'int4_weight_only'; of torchao's types"),
+        (TorchAo, {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2}}}, "quant_type is 'Int4WeightOnlyConfig'"),
+        (TorchAo, {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "version 1 of Int8WeightOnlyConfig, which"),
+        (
+            TorchAo,
+            {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"granularity": {"_type": "PerTensor"}}}}},
+            "granularity 'PerTensor' with Int8WeightOnlyConfig",
+        ),
         (ModelOpt, {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
         (CompressedTensors, {}, "config_groups is empty"),
         (
@@ -250,8 +314,8 @@ def session_of_int8_with_zeros(stored: Path) -> Session:
 @pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if "ordered" not in dialect and "gptq 3" not in dialect])
 def test_conformance_of_stored_formats(dialect: str) -> None:
     config = DIALECTS[dialect][0]
-    targets = (Gptq, Awq, CompressedTensors, ModelOpt, W8A8Int8, W8A8Fp8)
-    names = ("gptq", "awq", "compressed-tensors", "modelopt", "w8a8_int8", "w8a8_fp8")
+    targets = (Gptq, Awq, CompressedTensors, ModelOpt, W8A8Int8, W8A8Fp8, W4AFp8, TorchAo)
+    names = ("gptq", "awq", "compressed-tensors", "modelopt", "w8a8_int8", "w8a8_fp8", "w4afp8", "torchao")
     base: type = dict(zip(names, targets, strict=True))[config["quant_method"]]
 
     def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
