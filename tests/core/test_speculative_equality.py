@@ -32,15 +32,20 @@ FOLDER = str(find_model(EMBEDDED))
 
 def make_loop(**settings: Any) -> LocalLoop:
     """settings: page_size, tokens, chunk, overlap, algorithm, adaptive, path and draft
-    (folders)."""
+    (folders), synthetic."""
     known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, "adaptive": False}
-    known |= {"path": FOLDER, "draft": None, **settings}
+    known |= {"path": FOLDER, "draft": None, "synthetic": None, **settings}
     config = {
         "model": {"path": known["path"], "dtype": "float32"},
         "cache": {"page_size": known["page_size"], "max_total_tokens": known["tokens"]},
         "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "execution": {"device": "cpu", "threads": 1},
-        "speculative": {"algorithm": known["algorithm"], "adaptive": known["adaptive"], "draft_model_path": known["draft"]},
+        "speculative": {
+            "algorithm": known["algorithm"],
+            "adaptive": known["adaptive"],
+            "draft_model_path": known["draft"],
+            "synthetic_acceptance_length": known["synthetic"],
+        },
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)

@@ -410,7 +410,15 @@ class _Solver:
     def _drafter(self, task: Task) -> None:
         """Choose the drafter that the user names; without a name there is none."""
         config = self.config.speculative
+        length = config.synthetic_acceptance_length
+        if length is not None and length > config.num_steps + 1:
+            raise ResolveError(
+                f"speculative.synthetic_acceptance_length is {length}, and speculative.num_steps {config.num_steps} allows"
+                f" {config.num_steps + 1} tokens a step."
+            )
         if config.algorithm is None:
+            if length is not None:
+                raise ResolveError("speculative.synthetic_acceptance_length is set, but speculative.algorithm names no drafter.")
             if config.draft_model_path is not None:
                 raise ResolveError("speculative.draft_model_path is set, but speculative.algorithm names no drafter that reads it.")
             return

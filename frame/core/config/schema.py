@@ -292,6 +292,13 @@ class SpeculativeSection(Section):
     draft_model_path: str | None = setting(
         None, "Folder of the checkpoint of the draft model, for drafters that have one.", flag="speculative-draft-model-path"
     )
+    synthetic_acceptance_length: float | None = setting(
+        None,
+        "For benchmarks, with wrong outputs: accept drafts at random, so many tokens a step in the mean, 1 to num_steps + 1.",
+        flag="speculative-synthetic-acceptance-length",
+        ge=1,
+        le=MAX_STEPS + 1,
+    )
 
 
 class TextSection(Section):

@@ -38,6 +38,7 @@ from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
 from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,6 +203,9 @@ def build_runner(
         runner = make(model, model_config, context, pool, processors, capacity)
         if drafter is not None:
             runner.set_drafter(drafter.model, user.speculative.num_steps, drafter.attention)
+        if (length := user.speculative.synthetic_acceptance_length) is not None:
+            runner.inputs.synthetic = SyntheticAcceptance(length, user.speculative.num_steps)
+            _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.prompt_logprobs import PromptPlan
     from frame.core.sampling.sampling_metadata import SamplingPlan
+    from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
     from frame.core.sampling.verification import SampleRound, VerificationPlan
 
 TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
@@ -224,6 +225,7 @@ class InputBatch:
     """The inputs of one runner. `prepare` once a step, in launch order, on the runner's stream and
     in inference mode.
 
+    synthetic: of benchmarks; None: drafts are compared with what is drawn. The builder sets it.
     max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
     """
@@ -241,6 +243,7 @@ class InputBatch:
             GroupInputs(kv, self.table, context.device) if isinstance(kv, KVPool) and kv.geometry.num_pools > 1 else None
         )  # None: the model has one cache group
         self.sampling = SamplingTable(limits.max_running_requests, by_row=kernels.can_use_triton(context.device))
+        self.synthetic: SyntheticAcceptance | None = None
         self.max_graph_rows = 0
         self.placement: TokenPlacement | None = None
         self._processors = processors
@@ -258,6 +261,9 @@ class InputBatch:
         plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
         if layout.drafts is not None:
             plans.verification = plan_verification(layout.drafts, batch.slots.astype(np.int64))
+            if self.synthetic is not None:
+                chosen = self.synthetic.choose(sampling.slots, layout.sample_positions, layout.drafts.targets)
+                plans.verification.arrays["verify.chosen"] = chosen
             if plans.processing is not None:
                 rounds = plan_rounds(layout, layout.drafts, self.sampling, self._processors, sampling.slots, batch.grammar_mask)
                 plans.processing, plans.rounds = None, rounds

@@ -32,6 +32,7 @@ class VerificationPlan:
       verify.targets  [samples]; the drafted token, -1 for the last sample of a row
       verify.first    [sampling rows]; the first sample of the row
       verify.slots    [sampling rows]; request slots
+      verify.chosen   [samples]; see `SyntheticAcceptance.choose`; missing without one
     """
 
     num_rows: int
@@ -41,10 +42,11 @@ class VerificationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Device tensors, int64 [sampling rows]. `last`: the last token of each row that is output."""
+    """Device tensors, int64."""
 
-    counts: torch.Tensor  # samples that are output
-    last: torch.Tensor
+    token_ids: torch.Tensor  # [samples]; as drawn, except with synthetic acceptance
+    counts: torch.Tensor  # [sampling rows]; samples that are output
+    last: torch.Tensor  # [sampling rows]; the last token that is output
 
 
 def plan_verification(drafts: DraftLayout, slots: np.ndarray) -> VerificationPlan:
@@ -63,10 +65,14 @@ def plan_verification(drafts: DraftLayout, slots: np.ndarray) -> VerificationPla
 def verify_drafts(token_ids: torch.Tensor, plan: VerificationPlan, tensors: Mapping[str, torch.Tensor]) -> Verified:
     """Compare the drawn tokens, int64 [samples], with the drafts. `tensors`: the plan's arrays on
     the device."""
-    agrees = token_ids.new_zeros(plan.num_rows * plan.width)
-    agrees.index_copy_(0, tensors["verify.cells"], token_ids.eq(tensors["verify.targets"]).to(token_ids.dtype))
-    counts = agrees.view(plan.num_rows, plan.width).cumprod(dim=1).sum(dim=1) + 1
-    return Verified(counts, token_ids.index_select(0, tensors["verify.first"] + counts - 1))
+    agrees, cells, targets = token_ids.new_zeros(plan.num_rows * plan.width), tensors["verify.cells"], tensors["verify.targets"]
+    chosen = tensors.get("verify.chosen")
+    agrees.index_copy_(0, cells, token_ids.eq(targets).to(token_ids.dtype) if chosen is None else chosen)
+    accepted = agrees.view(plan.num_rows, plan.width).cumprod(dim=1)
+    counts = accepted.sum(dim=1) + 1
+    if chosen is not None:
+        token_ids = torch.where(accepted.view(-1).index_select(0, cells) > 0, targets, token_ids)
+    return Verified(token_ids, counts, token_ids.index_select(0, tensors["verify.first"] + counts - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,18 @@ def register_drafters(registry: KindRegistry) -> None:
         summary="Drafts with a smaller checkpoint of the same vocabulary.",
     )
     registry.add(
+        "eagle3",
+        "frame.plugins.drafters.eagle3:Eagle3Drafter",
+        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True),
+        summary="Drafts with an EAGLE-3 head: one layer over three hidden states of the model.",
+    )
+    registry.add(
+        "medusa",
+        "frame.plugins.drafters.medusa:MedusaDrafter",
+        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True),
+        summary="Drafts with Medusa heads over the model's last hidden state.",
+    )
+    registry.add(
         "mtp",
         "frame.plugins.drafters.mtp:MtpDrafter",
         capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True),
