@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext, LoadCode
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers; a model with other ones masks keys by itself
 _INTERFACE = "frame_paged"  # name under which `attend` is registered in transformers' attention functions
 
 
@@ -111,6 +112,10 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         config = self._config_class()(**stored)
         config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented by transformers
         config.dtype = self.context.dtype
+        if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
+            raise ConfigurationError(
+                f"{self.model_config.architecture} has layers of kind {', '.join(unknown)}, which the fallback does not compute."
+            )
         return build(config)
 
     def _config_class(self) -> Any:
@@ -240,6 +245,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: calls the object attached to the module."""
     attention: PagedAttention = module.frame_attention  # type: ignore[assignment]
+    if mask is not None:
+        raise ConfigurationError(f"{type(module).__name__} masks keys by itself, which the fallback does not compute.")
     return attention.run(module, query, key, value, options), None
 
 

@@ -28,6 +28,7 @@ POOL = 16 * 1024  # tokens; more than all prompts and outputs
 TIGHT = 320  # tokens; about a quarter of them
 
 
+DRAWN = ("NemotronForCausalLM", "Jais2ForCausalLM", "ApertusForCausalLM", "Ernie4_5ForCausalLM")
 SOAKED = tuple(pytest.param(name, marks=pytest.mark.soak) for name in NEWER)
 
 
@@ -134,6 +135,21 @@ def test_everything_together(case, settings):
 
 def test_logits_are_within_a_ten_thousandth(case):
     check_logits(make_loop(case, chunk=32), case, case.prompts[:4], GREEDY)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", DRAWN)
+def test_models_drawn_from_transformers_on_two_ranks(architecture, tmp_path):
+    """Models that are not native, drawn at random from the installed transformers; those of the
+    draw that the fallback refuses are left out."""
+    case = make_case(f"{greedy.TRANSFORMERS}{architecture}", tmp_path, random_prompts((41, 7, 30, 58)))
+
+    def twice(loop):
+        greedy.run(loop, case, greedy.greedy(64))
+        greedy.run(loop, case, greedy.greedy(64))
+        assert loop.stats["cached"] > 0
+
+    on_two_ranks(case, twice, chunk=16, tokens=2048, page_size=4, implementation="transformers")
 
 
 @pytest.mark.parametrize("case", (*NATIVE, *SOAKED), indirect=True)  # transformers' own layers are not cut between ranks

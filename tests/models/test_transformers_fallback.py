@@ -111,6 +111,17 @@ def test_chunked_attention_is_refused(tmp_path: Path) -> None:
         open_session(folder, model="transformers")
 
 
+def test_layers_that_select_keys_are_refused(tmp_path: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"layer_types": ["full_attention", "minimax_m3_sparse"],', 1))
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM has layers of kind minimax_m3_sparse"):
+        open_session(folder, model="transformers")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: torch.zeros(1, 1, 2, 2))
+    with pytest.raises(ConfigurationError, match="LlamaAttention masks keys by itself"):
+        open_session(checkpoint("LlamaForCausalLM"), model="transformers")
+
+
 def test_dummy_weights(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("Phi3ForCausalLM")
     logits = [open_session(folder, model="transformers", load_format="dummy").step([(0, prompt(20))])[0] for _ in range(2)]
