@@ -1,6 +1,6 @@
 """The conformance suite of drafters: drafts of random and repeating texts, slots that are used
-again, tokens that come one by one or in runs, and the time of a call. Of a device drafter it checks
-the scheduler's half. It cannot see whether drafts are good.
+again, tokens that come one by one or in runs, and the time of a call. Device drafters have checks
+of their own. It cannot see whether drafts are good.
 
 Used by `frame.testing.conformance`. Must not know a plugin by name.
 """
@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 
 from frame.core.interfaces.batch import SlotSetup
-from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.conformance import Check, Subject
@@ -33,8 +32,9 @@ def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a drafter."""
     make = partial(subject.target, CONTEXT_OF, subject.options)
     if getattr(subject.record.capabilities, "runs_on", "host") == "device":
-        yield Check("is_a_device_drafter", partial(_require, issubclass(subject.target, DeviceDrafter), "it derives no `DeviceDrafter`"))
-        yield Check("drafts_of_the_device", partial(_drafts_of_the_device, make))
+        from frame.testing.suites.device_drafter import device_checks
+
+        yield from device_checks(subject)
         return
     keeps_texts = getattr(subject.record.capabilities, "keeps_texts", False)
     for function in (
@@ -114,25 +114,6 @@ def _drafts_fit(make: Make) -> None:
         for place in range(1, 60):
             _propose(drafter, list(texts))
             _observe(drafter, {slot: text[3 * slot + place : 3 * slot + place + 1] for slot, text in texts.items()})
-
-
-def _drafts_of_the_device(make: Callable[[], DeviceDrafter]) -> None:
-    drafter = make()
-    for slot in (0, 2, 5):
-        _add(drafter, slot, [3, 4, 5])
-    _require(_propose(drafter, [0, 2, 5]) == [[], [], []], "it drafts before the device did")
-    drafts = [[slot + place for place in range(STEPS)] for slot in (0, 5, 2)]
-    stored = np.array(drafts, np.int32)
-    drafter.store_drafts(np.array([0, 5, 2]), stored)
-    stored[:] = 7
-    found = _propose(drafter, [2, 0, 5], [2, STEPS, 1])
-    _require(found == [drafts[2][:2], drafts[0], drafts[1][:1]], "drafts differ from those of the device")
-    _observe(drafter, {2: [9, 9]})
-    drafter.remove_slot(0)
-    _add(drafter, 0, [6])
-    _require(_propose(drafter, [0, 2, 5]) == [[], [], drafts[1]], "a draft is used after other tokens than those that it follows")
-    drafter.store_drafts(np.array([2]), np.array([[1, 2]], np.int32))
-    _require(_propose(drafter, [2]) == [[1, 2]], "a draft that is shorter than the longest one is not used")
 
 
 def _drafts_shorter_where_asked(make: Make) -> None:

@@ -90,6 +90,7 @@ UNTESTED: dict[str, str] = {
         "tests/kernels/recurrence.py runs the layers that launch it",
     ),
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
+    "frame.testing.suites.device_drafter": "tests/testing/test_conformance_drafter.py runs it",
     "frame.core.drafting.draft_passes": "tests/core/drafting compares the drafts of its passes with a plain loop",
     "frame.core.execution.components": "builds what tests/core/execution/test_model_runner.py runs",
     "frame.core.parallel.stage_runner": "tests/core/parallel/test_parallel.py compares its tokens with those of one rank",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from frame.plugins.loader import load_registry
-from frame.testing.conformance import Setting, find
+from frame.testing.conformance import Setting, SkipCheck, find
 from frame.testing.conformance_drafter import suite
 
 REGISTRY = load_registry(installed=False)
@@ -14,4 +16,5 @@ REGISTRY = load_registry(installed=False)
 @pytest.mark.parametrize("name", [record.name for record in REGISTRY.records("drafter")])
 def test_in_tree_drafter(name: str) -> None:
     for check in suite(find(REGISTRY, f"drafter:{name}", Setting())):
-        check.run()
+        with contextlib.suppress(SkipCheck):  # of heads, which read a checkpoint of their own form
+            check.run()

@@ -1,14 +1,19 @@
-"""Wrong drafters, derived from a plain one that repeats what followed the last token."""
+"""Wrong drafters, derived from a plain one that repeats what followed the last token, and from
+`mtp`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
-from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.batch import ForwardBatch, SlotSetup
+from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.drafter import Drafter, DrafterCapabilities, DrafterContext, Drafts
+from frame.plugins.drafters.mtp import MtpDrafter, PredictionLayer
 from frame.testing.mutants import MutantList
 
 
@@ -219,3 +224,60 @@ class SharesAcrossTenants(PlainDrafter):
 
     def remove_slot(self, slot: int) -> None:
         del self.last[slot]
+
+
+# on the device ------------------------------------------------------------------------------------
+
+on_device = mutant.using(capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True))
+
+
+@on_device
+class KeepsDraftsAfterOtherTokens(MtpDrafter):
+    """Proposes the draft of an earlier step after tokens that the device has not seen."""
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        pass
+
+
+@on_device
+class UsesTheFirstLayersPages(MtpDrafter):
+    """Numbers its layer 0, so that it writes to the keys of the target's first layer."""
+
+    def build_model(self, context: DraftModelContext) -> PredictionLayer:
+        return PredictionLayer(replace(context, first_layer=0))
+
+
+@on_device
+class CountsPositionsFromTheChunk(MtpDrafter):
+    """Counts the positions of a pass from its own first token on."""
+
+    class Layer(PredictionLayer):
+        def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(replace(batch, positions=torch.arange(batch.num_tokens)), states)
+
+    def build_model(self, context: DraftModelContext) -> PredictionLayer:
+        return self.Layer(context)
+
+
+@on_device
+class MixesRows(MtpDrafter):
+    """Subtracts the mean of the states of all rows."""
+
+    class Layer(PredictionLayer):
+        def compute_logits(self, states: torch.Tensor, place: int) -> torch.Tensor:
+            return super().compute_logits(states - states.mean(0) * (len(states) > 1), place)
+
+    def build_model(self, context: DraftModelContext) -> PredictionLayer:
+        return self.Layer(context)
+
+
+@on_device
+class ReturnsTheStatesOfAllTokens(MtpDrafter):
+    """Returns the states of all tokens of a step, not those of its selected tokens."""
+
+    class Layer(PredictionLayer):
+        def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(replace(batch, extensions={}), states)
+
+    def build_model(self, context: DraftModelContext) -> PredictionLayer:
+        return self.Layer(context)
