@@ -19,6 +19,7 @@ from frame.models.layers.linear_attention.convolution import ShortConvolution, S
 from frame.models.layers.linear_attention.mixer import StateMixer
 from frame.models.layers.linear_attention.recurrence import Recurrence
 from frame.models.layers.parameter import Range, ShardedParameter
+from frame.testing.devices import open_platform
 from tests.models.harness import NaiveAttention, NaivePool
 
 CASES = {
@@ -79,7 +80,7 @@ def draw(case: str, lens: list[int], dtype: torch.dtype = torch.float32, device:
         return torch.randn(*shape, generator=generator)
 
     place = torch.device(device)
-    bare = {"device": place, "dtype": dtype, "tp": LocalGroup(), "limits": Limits(8, 64, 64, 4)}
+    bare = {"device": place, "dtype": dtype, "tp": LocalGroup(), "limits": Limits(8, 64, 64, 4), "platform": open_platform(place)}
     context = BuildContext(**bare, attention=NaiveAttention(BuildContext(**bare)))
     conv = ShortConvolution(context, {"conv": Range.whole(layout.channels)}, WIDTH, bias=not layout.delta)
     width = layout.heads * layout.key if layout.by_key else layout.heads
