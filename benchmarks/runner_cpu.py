@@ -24,7 +24,8 @@ from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 
 
 class StartDetokenize:

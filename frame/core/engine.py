@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.ipc.transport import Transport
     from frame.core.messages import AnyMessage
+    from frame.core.parallel.grouped_scheduler import GroupedScheduler
     from frame.core.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | GroupedScheduler,
         runner: ModelRunner,
         transport: Transport,
         options: EngineOptions | None = None,

@@ -24,7 +24,8 @@ from frame.core.ipc.transport import decode_batch, encode_batch
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler, load_parts
+from frame.entrypoints.processes.build_engine import build_rank, load_parts
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
 from tests.models.ranks import ThreadGroup, on_ranks

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.chaos.storm import Storm, restarts
 from tests.entrypoints.serving import RunningServer, wait_until
 
@@ -70,6 +71,30 @@ def test_the_rest_serves_when_a_replica_ends_for_good(server: RunningServer) -> 
     assert not any(reply.error for reply in storm(server))
     assert len(server.get("/server_info")["replicas"]) == 1
     assert server.post("/flush_cache", {}).status_code == 200
+
+
+@pytest.mark.soak
+def test_attention_groups_give_the_texts_of_one_rank(tmp_path: Path) -> None:
+    """With grammars, overlap, chunked prompts, shared prefixes, and a rank that dies."""
+    folder = make_checkpoint("Qwen3MoeForCausalLM", tmp_path)
+    flags = ("--dtype", "float32", "--max-total-tokens", "1024", "--page-size", "16", "--chunked-prefill-size", "64")
+    groups = ("--tp", "2", "--ep", "2", "--dp", "2", "--enable-dp-attention", "--overlap")
+    storm, replies = Storm(40, 40), []
+    for number, body in enumerate(storm.bodies):
+        body["temperature"] = 0.0
+        if number % 3 == 0:
+            body["regex"] = "[a-f]{1,30}"
+    for more in ((), groups):
+        with RunningServer(folder, *flags, "--max-running-requests", "8", *more, fake=False) as server:
+            replies.append(storm(server))
+            if more:
+                follower = next(child for child in psutil.Process(server.process.pid).children() if "follower" in child.cmdline())
+                replies.append(storm(server, storm.progress // 3, follower.kill))
+                settle(server)
+                assert restarts(server) == 1
+                assert server.post("/check_integrity", {}).status_code == 200
+    assert replies[0] == replies[1] == replies[2]
+    assert not any(reply.error for reply in replies[0])
 
 
 @pytest.mark.soak

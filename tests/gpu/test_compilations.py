@@ -12,7 +12,8 @@ import torch
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 

@@ -15,7 +15,8 @@ from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

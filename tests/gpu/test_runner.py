@@ -25,7 +25,8 @@ from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs

@@ -201,6 +201,8 @@ class _Solver:
             task = self._task()
         with self._collect():
             pooling = self._model(task)
+            if pooling is not None and self.plan.num_groups > 1:
+                raise ResolveError(f"parallel.dp_attention is true, but model.task is {task}.", change="parallel.dp_attention: false")
         self.conflicts += find_conflicts(
             self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization
         )
@@ -427,6 +429,9 @@ class _Solver:
                 f"speculative.algorithm is {config.algorithm}, but no tokens are drawn for model.task {task}.",
                 change="speculative.algorithm: null",
             )
+        if self.plan.num_groups > 1:
+            sentence = f"speculative.algorithm is {config.algorithm}, and attention groups (parallel.dp_attention) verify no drafts."
+            raise ResolveError(sentence, change="speculative.algorithm: null")
         requirements = DrafterRequirements(
             device=self.device,
             draft_model=config.draft_model_path is not None,

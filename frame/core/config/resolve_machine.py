@@ -56,9 +56,9 @@ def dtypes_to_try(config: FrameConfig, hardware: Hardware, model_config: ModelCo
 
 
 def indivisible(model_config: ModelConfig, plan: ParallelPlan) -> list[str]:
-    """The parts of the model that `plan.tp` ranks cannot share equally. KV heads may be repeated if
-    that is a multiple of their number."""
-    tp = plan.tp
+    """The parts of the model that `plan.attention_tp` ranks cannot share equally. KV heads may be
+    repeated if that is a multiple of their number."""
+    tp = plan.attention_tp
     found = [f"{model_config.num_heads} attention heads"] if model_config.num_heads % tp else []
     if model_config.kind == "mha" and model_config.num_kv_heads % tp and tp % model_config.num_kv_heads:
         found.append(f"{model_config.num_kv_heads} KV heads")
@@ -135,7 +135,7 @@ def budgets(
     """(setting, user's value, default, reason) of each size that follows from the machine's cores
     and memory."""
     parallel, scheduler = config.parallel, config.scheduler
-    ranks, on_cpu = parallel.tp * parallel.pp * parallel.dp, get_capabilities(platform).is_host
+    ranks, on_cpu = parallel.tp * parallel.pp * (1 if parallel.dp_attention else parallel.dp), get_capabilities(platform).is_host
     memory = min((a.memory_bytes for a in hardware.of(platform.name)), default=hardware.memory_bytes)
     machine = "a CPU" if on_cpu else f"a device with {memory // GIB} GiB"
     chunk = 2048 if on_cpu or memory < 40 * GIB else 8192

@@ -17,7 +17,8 @@ from frame.core.interfaces.plugin import PluginRecord
 
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
-    return ParallelPlan(tp=config.parallel.tp, pp=config.parallel.pp, ep=config.parallel.ep, dp=config.parallel.dp)
+    given = config.parallel
+    return ParallelPlan(tp=given.tp, pp=given.pp, ep=given.ep, dp=given.dp, dp_attention=given.dp_attention)
 
 
 def find_conflicts(
@@ -29,7 +30,7 @@ def find_conflicts(
     is_host, available = get_capabilities(platform).is_host, len(devices)
     if not is_host and plan.num_devices > available:
         size, change = f"parallel.tp is {plan.tp}", f"parallel.tp: {available}"
-        if plan.dp > 1:
+        if plan.num_replicas > 1:
             size = f"parallel.tp {plan.tp} x parallel.pp {plan.pp} x parallel.dp {plan.dp} = {plan.num_devices} ranks"
             change = f"parallel.dp: {max(1, available // plan.num_ranks)}"
         elif plan.pp > 1:
@@ -37,13 +38,15 @@ def find_conflicts(
         yield ResolveError(f"{size}, but this machine has {available} {platform.name} device(s).", change=change)
     problems = indivisible(model_config, plan)
     if problems:
-        fitting = max(size for size in range(1, plan.tp) if not indivisible(model_config, ParallelPlan(tp=size)))
+        fitting = max((size for size in range(1, plan.tp) if not indivisible(model_config, ParallelPlan(tp=size))), default=1)
         yield ResolveError(f"parallel.tp is {plan.tp}, which does not divide {', '.join(problems)}.", change=f"parallel.tp: {fitting}")
     if plan.pp > model_config.num_layers:
         yield ResolveError(
             f"parallel.pp is {plan.pp}, more stages than the model has layers ({model_config.num_layers}).",
             change=f"parallel.pp: {model_config.num_layers}",
         )
+    if plan.dp_attention:
+        yield from _find_group_conflicts(plan, model_config)
     if plan.ep > 1:
         yield from _find_expert_conflicts(plan, model_config)
     if not is_host and devices:
@@ -72,3 +75,20 @@ def _find_expert_conflicts(plan: ParallelPlan, model_config: ModelConfig) -> Ite
             f" + {experts % plan.ep}.",
             change="parallel.ep: 1",
         )
+
+
+def _find_group_conflicts(plan: ParallelPlan, model_config: ModelConfig) -> Iterator[ResolveError]:
+    """What stands against attention groups."""
+    asked = "parallel.dp_attention is true, but"
+    if plan.dp < 2 or plan.tp % plan.dp:
+        fitting = next(size for size in range(max(2, plan.dp), 65) if size >= plan.tp or plan.tp % size == 0)
+        sentence = f"{asked} parallel.dp is {plan.dp}, which does not divide parallel.tp ({plan.tp}) into two groups or more."
+        yield ResolveError(sentence, change=f"parallel.dp: {fitting}" if plan.tp > 1 else "parallel.dp_attention: false")
+    if not model_config.num_experts:
+        sentence = f"{asked} {model_config.architecture} has no experts that the groups could share; parallel.dp alone makes replicas."
+        yield ResolveError(sentence, change="parallel.dp_attention: false")
+    elif plan.ep != plan.tp:
+        sentence = f"{asked} parallel.ep is {plan.ep}: the groups share whole experts, divided among all {plan.tp} ranks."
+        yield ResolveError(sentence, change=f"parallel.ep: {plan.tp}")
+    if plan.pp > 1:
+        yield ResolveError(f"{asked} parallel.pp is {plan.pp}: the groups of a pipeline would not stay in step.", change="parallel.pp: 1")

@@ -148,6 +148,7 @@ class ParallelSection(Section):
     pp: int = setting(1, "Number of pipeline stages, each with parallel.tp ranks and a range of the layers.", flag="pp", ge=1, le=64)
     ep: int = setting(1, "Number of ranks among which whole experts are divided: parallel.tp, or 1: none.", flag="ep", ge=1, le=64)
     dp: int = setting(1, "Number of replicas of the engine behind one server, each with ranks of its own.", flag="dp", ge=1, le=64)
+    dp_attention: bool = setting(False, "Divide the ranks into parallel.dp groups with own requests.", flag="enable-dp-attention")
     collective: Annotated[str | None, Auto] = setting(
         None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
     )

@@ -7,7 +7,7 @@ Used by the model runners. Must not know how the output was computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class StepOutput:
         token_ids, best = arrays[:2]
         counts, drafts = (arrays.pop(2).astype(np.int32) if each is not None else None for each in (self.counts, self.drafts))
         is_finite = np.isfinite(best)
-        values: dict[str, np.ndarray] = {}
+        values: dict[str, Any] = {}
         if self.plan.logprob_rows is not None:
             names = ("logprobs", "top_ids", "top_logprobs")
             values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2:5], strict=True)}

@@ -109,16 +109,24 @@ def limits_of(resolved: Resolved) -> Limits:
     """The maximum sizes of a step: a full prefill chunk plus one decode token and one draft of each
     running request."""
     num_steps = resolved.user.speculative.num_steps if resolved.plugins.get("drafter") else 0
+    most = resolved.chunked_prefill_size + resolved.max_running_requests * (1 + num_steps)
+    is_padded = resolved.plan.num_groups > 1  # with prompts in the padding slot, which keep the groups in step
     return Limits(
-        max_running_requests=resolved.max_running_requests,
-        max_tokens_per_step=resolved.chunked_prefill_size + resolved.max_running_requests * (1 + num_steps),
+        max_running_requests=resolved.max_running_requests + is_padded * (-(-most // resolved.max_context) + 1),
+        max_tokens_per_step=most + is_padded,
         max_context=resolved.max_context,
         page_size=resolved.page_size,
     )
 
 
 def build_context(
-    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None, limits: Limits | None = None
+    resolved: Resolved,
+    parts: Parts,
+    tp: Collective,
+    platform: Platform,
+    pipeline: Pipeline | None = None,
+    experts: Collective | None = None,
+    limits: Limits | None = None,
 ) -> BuildContext:
     """The context of one rank, with its attention backend, weight format, MoE runner and MoE
     dispatcher. limits: None: those of the configuration."""
@@ -127,6 +135,7 @@ def build_context(
         device=platform.device,
         dtype=DTYPES[resolved.dtype],
         tp=tp,
+        experts=experts,
         pipeline=pipeline,
         limits=limits or limits_of(resolved),
         task=resolved.task,
@@ -160,11 +169,16 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
 
 
 def build_runner(
-    resolved: Resolved, parts: Parts, tp: Collective, platform: Platform, pipeline: Pipeline | None = None
+    resolved: Resolved,
+    parts: Parts,
+    tp: Collective,
+    platform: Platform,
+    pipeline: Pipeline | None = None,
+    experts: Collective | None = None,
 ) -> TorchModelRunner:
-    """Build one rank's runner, of one stage of a pipeline: load the weights and size the
-    KV cache. Raises CheckpointError for invalid weights and CapacityError if memory does not
-    suffice."""
+    """Build one rank's runner, of one stage of a pipeline or of one attention group: load the
+    weights and size the KV cache. Raises CheckpointError for invalid weights and CapacityError if
+    memory does not suffice."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
@@ -172,7 +186,7 @@ def build_runner(
     platform.activate()
     platform.seed(resolved.user.model.seed)
     before = platform.measure_memory()
-    context = build_context(resolved, parts, tp, platform, pipeline)
+    context = build_context(resolved, parts, tp, platform, pipeline, experts)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
@@ -187,10 +201,10 @@ def build_runner(
     planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before)
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
-    for group in (tp, *([] if pipeline is None else [pipeline.hidden])):
+    for group in (context.ep_group, *([] if pipeline is None else [pipeline.hidden])):
         pages = _least_of_ranks(pages, group, device)
     further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
-    further = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, tp, device)) for each in further)
+    further = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, context.ep_group, device)) for each in further)
     if further and pipeline is not None:
         raise ConfigurationError("this model has several kinds of caches, which stages cannot share: set parallel.pp to 1")
     pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)

@@ -249,6 +249,7 @@ class InputBatch:
         self._processors = processors
         self.selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
+        self._keeps_step = context.experts is not None  # with groups that do not know each other's prompts
         self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
         self._staging = make_staging(context.platform, staged)
         self._mask_staging = make_staging(context.platform, 0)  # for deferred grammar masks
@@ -340,7 +341,7 @@ class InputBatch:
         prompts, rows with drafts run in a graph at any length: a forward pass without one takes
         longer."""
         given = len(batch.token_ids)
-        if layout.num_tokens > self.max_graph_rows:
+        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step):
             return False
         if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
             return False  # the first pass of the drafter reads the drawn tokens only

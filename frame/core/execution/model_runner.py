@@ -69,7 +69,8 @@ class TorchModelRunner(ModelRunner):
         self._stream = platform.create_stream()
         self._set_stream = platform.set_stream
         is_last = context.pipeline is None or context.pipeline.is_last
-        self.inputs = InputBatch(context, pool, processors, selects_tokens=is_last and model.supports_token_selection)
+        selects = is_last and context.experts is None and model.supports_token_selection  # all groups dispatch as many tokens
+        self.inputs = InputBatch(context, pool, processors, selects_tokens=selects)
         self.processors = processors
         self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
         self.decode_graphs: DecodeGraphs | None = None
@@ -134,7 +135,7 @@ class TorchModelRunner(ModelRunner):
         if preparation is None:
             return
         preparation.wait_for_estimate()
-        if is_true_on_all_ranks(preparation.is_done, self._tp, self.context.device):
+        if is_true_on_all_ranks(preparation.is_done, self.context.ep_group, self.context.device):
             self._switch()
 
     def allow_compilation(self) -> None:
@@ -149,7 +150,7 @@ class TorchModelRunner(ModelRunner):
         if not isinstance(attention, HybridAttention) or attention.preparation is None:
             return False
         attention.preparation.wait()  # a follower's preparation may end later than rank 0's
-        return attention.switch(is_true_on_all_ranks(attention.preparation.error is None, self._tp, self.context.device))
+        return attention.switch(is_true_on_all_ranks(attention.preparation.error is None, self.context.ep_group, self.context.device))
 
     def capture_decode_graphs(self, max_rows: int) -> None:
         """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.

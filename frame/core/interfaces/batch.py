@@ -80,6 +80,9 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     draft_order: DraftOrder | None = None  # None: there is no device drafter
     grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
+    # Of an engine with attention groups: the batch of each group, None for one without rows. The
+    # arrays of rows above are then those of all groups, one after another.
+    groups: list[ScheduledBatch | None] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +104,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     invalid: np.ndarray | None = None  # bool [samples]; whether a logit was not finite; None: no row has one
     faults: dict[int, str] | None = None  # by sample: why a logits processor failed on its request, which ends
     pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of pooling tasks, whose `token_ids` are empty
+    groups: list[StepResult] = []  # of each attention group, for a batch with groups, whose `token_ids` are empty
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -96,6 +96,8 @@ class MoECapabilities:
             reasons.append(Reason("does not exchange tokens between ranks that hold different experts", "parallel.ep: 1"))
         if plan.tp > 1 and plan.ep == 1 and not getattr(self, "sliced_experts", True):
             reasons.append(Reason("needs whole experts on each rank", f"parallel.ep: {plan.tp}"))
+        if plan.num_groups > 1 and not getattr(self, "attention_groups", False):
+            reasons.append(Reason("does not exchange the tokens of attention groups", "parallel.dp_attention: false"))
         if requirements.biased and not self.biased:
             reasons.append(Reason("does not compute experts with biases"))
         return reasons
@@ -107,6 +109,7 @@ class DispatcherCapabilities(MoECapabilities):
 
     sliced_experts: bool = True  # takes experts of which each rank holds a slice
     whole_experts: bool = False  # takes experts of which each rank holds some (parallel.ep)
+    attention_groups: bool = False  # exchanges the tokens of ranks that have different ones (parallel.dp_attention)
 
 
 class MoERunner(ABC):
@@ -145,8 +148,9 @@ class MoERunner(ABC):
 class MoEDispatcher(ABC):
     """Moves tokens to the ranks of their experts and the results back.
 
-    All ranks have the same tokens. `place_experts` says which experts each rank gets; `ids` are
-    physical experts.
+    All ranks of `context.tp` have the same tokens. With attention groups, `context.ep_group` has
+    several of these groups; all ranks dispatch equal numbers of tokens. `place_experts` says which
+    experts each rank gets; `ids` are physical experts.
 
     Contract: combine(run(dispatch(x))) is the layer's output on every rank, for any
     placement of the experts. Neither writes to the layer's tensors. All that `combine` needs is in

@@ -65,7 +65,8 @@ class RankContext:
 
     device: torch.device
     dtype: torch.dtype  # of the model's computations
-    tp: Collective  # the tensor-parallel group, of one stage
+    tp: Collective  # the tensor-parallel group, of one stage and one attention group
+    experts: Collective | None = None  # the ranks of all attention groups; None: `tp`
     pipeline: Pipeline | None = None  # None: this rank has all layers
     limits: Limits
     task: Task = "generate"
@@ -73,6 +74,11 @@ class RankContext:
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
     platform: Platform = HOST  # of `device`
     plan: ParallelPlan = ONE_RANK
+
+    @property
+    def ep_group(self) -> Collective:
+        """The ranks among which whole experts are divided."""
+        return self.tp if self.experts is None else self.experts
 
     def __post_init__(self) -> None:
         if self.platform.device.type != self.device.type:

@@ -306,9 +306,10 @@ class SwitchBackend(msgspec.Struct, frozen=True, tag=True):
 
 class GrammarMask(msgspec.Struct, frozen=True, tag=True):
     """Order to the rank that samples: the mask of the last batch, which has
-    `has_deferred_grammar_mask`."""
+    `has_deferred_grammar_mask`. `group`: the attention group whose mask it is."""
 
     mask: np.ndarray | None
+    group: int = 0
 
 
 class OrderReply(msgspec.Struct, frozen=True):

@@ -194,9 +194,11 @@ def follow(
     observer: RankObserver | None = None,
     results: ResultSender | None = None,
     watch: RankWatch | None = None,
+    group: int = 0,
 ) -> None:
     """Run batches until rank 0 stops. Each step is awaited after the next launch, as rank 0 does
-    with overlap. `results`: this rank's results count, and are sent.
+    with overlap. `results`: this rank's results count, and are sent. `group`: number
+    of its attention group.
 
     Raises the error of a failed step: a rank that missed a step cannot rejoin the others, so its
     process ends. It does not wait for its device then, which may wait for other ranks.
@@ -219,7 +221,7 @@ def follow(
                     observer.on_end(batch)
                 continue
             if isinstance(batch, GrammarMask):
-                if thread is not None and isinstance(in_flight, UnsampledStep):
+                if batch.group == group and thread is not None and isinstance(in_flight, UnsampledStep):
                     in_flight.sample(batch.mask)
                     thread.add(in_flight)
                     in_flight = None

@@ -222,14 +222,30 @@ class Scheduler:
             raise ConfigurationError("speculation cannot be used with a model that keeps recurrent states; remove the drafter")
         self._planner.speculation.enable(drafter, num_steps, is_adaptive=is_adaptive)
 
-    def publish_inflight(self, path: Path) -> None:
-        """Record the running requests in an in-flight file from now on, or log that there is no
-        room for one."""
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    def has_request(self, rid: str) -> bool:
+        """Whether this request waits or runs."""
+        return rid in self._requests
+
+    def publish_inflight(self, path: Path, others: Sequence[Scheduler] = ()) -> None:
+        """Record the running requests, and those of `others`, in an in-flight file from now on, or
+        log that there is no room for one."""
+        most = self.config.max_running
         try:
-            self._running.table.inflight = open_inflight(path, self.config.max_running)
+            entries = open_inflight(path, most * (1 + len(others)))
+            for number, scheduler in enumerate((self, *others)):
+                scheduler.set_inflight(entries[:, number * most : (number + 1) * most])
         except OSError as error:
             path.unlink(missing_ok=True)
             log.warning("no in-flight file is kept (%s): if the engine crashes, all its requests are suspected", error)
+
+    def set_inflight(self, entries: np.ndarray) -> None:
+        """Record the running requests in these entries of an in-flight file."""
+        self._running.table.inflight = entries
 
     # maintenance ----------------------------------------------------------------------------------
 

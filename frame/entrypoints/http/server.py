@@ -88,7 +88,7 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
     raise_file_limit(resolved.user.server.max_connections)
     deployments: list[Deployment] = []
     try:
-        for each in split_layout(layout, resolved.plan.dp):
+        for each in split_layout(layout, resolved.plan.num_replicas):
             deployments.append(Deployment(resolved, each, prepared.registry))  # noqa: PERF401 - those that started are ended below
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)

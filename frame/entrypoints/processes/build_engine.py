@@ -25,8 +25,9 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Traced
+from frame.core.parallel.attention_groups import GroupRunner, LeadingGroupRunner
 from frame.core.parallel.tp_follower import LeadingRunner
-from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.build_scheduler import build_schedulers
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder
@@ -105,7 +106,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
     def build(parts: Parts) -> TorchModelRunner:
         groups = join_groups(resolved, registry, place, platform)
-        runner = build_runner(resolved, parts, groups.tp, platform, groups.pipeline)
+        runner = build_runner(resolved, parts, groups.tp, platform, groups.pipeline, groups.experts)
         runner.watch = groups.watch
         return runner
 
@@ -152,6 +153,14 @@ def add_profiling(resolved: Resolved, runner: TorchModelRunner, place: Place | N
     return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank, activities)
 
 
+def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, number: int) -> ModelRunner:
+    """The runner of rank `number`, for batches of attention groups where there are several."""
+    plan = resolved.plan
+    if plan.num_groups == 1:
+        return runner
+    return GroupRunner(runner, plan.find_group(number), rank.inputs.table.padding_slot, resolved.max_context)
+
+
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
     """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
     configuration names is loaded now, so that its failure stops the start; one chosen automatically
@@ -183,7 +192,7 @@ def build_engine(
     followers: BatchSender | None = None,
     heartbeat: float | None = None,
     tracing: Tracing | None = None,
-    results: ResultReceiver | None = None,
+    results: Sequence[ResultReceiver] = (),
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine of rank 0, and the data of its `Ready` message. Raises PluginError for the fault
     of a plugin."""
@@ -199,14 +208,16 @@ def _build_engine(
     followers: BatchSender | None,
     heartbeat: float | None,
     tracing: Tracing | None,
-    results: ResultReceiver | None,
+    results: Sequence[ResultReceiver],
 ) -> tuple[Engine, dict[str, Any]]:
     clock = time.perf_counter()
     rank, kernels = _build_rank(resolved, registry, place or Place())
     capacity = rank.capacity
-    runner = add_profiling(resolved, rank, place)
-    if followers is not None:
-        runner = LeadingRunner(runner, followers, results, rank.watch)
+    runner = add_group(resolved, add_profiling(resolved, rank, place), rank, 0)
+    if followers is not None and isinstance(runner, GroupRunner):
+        runner = LeadingGroupRunner(runner, followers, results, rank.watch)
+    elif followers is not None:
+        runner = LeadingRunner(runner, followers, results[0] if results else None, rank.watch)
     found = find_observers(registry)
     on_finish = found.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []
@@ -229,7 +240,7 @@ def _build_engine(
         check_params=rank.processors.check_params,
     )
     engine = Engine(
-        build_scheduler(resolved, registry, capacity.pools, _join_callbacks(callbacks)),
+        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks)),
         runner,
         transport,
         options,

@@ -35,12 +35,15 @@ class Groups:
     """A rank's groups. `pipeline` None: there is one stage."""
 
     tp: Collective
+    experts: Collective | None = None  # None: there is one attention group
     pipeline: Pipeline | None = None
     watch: RankWatch | None = None  # None: one rank
 
     def close(self) -> None:
         """Leave all groups."""
         self.tp.close()
+        if self.experts is not None:
+            self.experts.close()
         if self.pipeline is not None:
             self.pipeline.hidden.close()
             self.pipeline.tokens.close()
@@ -62,9 +65,12 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
         group: Collective = registry.create(resolved.choice("collective"), context)
         return group if watch is None else WatchedGroup(group, watch, name or "tp")
 
+    if plan.num_groups > 1:
+        number, own = plan.find_group(place.rank), place.rank % plan.attention_tp
+        return Groups(join(f"attention{number}", own, plan.attention_tp), join("", place.rank, place.size), watch=watch)
     if plan.pp == 1:
         return Groups(join("", place.rank, place.size), watch=watch)
     tp = join(f"tp{stage}", tp_rank, plan.tp)
     hidden, tokens = (join(f"{name}{tp_rank}", stage, plan.pp) for name in ("hidden", "tokens"))
     layers = plan.find_layers(stage, resolved.model.num_layers)
-    return Groups(tp, Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens), watch)
+    return Groups(tp, pipeline=Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens), watch=watch)

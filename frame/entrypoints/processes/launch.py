@@ -51,7 +51,7 @@ class Session(Protocol):
 def open_session(prepared: Prepared) -> Session:
     """Start an engine for offline use: in a thread for one rank, else in processes. Raises
     ConfigurationError, or the error of the start."""
-    if prepared.resolved.plan.dp > 1:
+    if prepared.resolved.plan.num_replicas > 1:
         raise ConfigurationError("parallel.dp is for servers; set parallel.dp: 1 and start one Engine a replica, or use frame serve")
     tokenizer = load_tokenizer(prepared.resolved)
     collector = Collector(None if tokenizer is None else Detokenizer(tokenizer))

@@ -98,7 +98,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     sockets = SocketDirectory(options.sockets)
     batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.ranks)]
     followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
-    results = ResultReceiver(sockets.address("rank-results")) if resolved.plan.result_rank else None
+    results = [ResultReceiver(sockets.address(f"rank-results-{rank}")) for rank in resolved.plan.result_ranks if rank]
     place = Place(0, options.ranks, options.rendezvous, options.local_index, options.host)
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing, results)
@@ -116,19 +116,20 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     from frame.core.parallel.tp_follower import follow
-    from frame.entrypoints.processes.build_engine import add_profiling, build_rank
+    from frame.entrypoints.processes.build_engine import add_group, add_profiling, build_rank
     from frame.entrypoints.processes.join_groups import Place
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
     place = Place(options.rank, options.ranks, options.rendezvous, options.local_index, options.host)
     rank = build_rank(resolved, registry_of(resolved), place)
-    runner = add_profiling(resolved, rank, place)
+    runner = add_group(resolved, add_profiling(resolved, rank, place), rank, options.rank)
     tracing = open_tracing(resolved.user.server, name)
-    results = ResultSender(sockets.address("rank-results")) if options.rank == resolved.plan.result_rank else None
+    results = ResultSender(sockets.address(f"rank-results-{options.rank}")) if options.rank in resolved.plan.result_ranks else None
     transport.send(Ready(process=name, pid=os.getpid()))
+    observer, group = None if tracing is None else RankSpans(tracing), resolved.plan.find_group(options.rank)
     try:
-        follow(runner, batches, None if tracing is None else RankSpans(tracing), results, rank.watch)
+        follow(runner, batches, observer, results, rank.watch, group)
     finally:
         if tracing is not None:
             tracing.close()

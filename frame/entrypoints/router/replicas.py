@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from frame.entrypoints.engine_client.replicas import ReplicaChooser
+from frame.core.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ class Experts(nn.Module):
         super().__init__()
         is_whole = placement.ranks > 1
         inner = Range.whole(sizes.inner) if is_whole else split_range(context, "inner values of an expert", sizes.inner)
-        local = placement.find_local(context.tp.rank)
+        local = placement.find_local(context.ep_group.rank)
         names = sizes.names if sizes.gated else sizes.names[1:]
         self.weights = ExpertWeights(self, context, prefix, names, (len(local), sizes.hidden, inner))
         for place, expert in enumerate(local):
@@ -99,9 +99,9 @@ class MoE(nn.Module):
         self.experts = Experts(context, f"{prefix}.experts", sizes, self.placement)
         self.shared = shared
         # otherwise the result is added to, here or on other ranks
-        self._returns_parts = shared is None and context.tp.size == 1
+        self._returns_parts = shared is None and context.ep_group.size == 1
         # collectives must be issued in the same order on all ranks
-        self._overlaps = context.platform.is_asynchronous and context.tp.size == 1
+        self._overlaps = context.platform.is_asynchronous and context.ep_group.size == 1
         self._platform = context.platform
 
     def forward_normed(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

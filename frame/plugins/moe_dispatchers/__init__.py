@@ -28,12 +28,12 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
     registry.add(
         "all_gather_reduce_scatter",
         "frame.plugins.moe_dispatchers.all_gather_reduce_scatter:AllGatherReduceScatter",
-        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), graphs=True, whole_experts=True),
-        summary="As all_reduce, with the sum in two halves: reduce-scatter and all-gather.",
+        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), graphs=True, whole_experts=True, attention_groups=True),
+        summary="As all_reduce, with the sum in two halves; attention groups gather their tokens before it.",
     )
     registry.add(
         "all_to_all",
         "frame.plugins.moe_dispatchers.all_to_all:AllToAll",
-        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), sliced_experts=False, whole_experts=True),
+        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), sliced_experts=False, whole_experts=True, attention_groups=True),
         summary="Tokens are sent to the ranks of their experts, and the results back.",
     )

@@ -122,7 +122,8 @@ def _list_drafts(subject: Subject, chunk: int = 512, rows: slice = slice(0, None
 def _watch(loop: LocalLoop) -> Found:
     """The drafts from now on."""
     found: Found = {}
-    speculation, table = loop.scheduler._planner.speculation, loop.scheduler._running.table  # noqa: SLF001
+    scheduler: Any = loop.scheduler
+    speculation, table = scheduler._planner.speculation, scheduler._running.table  # noqa: SLF001
     store: Callable[[np.ndarray, np.ndarray], None] = speculation.store
 
     def stored(slots: np.ndarray, drafts: np.ndarray) -> None:

@@ -13,7 +13,8 @@ from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
 from frame.testing.plain_attention import CAPABILITIES, PlainAttention
 from tests.core.test_speculative_equality import FOLDER, make_requests

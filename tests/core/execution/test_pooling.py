@@ -20,7 +20,8 @@ from frame.core.interfaces.model import Pooling
 from frame.core.interfaces.platform import HOST
 from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
 

@@ -18,7 +18,8 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 

@@ -18,9 +18,11 @@ from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.platform import HOST
 from frame.core.ipc.results import decode_result, encode_result
 from frame.core.ipc.transport import decode_batch, encode_batch
+from frame.core.parallel.attention_groups import GroupRunner, LeadingGroupRunner
 from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler, load_parts
+from frame.entrypoints.processes.build_engine import add_group, build_rank, load_parts
+from frame.entrypoints.processes.build_scheduler import build_scheduler, build_schedulers
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
@@ -36,7 +38,7 @@ class Wires:
 
     def __init__(self, size: int) -> None:
         self.queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        self.results: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.results: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in range(size)]
 
     def send(self, batch: Any) -> None:
         for each in self.queues[1:]:
@@ -56,10 +58,10 @@ class Wires:
 
 
 class Results:
-    """Rank 0's end of the results."""
+    """Rank 0's end of the results of another rank."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.get = wires.results.get
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.get = wires.results[rank].get
 
     def receive(self, step: int) -> StepResult:
         result = decode_result(self.get(timeout=60))
@@ -74,7 +76,7 @@ class End:
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.receive = lambda: wires.receive(rank)
-        self.send = lambda result: wires.results.put(encode_result(result))
+        self.send = lambda result: wires.results[rank].put(encode_result(result))
 
     def close(self) -> None: ...
 
@@ -92,7 +94,8 @@ def prepared_for(folder: Path, tokens: int = 4096, **sections: Any) -> Prepared:
 def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], Any]) -> Any:
     """The result of `act` with rank 0's loop, while the other ranks of the plan follow."""
     resolved, registry = prepared.resolved, prepared.registry
-    size = resolved.plan.num_ranks
+    plan = resolved.plan
+    size = plan.num_ranks
     wires = Wires(size)
 
     def run(rank: int) -> Any:
@@ -103,12 +106,19 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
             groups.close()  # ranks that wait for this one raise
 
     def serve(rank: int, groups: Groups) -> Any:
-        runner = build_runner(resolved, load_parts(resolved, registry), groups.tp, HOST, groups.pipeline)
+        own = build_runner(resolved, load_parts(resolved, registry), groups.tp, HOST, groups.pipeline, groups.experts)
+        runner = add_group(resolved, own, own, rank)
         end: Any = End(wires, rank)
         if rank:
-            return follow(runner, end, results=end if rank == resolved.plan.result_rank else None)
-        leader = LeadingRunner(runner, wires, Results(wires) if resolved.plan.result_rank else None)  # type: ignore[arg-type]
-        loop = LocalLoop(build_scheduler(resolved, registry, runner.capacity.pools), leader)
+            return follow(runner, end, results=end if rank in plan.result_ranks else None, group=plan.find_group(rank))
+        results: Any = [Results(wires, other) for other in plan.result_ranks if other]
+        leader: Any
+        if isinstance(runner, GroupRunner):
+            leader = LeadingGroupRunner(runner, wires, results)  # type: ignore[arg-type]
+        else:
+            leader = LeadingRunner(runner, wires, results[0] if results else None)  # type: ignore[arg-type]
+        scheduler: Any = build_schedulers(resolved, registry, own.capacity.pools)
+        loop = LocalLoop(scheduler, leader)
         try:
             return act(loop)
         finally:
@@ -156,6 +166,39 @@ def test_whole_experts_on_two_ranks(models: dict[str, Model], architecture: str,
     models[architecture].check(tmp_path, parallel={"tp": 2, "ep": 2}, moe={"dispatcher": dispatcher})
 
 
+GROUPS = {"tp": 2, "ep": 2, "dp": 2, "dp_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dispatcher", "parallel"),
+    [
+        ("DeepseekV3ForCausalLM", "all_gather_reduce_scatter", GROUPS),
+        ("DeepseekV3ForCausalLM", "all_to_all", GROUPS),
+        ("Qwen3MoeForCausalLM", "all_gather_reduce_scatter", GROUPS),
+        pytest.param("Qwen3MoeForCausalLM", "all_gather_reduce_scatter", GROUPS | {"tp": 4, "ep": 4}, marks=pytest.mark.soak),
+    ],
+)
+def test_attention_groups(models: dict[str, Model], architecture: str, dispatcher: str, parallel: Any, tmp_path: Path) -> None:
+    """With overlap, chunks, prefix hits and few pages."""
+    models[architecture].check(tmp_path, tokens=96, parallel=parallel, moe={"dispatcher": dispatcher})
+
+
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.soak)])
+def test_an_idle_group_stays_in_step(models: dict[str, Model], tmp_path: Path, steps: int) -> None:
+    """One request alone, then requests in both groups."""
+    model, alone = models["Qwen3MoeForCausalLM"], greedy(steps)
+    prepared = prepared_for(model.folder)
+    runner = build_rank(prepared.resolved, prepared.registry)
+    expected = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner).generate(PROMPTS[:1], alone)
+
+    def act(loop: LocalLoop) -> None:
+        assert loop.generate(PROMPTS[:1], alone) == expected
+        assert loop.stats["steps"] >= steps
+        assert loop.generate(PROMPTS, TOKENS) == model.tokens
+
+    generate_with(prepared_for(model.folder, parallel=GROUPS, moe={"dispatcher": "all_gather_reduce_scatter"}), tmp_path, act)
+
+
 @pytest.mark.parametrize(
     ("architecture", "parallel", "overlap"),
     [
@@ -180,6 +223,11 @@ def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> N
         ("LlamaForCausalLM", {"tp": 2, "ep": 2}, None, "parallel.ep is 2, but LlamaForCausalLM has no experts"),
         ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 4}, None, "experts are divided among all tensor-parallel ranks or none"),
         ("LlamaForCausalLM", {"pp": 3}, None, r"parallel.pp is 3, more stages than the model has layers \(2\)"),
+        ("LlamaForCausalLM", {"tp": 2, "dp": 2, "dp_attention": True}, None, "has no experts that the groups could share"),
+        ("Qwen3MoeForCausalLM", {"tp": 2, "dp": 2, "dp_attention": True}, None, "experts, divided among all 2 ranks"),
+        ("Qwen3MoeForCausalLM", GROUPS | {"dp": 3}, None, r"parallel.dp is 3, which does not divide parallel.tp \(2\)"),
+        ("Qwen3MoeForCausalLM", GROUPS | {"pp": 2}, None, "groups of a pipeline"),
+        ("Qwen3MoeForCausalLM", GROUPS, "all_reduce", "does not exchange the tokens of attention groups"),
         ("Qwen3MoeForCausalLM", {"tp": 2}, "all_to_all", r"needs whole experts on each rank \(try parallel.ep: 2\)"),
     ],
 )

@@ -31,6 +31,8 @@ BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": "A person: ", "max_tokens": 400, "temperature": 0.7, "seed": 7, "json_schema": json.dumps(SCHEMA)},
 )
 
+STRUCK_AT = 8  # characters; the shortest answer has 22
+
 
 def answers(server: RunningServer, victim: str = "", how: signal.Signals = signal.SIGKILL) -> list[dict[str, Any]]:
     """What the bodies yield, one after another; in the middle of each `victim` is struck."""
@@ -46,9 +48,10 @@ def answers(server: RunningServer, victim: str = "", how: signal.Signals = signa
                 choice = event["choices"][0]
                 text, reason = text + choice["text"], choice["finish_reason"] or reason
                 logprobs += (choice.get("logprobs") or {}).get("tokens", [])
-                if not struck and len(text) > 30:
+                if not struck and len(text) > STRUCK_AT:
                     struck = True
                     processes(server)[victim].send_signal(how)
+        assert struck and len(text) > STRUCK_AT, (body, text)
         found.append({"text": text, "logprobs": logprobs, "reason": reason})
     return found
 

@@ -250,7 +250,7 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
     if not (weights := count_bytes(model)):
         name = registry.get("model", resolved.choice("model").name).name
         raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
-    geometry: KVGeometry = model_geometry(model, kv_geometry(resolved.model, plan.tp, resolved.page_size, resolved.kv_dtype))
+    geometry: KVGeometry = model_geometry(model, kv_geometry(resolved.model, plan.attention_tp, resolved.page_size, resolved.kv_dtype))
     return plan_memory(resolved, context.limits, context.dtype, geometry, weights, memory)
 
 
@@ -271,10 +271,11 @@ def _build_context(prepared: Prepared, stage: int) -> tuple[Parts, Any]:
         moe_runner=Loaded(PlannedRunner) if resolved.plugins.get("moe_runner") else None,
         moe_dispatcher=load("moe_dispatcher"),
     )
-    tp = LocalGroup(CollectiveContext(0, plan.tp))
+    tp = LocalGroup(CollectiveContext(0, plan.attention_tp))
+    experts = LocalGroup(CollectiveContext(0, plan.tp)) if plan.num_groups > 1 else None
     pipeline = None
     if plan.pp > 1:
         others = LocalGroup(CollectiveContext(stage, plan.pp))
         layers = plan.find_layers(stage, resolved.model.num_layers)
         pipeline = Pipeline(index=stage, size=plan.pp, layers=layers, hidden=others, tokens=others)
-    return parts, build_context(resolved, parts, tp, PlannedPlatform(PlatformContext()), pipeline)
+    return parts, build_context(resolved, parts, tp, PlannedPlatform(PlatformContext()), pipeline, experts)
