@@ -25,8 +25,9 @@ def attend_sparse(
     step, found = max(1, GATHERED // (slots.shape[1] * q.shape[2])), []
     for part in range(0, len(q), step):
         some = slots[part : part + step]
-        rows = cached.read(some.clamp_min(0).flatten(), q.dtype).view(*some.shape, -1)
+        none = (some < 0)[:, None]
+        rows = cached.read(some.clamp_min(0).flatten(), q.dtype).view(*some.shape, -1).masked_fill_(none.mT, 0)
         scores = (q[part : part + step] @ rows.transpose(1, 2)).float() * scale
-        weights = scores.masked_fill_((some < 0)[:, None], -torch.inf).softmax(-1)
+        weights = scores.masked_fill_(none, -torch.inf).softmax(-1)
         found.append(weights.to(q.dtype) @ rows[..., :rank])
     return layer.unabsorb(torch.cat(found))

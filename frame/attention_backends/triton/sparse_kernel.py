@@ -14,7 +14,8 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, next_power_of_2
 
-_HEADS, _KEYS = 16, 32  # of one program; keys of one step
+_HEADS = 16  # of one program
+_KEY_BYTES = 64  # of one column of a step's keys
 _WARPS = 4
 
 
@@ -29,7 +30,8 @@ def attend_sparse(
     _sparse_kernel[(tokens, ceil_div(heads, _HEADS))](
         q, q_rope, cached, slots, out, scale * k_scale, k_scale, slots.shape[1], *q.stride()[:2], *q_rope.stride()[:2], *out.stride()[:2],
         cached.stride(0), slots.stride(0), HEADS=heads, RANK=rank, ROPE=rope, BLOCK_HEADS=_HEADS, BLOCK_RANK=max(16, next_power_of_2(rank)),
-        BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=_KEYS, UPCAST=INTERPRETED, num_warps=_WARPS, num_stages=2,
+        BLOCK_ROPE=max(16, next_power_of_2(rope)),
+        BLOCK_KEYS=_KEY_BYTES // q.element_size(), UPCAST=INTERPRETED, num_warps=_WARPS, num_stages=2,
     )  # fmt: skip
     return out
 
