@@ -6,12 +6,14 @@ token of each sampling row. Used by the model runner. Must not know a request or
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from frame.core.blame import describe, remedy
 from frame.core.drafting.draft_graphs import DraftGraphs
 from frame.core.drafting.draft_passes import DraftPasses, DraftRows, list_lens
 from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps, SelectedTokens
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from frame.core.execution.decode_graphs import DecodeGraphs
     from frame.core.sampling.draft_plan import DraftingPlan
+
+log = logging.getLogger(__name__)
 
 
 class DraftRunner:
@@ -34,6 +38,7 @@ class DraftRunner:
         self._num_steps = num_steps
         self._graphs: DraftGraphs | None = None
         self._step: tuple[ForwardBatch, torch.Tensor] | None = None
+        self._has_failed = False
 
     def add_taps(self, batch: ForwardBatch) -> None:
         """Ask the target for the hidden states that the model reads."""
@@ -63,7 +68,22 @@ class DraftRunner:
         """Fill the model's cache with the step, and draft. token_ids: int64 [samples], drawn.
         counts: int64 [sampling rows], the samples of each row that are output; None: 1 each.
         tensors: the plan's arrays. -> int64 [sampling rows, plan.num_tokens]; None without a token
-        to draft."""
+        to draft, and after an error of the model, which ends its use."""
+        if self._has_failed:
+            return None
+        try:
+            return self._draft(token_ids, counts, plan, tensors)
+        except torch.AcceleratorError:
+            raise  # the device has failed
+        except Exception as error:
+            self._has_failed = True
+            problem = f"{type(error).__name__}: {error}"
+            log.error("%s failed and is not used any more: %s; %s", describe(self.model), problem, remedy(self.model), exc_info=error)
+            return None
+
+    def _draft(
+        self, token_ids: torch.Tensor, counts: torch.Tensor | None, plan: DraftingPlan, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
         skipped = torch.zeros_like(tensors["draft.first"]) if counts is None else counts - 1
         last = tensors["draft.first"] + skipped
         if self._step is not None:

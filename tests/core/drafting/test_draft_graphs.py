@@ -11,12 +11,12 @@ import pytest
 
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.batch import ForwardBatch
-from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
 from frame.testing.plain_attention import CAPABILITIES, PlainAttention
+from tests.core.drafting.test_draft_runner import record_drafts
 from tests.core.test_speculative_equality import FOLDER, make_requests
 
 
@@ -42,31 +42,29 @@ class CapturableAttention(PlainAttention):
         return super().plan(replace(batch, host=host))
 
 
-def run(most: int, algorithm: str, count: int) -> tuple[list[list[int]], list[int]]:
-    """The output, and how many drafted tokens of each place were accepted. most: rows of the
-    largest graph."""
+def run(most: int, algorithm: str, path: str = FOLDER, draft: str | None = None) -> tuple[list[list[int]], Any]:
+    """The output, and each draft with the tokens that it follows. most: rows of the largest
+    graph."""
     config = {
-        "model": {"path": FOLDER, "dtype": "float32"},
+        "model": {"path": path, "dtype": "float32"},
         "cache": {"max_total_tokens": 2048},
         "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64, "overlap": False},
         "attention": {"backend": "capturable"},
         "execution": {"device": "cpu", "threads": 1},
-        "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": FOLDER if algorithm == "draft_model" else None},
+        "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": draft},
     }
     prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
     runner = build_rank(prepared.resolved, prepared.registry)
     if most:
         runner.capture_decode_graphs(most)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
-    prompts, params = make_requests(count, seed=5)
-    outputs = loop.generate(prompts, [shorten(each) for each in params])
-    return outputs, loop.scheduler.get_load()["accepted_at"]
+    prompts, params = make_requests(6, seed=5)
+    found = record_drafts(loop)
+    return loop.generate(prompts, [msgspec.structs.replace(each, max_tokens=9) for each in params]), found
 
 
-def shorten(params: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(params, max_tokens=9)
-
-
-@pytest.mark.parametrize("algorithm", ["mtp", "draft_model"])
-def test_captured_passes_draft_what_plain_passes_draft(algorithm: str) -> None:
-    assert run(20, algorithm, 6) == run(0, algorithm, 6)
+@pytest.mark.parametrize(("algorithm", "draft"), [("mtp", None), ("draft_model", FOLDER)])
+def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: str | None) -> None:
+    captured = run(20, algorithm, draft=draft)
+    assert captured == run(0, algorithm, draft=draft)
+    assert len(captured[1]) > 12

@@ -3,6 +3,7 @@ model, and draws of drafts use the keys of their positions."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,20 @@ def test_drafts_are_those_of_the_reference(settings: dict[str, Any]) -> None:
     for tokens, draft in found:
         left = 12 + next(len(prompt) for prompt in prompts if tokens[: len(prompt)] == prompt) - len(tokens)
         assert draft[:left] == reference_draft(model, tokens, min(STEPS, left))  # there are no pages for what cannot be output
+
+
+def test_model_at_fault_is_not_used_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    prompts, params = make_requests(3)
+    loop = make_loop(algorithm="mtp")
+
+    def fail(states: torch.Tensor, place: int) -> torch.Tensor:
+        raise ValueError("out of order")
+
+    loop.runner.drafts.model.compute_logits = fail  # type: ignore[attr-defined]
+    with caplog.at_level(logging.ERROR):
+        assert loop.generate(prompts, params) == make_loop().generate(prompts, params)
+    assert caplog.text.count("is not used any more: ValueError: out of order") == 1
+    assert loop.scheduler.get_load()["drafted_tokens"] == 0
 
 
 def test_keys_of_a_draft_are_those_of_its_positions() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.checkpoints import load_reference, make_checkpoint
+from tests.core.drafting.test_draft_graphs import run
 from tests.core.drafting.test_draft_runner import record_drafts
 from tests.core.test_speculative_equality import make_loop, make_requests
 
@@ -160,3 +161,9 @@ def test_heads_of_another_model_are_refused(target: tuple[str, Any], eagle: tupl
         make_loop(path=target[0], algorithm="medusa", draft=str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
         make_loop(path=target[0], algorithm="medusa", draft=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "medusa"])
+def test_captured_passes_draft_the_same(algorithm: str, target: tuple[str, Any], request: pytest.FixtureRequest) -> None:
+    draft = request.getfixturevalue("eagle" if algorithm == "eagle3" else algorithm)[0]
+    assert run(20, algorithm, target[0], draft) == run(0, algorithm, target[0], draft)
