@@ -49,7 +49,7 @@ class LocalLoop:
                 raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
         ended: set[str] = set()
-        for tokens in self._steps():
+        for tokens in self.run_steps():
             for index, rid in enumerate(tokens.rids):
                 outputs[rid].extend(tokens.token_ids[index])
             self.stats["cached"] += sum(tokens.num_cached_tokens.values())
@@ -75,7 +75,7 @@ class LocalLoop:
             if refusal is not None:
                 raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
         vectors: dict[str, np.ndarray] = {}
-        for tokens in self._steps():
+        for tokens in self.run_steps():
             self.stats["cached"] += sum(tokens.num_cached_tokens.values())
             for index, finish in tokens.finishes.items():
                 if finish.reason == "error":
@@ -83,7 +83,7 @@ class LocalLoop:
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
 
-    def _steps(self) -> Iterator[StepTokens]:
+    def run_steps(self) -> Iterator[StepTokens]:
         """Yields the `StepTokens` of every step until nothing is left to do, one step behind when
         the scheduler overlaps."""
         in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()

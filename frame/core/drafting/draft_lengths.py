@@ -63,9 +63,10 @@ class DraftLengths:
         self._greatest = num_steps
         self._is_adaptive = is_adaptive
         self._probed = sorted({0, 1, -(-num_steps // 2), num_steps})
-        self._plans: dict[int, Iterator[tuple[int, int]]] = {}  # by size: the length of each next step, and the least of a slot
+        self._plans: dict[int, Iterator[tuple[int, int, bool]]] = {}  # by size: of each next step, see `_plan`
         self._costs: dict[tuple[int, int], StepCost] = {}  # by size and length
         self._least = 0  # tokens to draft for each slot
+        self.is_idle = False  # whether the chosen length is 0, and that of the steps after it too
         self._threshold = 0.0  # see `_find_threshold`; of the chosen length
         self._reached = np.tile([[3.5], [5.0]], num_steps)  # rows whose draft was accepted at a position; those accepted up to it
         self._all = np.array([3.5, 5.0])  # drafted tokens that were accepted; those verified
@@ -78,7 +79,7 @@ class DraftLengths:
         size = _size(num_rows)
         if size not in self._plans:
             self._plans[size] = self._plan(size)
-        length, self._least = next(self._plans[size])
+        length, self._least, self.is_idle = next(self._plans[size])
         self._threshold = self._find_threshold(size, length)
         return length
 
@@ -144,21 +145,22 @@ class DraftLengths:
         rate = longer.num_rows * self._expected_tokens()[known[-1]] / longer.seconds
         return min(CAUTION * rate * (longer.seconds - shorter.seconds) / tokens, 0.9)
 
-    def _plan(self, size: int) -> Iterator[tuple[int, int]]:
-        """The lengths of the steps of one size of batch, without end. While no drafts are best, a
-        probe drafts for every slot, so that the acceptance stays known."""
+    def _plan(self, size: int) -> Iterator[tuple[int, int, bool]]:
+        """The steps of one size of batch, without end: length, least tokens for a slot, and
+        `is_idle`. While no drafts are best, a probe drafts for every slot, so that the acceptance
+        stays known, and a drafter is not idle in the last steps before."""
         for length in (self._greatest, 0):
-            yield from [(length, 1)] * PROBE_STEPS
+            yield from [(length, 1, False)] * PROBE_STEPS
         num_steps, place, last = USE_STEPS, 0, -1
         while True:
             best = self.find_best(size)
             num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
             last = best
-            for _ in range(num_steps // CHECK_STEPS):
-                yield from [(best, 0)] * CHECK_STEPS
+            for left in range(num_steps // CHECK_STEPS, 0, -1):
+                yield from [(best, 0, best == 0 and left > 1)] * CHECK_STEPS
                 best = self.find_best(size)
             others = [length for length in self._probed if length != best]
-            yield from [(others[-1 - place % len(others)], int(best == 0))] * PROBE_STEPS
+            yield from [(others[-1 - place % len(others)], int(best == 0), False)] * PROBE_STEPS
             place += 1
 
 

@@ -345,7 +345,9 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             skip_kv_store=skip_kv_store,
             num_drafts=num_drafts,
-            draft_order=self._order_drafts(plan, slots) if self._planner.speculation.num_ahead else None,
+            draft_order=self._order_drafts(plan, slots)
+            if self._planner.speculation.needs_order(has_prompts=bool(plan.chunks))
+            else None,
             grammar_mask=None if waits else self._fill_masks(sampling_slots),
             has_deferred_grammar_mask=waits,
         )

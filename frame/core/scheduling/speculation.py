@@ -109,6 +109,12 @@ class Speculation:
         """The draft length of the next step."""
         return self._choose_length()
 
+    def needs_order(self, *, has_prompts: bool) -> bool:
+        """Whether a device drafter does anything after this step. In steps of decodes it stores no
+        keys while the next steps have no drafts; drafts after them lack these keys, which may make
+        them worse."""
+        return self.num_ahead > 0 and (self._choose_length() > 0 or has_prompts or not self._lengths.is_idle)
+
     @property
     def may_draft(self) -> bool:
         """Whether the next step has drafts."""

@@ -76,6 +76,19 @@ def test_drafts_that_are_always_wrong_are_given_up() -> None:
     assert (used.chosen[[1, 2, 4]] >= PROBE_STEPS).all()
 
 
+def test_drafter_is_idle_between_probes() -> None:
+    used, idle, probes = Simulation([0.0] * 8, 3, by_tokens), [], 0
+    used.run(100)
+    for _ in range(900):
+        used.run(1)
+        idle.append(used.lengths.is_idle)
+        if used.chosen[0] == 0:
+            probes += 1
+            assert not any(idle[-16:])
+    assert 0.7 * 900 < sum(idle) < 900 - 16 * probes // PROBE_STEPS
+    assert probes >= PROBE_STEPS
+
+
 def test_change_of_the_acceptance_is_noticed() -> None:
     used = Simulation([0.9] * 4, 3, by_tokens)
     used.run(600)

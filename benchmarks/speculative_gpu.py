@@ -1,0 +1,164 @@
+"""Output rate of Llama-3.1-8B's shape with an EAGLE-3 head, against no drafts, with random weights
+and synthetic acceptance; writes JSON.
+
+For each batch and each mean acceptance length: draft lengths 1, 2 and 3 fixed, and adaptive, in
+steps of decodes alone, after a warm-up. The engine without a drafter is measured first and freed.
+Scheduler and runner share one thread, without text and transport.
+
+    python benchmarks/speculative_gpu.py --out speculative-gpu.json
+    python benchmarks/speculative_gpu.py --batches 1 8 --context 32000 --lengths 1 3 --fixed 3
+    python benchmarks/speculative_gpu.py --tiny --device cpu --batches 2 --seconds 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.drafter import Drafter
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Generate
+from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.testing.local_loop import LocalLoop
+
+NUM_STEPS = 3
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 2,
+    "bos_token_id": 1, "hidden_act": "silu",
+}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": 512, "torch_dtype": "float32"}  # fmt: skip
+
+
+def write_folder(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def make_loop(args: argparse.Namespace, root: Path, *, drafts: bool) -> tuple[LocalLoop, Drafter | None]:
+    shape = SHAPE | (TINY if args.tiny else {})
+    target, head = root / "target", root / "head"
+    if not target.exists():
+        write_folder(target, shape)
+        extra = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": shape["vocab_size"] // 4}
+        write_folder(head, shape | extra)
+    most = max(args.batches)
+    config: dict[str, Any] = {
+        "model": {"path": str(target), "load_format": "dummy", "skip_tokenizer_init": True, "max_context": args.context + args.room},
+        "cache": {"max_total_tokens": most * (args.context + min(args.room, 1000)) + 8192},
+        "scheduler": {"max_running_requests": most},
+        "execution": {"device": args.device, "cuda_graph_max_bs": 0 if args.device == "cpu" else args.graphs},
+    }
+    if drafts:
+        config["speculative"] = {
+            "algorithm": "eagle3", "num_steps": NUM_STEPS, "draft_model_path": str(head), "synthetic_acceptance_length": 1.0,
+        }  # fmt: skip
+    prepared = prepare(FrameConfig.model_validate(config))
+    runner = build_rank(prepared.resolved, prepared.registry)
+    loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+    chosen = prepared.resolved.choice("drafter") if drafts else None
+    return loop, None if chosen is None else prepared.registry.create(chosen, prepared.resolved.drafter_context)
+
+
+def measure(loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: float, seconds: float) -> dict[str, float]:
+    """Output tokens and steps per second from `warm_up` seconds after the last prompt on."""
+    numbers, waiting = random.Random(batch), set()
+    for row in range(batch):
+        prompt = [numbers.randrange(3, 500) for _ in range(args.context)]
+        params = SamplingParams(temperature=0.0, max_tokens=args.room, ignore_eos=True, num_speculative_tokens=None)
+        waiting.add(rid := f"{time.monotonic_ns()}-{row}")
+        refusal = loop.scheduler.add_request(Generate(rid=rid, token_ids=prompt, params=params))
+        if refusal is not None:
+            raise RuntimeError(refusal.error)
+    began = end = None
+    tokens = steps = 0
+    load: dict[str, Any] = {}
+    for message in loop.run_steps():
+        now = time.perf_counter()
+        if waiting:
+            waiting -= {rid for rid, ids in zip(message.rids, message.token_ids, strict=True) if ids}
+            ready = now + warm_up
+        elif end is not None:
+            pass  # the requests leave
+        elif began is None:
+            if now >= ready:
+                began, load = now, loop.scheduler.get_load()
+        else:
+            tokens, steps = tokens + sum(map(len, message.token_ids)), steps + 1
+            if now >= began + seconds or message.finishes:
+                end, after = now, loop.scheduler.get_load()
+                loop.scheduler.abort_all()
+    if began is None or end is None:
+        raise RuntimeError(f"{args.room} tokens end before {warm_up + seconds} seconds; raise --room")
+    drafted, accepted = (after.get(name, 0) - load.get(name, 0) for name in ("drafted_tokens", "accepted_tokens"))
+    return {
+        "tokens_per_second": tokens / (end - began),
+        "ms_per_step": 1e3 * (end - began) / steps,
+        "tokens_per_row": tokens / steps / batch,
+        "drafted_per_row": drafted / steps / batch,
+        "accepted": accepted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--lengths", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0])
+    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--room", type=int, default=4000, help="most output tokens of a request")
+    parser.add_argument("--graphs", type=int, default=256, help="largest batch of a CUDA graph, in tokens")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a measurement; of an adaptive one twice as long")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no batch is begun")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a small model instead of Llama-3.1-8B's shape")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began, found = time.perf_counter(), []
+
+    def note(row: dict[str, Any]) -> None:
+        found.append(row)
+        print(f"{time.perf_counter() - began:6.1f} s {json.dumps(row)}", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps({"settings": {**vars(args), "out": None}, "results": found}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        loop, _ = make_loop(args, Path(folder), drafts=False)
+        off = {batch: measure(loop, args, batch, 0.1, args.seconds) for batch in args.batches}
+        for batch, row in off.items():
+            note({"batch": batch, "mode": "off", **row})
+        del loop
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        loop, drafter = make_loop(args, Path(folder), drafts=True)
+        assert drafter is not None
+        for batch in args.batches:
+            for length in args.lengths:
+                if time.perf_counter() - began > args.budget:
+                    continue
+                loop.runner.inputs.synthetic = SyntheticAcceptance(length, NUM_STEPS)  # type: ignore[attr-defined]
+                for steps in (*args.fixed, None):
+                    loop.scheduler.enable_speculation(drafter, steps or NUM_STEPS, is_adaptive=steps is None)
+                    times = (0.1, args.seconds) if steps else (2 * args.seconds, 2 * args.seconds)
+                    row = measure(loop, args, batch, *times)
+                    ratio = row["tokens_per_second"] / off[batch]["tokens_per_second"]
+                    note({"batch": batch, "mode": steps or "adaptive", "length": length, "ratio": ratio, **row})
+
+
+if __name__ == "__main__":
+    main()
