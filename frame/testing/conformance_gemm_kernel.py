@@ -91,8 +91,10 @@ class Case:
         weight = make_weight(self.scheme, outputs, inputs, experts=experts, outer=self.outer, dtype=self.dtype, seed=seed)
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.to(self.device))
-        weight.rounds_inputs = self.scheme.codes == "int8"
         obstacle = self.kernel.find_obstacle(weight)
+        if obstacle is not None and self.scheme.codes == "int8":
+            weight.rounds_inputs = True
+            obstacle = self.kernel.find_obstacle(weight)
         if obstacle is not None:
             raise SkipCheck(obstacle)
         return weight

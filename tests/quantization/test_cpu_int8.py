@@ -1,0 +1,32 @@
+"""The integer products of a CPU against float64, in every range of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame.core.interfaces.weight_format import WeightScheme
+from frame.quantization.gemm.cpu_int8 import Int8CpuKernel, PackedInt8Product
+from frame.testing.attention_cases import build_context
+from frame.testing.packed_weights import make_weight
+
+needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
+
+
+@needs_vnni
+@pytest.mark.parametrize(("rounds", "allowed"), [(False, 0.005), (True, 0.06)])
+def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_rounds_them(rounds: bool, allowed: float) -> None:
+    kernel, errors = Int8CpuKernel(build_context("cpu", torch.bfloat16, 16)), []
+    weight = make_weight(WeightScheme("int8"), 96, 512, dtype=torch.bfloat16)
+    weight.rounds_inputs = rounds
+    product = kernel.prepare(weight)
+    assert isinstance(product, PackedInt8Product)
+    for rows in (1, 9, 64, 65):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        x[:, 0] *= 30  # an outlier sets the scale of its row
+        want = x.double() @ weight.dequantize(torch.float32).double().t()
+        errors.append(float((product(x).double() - want).norm() / want.norm()))
+    assert max(errors) <= allowed, errors
+    assert torch.equal(product(torch.zeros(2, 512).bfloat16()), torch.zeros(2, 96).bfloat16())
+    if rounds:
+        assert min(errors) > 0.02, "the inputs are rounded to seven bits"
