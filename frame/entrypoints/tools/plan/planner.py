@@ -124,9 +124,10 @@ class DeploymentPlan:
 
     @cached_property
     def cost(self) -> ModelCost | None:
-        """The model's sizes, with the real bytes of a weight; None where they are unknown."""
+        """The model's sizes, with the real bytes of a weight; None where they are unknown, or where
+        layers store different things."""
         cost = ModelCost.of(self.resolved.model)
-        if cost is None:
+        if cost is None or cost.window is not None or cost.state:
             return None
         values = sum(part.count * (part.dense + part.experts * part.expert) for part in cost.layers) + 2 * cost.head
         return replace(cost, weight_bytes=sum(stage.weights for stage in self.stages) * self.resolved.plan.tp / values)

@@ -90,6 +90,39 @@ def test_sizes_of_a_latent_mixture_add_up() -> None:
     assert ModelCost.of(replace(model_config, sliding_window=4096)) is None
 
 
+def test_sizes_of_recurrent_layers_and_windows_add_up() -> None:
+    """Qwen3.5-35B-A3B has 30 layers of gated delta network, gpt-oss-20b 12 of 24 with a window of
+    128 tokens; their names say the parameters, with two vocabulary matrices."""
+    delta = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128}
+    experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8}
+    qwen = ModelConfig(
+        "Qwen3_5MoeForCausalLM", 40, 2048, 248320, 16, 2, 256, 256, "mha", None, 262144, "bfloat16", num_experts=256, config=delta | experts
+    )
+    kinds = ["sliding_attention", "full_attention"] * 12
+    sizes = {"intermediate_size": 2880, "num_experts_per_tok": 4, "layer_types": kinds}
+    oss = ModelConfig(
+        "GptOssForCausalLM", 24, 2880, 201088, 64, 8, 64, 64, "mha", None, 131072, "bfloat16",
+        num_experts=32, sliding_window=128, config=sizes,
+    )  # fmt: skip
+    for model_config, whole, active in ((qwen, 34.6e9, 2.9e9), (oss, 20.9e9, 3.6e9)):
+        cost = ModelCost.of(model_config)
+        assert cost is not None
+        matrices = sum(layers.count * (layers.dense + layers.experts * layers.expert) for layers in cost.layers)
+        assert matrices + 2 * cost.head == pytest.approx(whole, rel=0.005)
+        assert sum(layers.met for layers in cost.layers) + cost.head == pytest.approx(active, rel=0.01)
+    hybrid, windowed = ModelCost.of(qwen), ModelCost.of(oss)
+    assert hybrid is not None and windowed is not None and windowed.window is not None
+    assert hybrid.state * 4 == 30 * 32 * 128 * 128 * 4  # 63 MB of a sequence
+    assert hybrid.step(2, 0)[0] - replace(hybrid, state=0).step(2, 0)[0] == 2 * 2 * 4 * hybrid.state
+    assert hybrid.cached == 10 * 2 * 2 * 256
+    assert windowed.cached == windowed.window.cached == 12 * 2 * 8 * 64
+    assert windowed.window.pairs(100) == 5000
+    assert windowed.window.pairs(200) == 128 * 64 + 72 * 128
+    long, short = (floor_seconds(windowed, H200, [length], [2]) for length in (4096, 128))
+    assert long > short
+    assert ModelCost.of(replace(oss, config=sizes | {"layer_types": ["chunked_attention"] * 24})) is None
+
+
 def test_a_step_is_bound_by_what_is_slower() -> None:
     cost = ModelCost((LayerCost(1, dense=100),), head=0, cached=10, pair=40)
     read, operations = cost.step(rows=4, tokens=50)
