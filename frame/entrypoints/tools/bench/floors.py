@@ -163,8 +163,9 @@ def _layers(model_config: ModelConfig, kinds: list[str]) -> tuple[LayerCost, ...
     """Dense and MoE layers; None if a size has an unknown configuration name."""
     config: dict[str, Any] = model_config.config
     hidden, attention = model_config.hidden_size, _attention(model_config)
-    inner, of_expert = config.get("intermediate_size"), config.get("moe_intermediate_size")
-    expert, active = of_expert or inner, config.get("num_experts_per_tok")
+    inner: Any = config.get("intermediate_size")
+    expert: Any = config.get("moe_intermediate_size") or inner
+    active: Any = config.get("num_experts_per_tok")
     has_experts = bool(model_config.num_experts)
     plain = {*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())}
     needed = ([expert, active] if has_experts else [inner]) + ([inner] if plain else [])
