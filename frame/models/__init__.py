@@ -92,7 +92,7 @@ def register_models(registry: KindRegistry) -> None:
         capabilities = ModelCapabilities(
             architectures,
             tasks=_TASKS,
-            pipeline_parallel=name not in (*_RECURRENT, "gemma4"),  # whose later layers read keys of earlier ones
+            pipeline_parallel=name != "gemma4",  # whose later layers read keys of earlier ones
             sinks=name == "gpt_oss",
             chunked=name == "llama4",
             recurrent=name in _RECURRENT,

@@ -30,7 +30,7 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
-from frame.core.kv_cache.geometry import DTYPES, KVGeometry, kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import Checkpoint, load_model
@@ -41,7 +41,7 @@ from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pydantic import BaseModel
 
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+_MOST_GROUPS = 8  # groups with pages of their own, besides `tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +197,17 @@ def build_runner(
     drafter = _build_drafter(resolved, parts, model, context)
     uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, drafter.model if drafter else None)
+    if pipeline is not None:
+        geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
     activations = activation_bytes(model_config, context.limits, context.dtype)
     draft_bytes = drafter.bytes if drafter else 0
     planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before)
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
-    for group in (context.ep_group, *([] if pipeline is None else [pipeline.hidden])):
-        pages = _least_of_ranks(pages, group, device)
+    ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
+    pages = _least_of_ranks(pages, ranks, device)
     further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
-    further = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, context.ep_group, device)) for each in further)
-    if further and pipeline is not None:
-        raise ConfigurationError("this model has several kinds of caches, which stages cannot share: set parallel.pp to 1")
+    further = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, ranks, device)) for each in further)
     pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)
     slots = context.limits.max_running_requests
     phases["cache"] = time.perf_counter() - clock
@@ -302,9 +303,19 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
         phases["prompt_graphs"] = time.perf_counter() - clock
 
 
-def _least_of_ranks(pages: int, group: Collective, device: torch.device) -> int:
-    """The minimum page count over the ranks of a group: rank 0's scheduler assigns the pages of
-    all."""
-    if group.size == 1:
-        return pages
-    return int(group.all_gather(torch.tensor([pages], device=device), dim=0).min())
+def _least_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device) -> int:
+    """The minimum page count over the ranks of these groups: rank 0's scheduler assigns the pages
+    of all."""
+    for group in groups:
+        if group.size > 1:
+            pages = int(group.all_gather(torch.tensor([pages], device=device), dim=0).min())
+    return pages
+
+
+def _list_groups(geometry: KVGeometry, stages: Collective, device: torch.device) -> list[GroupKey]:
+    """The groups with pages of their own, besides `tokens`, of all stages, in the order of the
+    model's layers. 0 stands for a group of states, other numbers for a window."""
+    own = [group.window or 0 for group in geometry.groups[1 : geometry.num_pools]]
+    padded = torch.tensor(own + [-1] * (_MOST_GROUPS - len(own)), device=device)
+    every = dict.fromkeys(window for window in stages.all_gather(padded, dim=0).tolist() if window >= 0)
+    return [("window", window) if window else ("snapshot", None) for window in every]

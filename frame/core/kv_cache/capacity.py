@@ -139,7 +139,8 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
             pages = -(-tokens // group.page_size)
         else:
             half = geometry.bytes_per_token // 2
-            states = num_tokens * half // geometry.count_bytes(index) if half else num_tokens // TOKENS_PER_STATE
+            each = geometry.count_bytes(index)  # 0 in a pipeline stage without recurrent layers
+            states = num_tokens * half // each if half and each else num_tokens // TOKENS_PER_STATE
             pages = min(2 * limits.max_running_requests, max(LEAST_STATES, states))
         pools.append(PagePool(group.kind, pages + RESERVED_PAGES, group.page_size, group.window))
     return tuple(pools)

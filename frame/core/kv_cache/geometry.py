@@ -30,6 +30,9 @@ DTYPES: dict[str, torch.dtype] = {
 SCALE = torch.float16  # dtype of the scales of an int8 cache
 
 
+GroupKey = tuple[GroupKind, int | None]  # the kind and the window of a group
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers whose pages are allocated and freed together."""
@@ -106,14 +109,21 @@ def _list_layers(model: Model | DraftModel | torch.nn.Module) -> list[LayerCache
     return [declared for module in modules for declared in _declared(module)]
 
 
-def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtype) -> KVGeometry:
-    """Form groups of layers with equal kind and window. Raises ConfigurationError for two different
-    declarations of one layer."""
+def add_groups(geometry: KVGeometry, kinds: Iterable[GroupKey]) -> KVGeometry:
+    """The geometry of a pipeline stage with the groups of all stages, in this order; those that its
+    layers do not use are empty."""
+    layers = (layer for group in geometry.groups for layer in group.layers)
+    return group_layers(layers, geometry.page_size, geometry.dtype, kinds)
+
+
+def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtype, first: Iterable[GroupKey] = ()) -> KVGeometry:
+    """Form groups of layers with equal kind and window, those of `first` before others. Raises
+    ConfigurationError for two different declarations of one layer."""
     by_index: dict[int, LayerCache] = {}
     for layer in layers:
         if by_index.setdefault(layer.layer, layer) != layer:
             raise ConfigurationError(f"the model declares two different caches for layer {layer.layer}; give each cache its own index")
-    members: dict[tuple[GroupKind, int | None], list[LayerCache]] = {("tokens", None): []}
+    members: dict[GroupKey, list[LayerCache]] = {("tokens", None): [], **{key: [] for key in first}}
     for _, layer in sorted(by_index.items()):
         members.setdefault((layer.kind, layer.window), []).append(layer)
     own = {key: found for key, found in members.items() if key[0] != "sidecar"}

@@ -46,7 +46,8 @@ def count_samples(batch: ScheduledBatch) -> np.ndarray:
 
 def split_batch(batch: ScheduledBatch, count: int) -> list[MicroBatch]:
     """At most `count` micro-batches, of at least one row each; none for a batch without rows. The
-    first one has the setups, releases and pages of all."""
+    first one has the setups, releases, pages and loaded states of all, the last one the saved
+    states."""
     number_of = batch.slots % count
     sample_row = np.repeat(np.arange(len(batch.slots)), count_samples(batch))  # the row of each sample
     place = np.cumsum(batch.samples) - 1  # of each sampling row
@@ -55,12 +56,12 @@ def split_batch(batch: ScheduledBatch, count: int) -> list[MicroBatch]:
         rows = np.flatnonzero(number_of == number)
         if len(rows):
             samples = np.flatnonzero(np.isin(sample_row, rows))
-            part = _take_rows(batch, rows, samples, is_first=not found)
+            part = _take_rows(batch, rows, samples, is_first=not found, is_last=not (number_of > number).any())
             found.append(MicroBatch(number, part, rows, samples, place[rows][batch.samples[rows]]))
     return found
 
 
-def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, is_first: bool) -> ScheduledBatch:
+def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, is_first: bool, is_last: bool) -> ScheduledBatch:
     extends = rows[rows >= batch.num_decodes] - batch.num_decodes
     ends = np.cumsum(batch.num_scheduled[batch.num_decodes :])
     chunks = np.split(batch.token_ids, ends[:-1]) if len(ends) else []
@@ -69,7 +70,9 @@ def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, 
     changes["token_ids"] = np.concatenate([chunks[row] for row in extends]) if len(extends) else batch.token_ids[:0]
     changes["grammar_mask"] = None if batch.grammar_mask is None else batch.grammar_mask[samples]
     if not is_first:
-        changes |= {"new_pages": batch.new_pages[:0], "setups": [], "released": []}
+        changes |= {"new_pages": batch.new_pages[:0], "setups": [], "released": [], "group_pages": [], "state_loads": None}
+    if not is_last:
+        changes["state_saves"] = None
     return msgspec.structs.replace(batch, **changes)
 
 

@@ -101,6 +101,8 @@ class StageRunner(TorchModelRunner):
         if not isinstance(inputs, ForwardInputs):
             raise TypeError("a stage has no decode graphs")
         self._sends.start(self.forward(self._with_hidden(inputs).batch))
+        if self.inputs.groups is not None:
+            self.inputs.groups.save_states()
         if stage.is_first and len(part.sampling_rows):
             self._expected.append(ExpectedTokens(part.number, part.batch.slots[part.batch.samples].astype(np.int64)))
         return None

@@ -156,7 +156,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    names = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+    names = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "NemotronHForCausalLM", "Gemma3ForCausalLM")
     return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("model"))) for name in names}
 
 
@@ -205,11 +205,13 @@ def test_an_idle_group_stays_in_step(models: dict[str, Model], tmp_path: Path, s
         ("LlamaForCausalLM", {"pp": 2}, True),
         ("LlamaForCausalLM", {"pp": 2}, False),
         ("DeepseekV3ForCausalLM", {"tp": 2, "pp": 2, "ep": 2}, True),
+        ("NemotronHForCausalLM", {"pp": 2}, True),  # states and attention are in different stages
+        ("Gemma3ForCausalLM", {"pp": 2}, True),
     ],
 )
 def test_two_stages(models: dict[str, Model], architecture: str, parallel: Any, overlap: bool, tmp_path: Path) -> None:
     scheduler = {"max_running_requests": 8, "chunked_prefill_size": 32, "overlap": overlap}
-    models[architecture].check(tmp_path, parallel=parallel, scheduler=scheduler)
+    models[architecture].check(tmp_path, 65_536, parallel=parallel, scheduler=scheduler)
 
 
 def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> None:
