@@ -234,6 +234,7 @@ class Case:
     chunked: bool = False  # the window is a chunk
     soft_cap: float | None = None
     sinks: bool = False
+    selected: int = 0  # keys that each token attends to (sparse attention); 0: all
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
     scores: float = 1.3  # standard deviation of the scores before the softmax
     magnitude: float = 1.0  # of the queries; the scale is so much smaller
@@ -268,6 +269,7 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
     """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is
     time for it, the others in one."""
     candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases(), *_chunked_cases(), *_int8_cases()]
+    candidates += _sparse_cases()
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
@@ -305,6 +307,7 @@ def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
         chunked=case.chunked,
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
+        sparse=case.selected > 0,
         bidirectional=not case.causal,
         graphs=graphs,
         phases=phases,
@@ -343,6 +346,20 @@ def _heads_cases() -> Iterator[tuple[str, Case]]:
     many = Rows.of([1 + n % 23 for n in range(68)], [(n, 1 + n % 2) for n in range(5)])
     yield "mha-many-rows", Case(many, heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
     yield "mha-sinks-decodes-window", Case(DECODES, sinks=True, window=40, head_dim=64, v_head_dim=64)
+
+
+def _sparse_cases() -> Iterator[tuple[str, Case]]:
+    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
+        yield f"mla-selected-keys-{name}", Case(rows, selected=9, **LATENT)
+    yield "mla-selected-keys-pages-of-64", Case(MIXED, selected=40, page_size=64, **LATENT)
+
+
+def select_positions(case: Case, position: int) -> np.ndarray:
+    """The keys that the token at a position attends to in a case of sparse attention: its own, and
+    random ones before it."""
+    before = np.random.default_rng((case.seed, position)).permutation(position)
+    found: np.ndarray = np.concatenate(([position], before[: case.selected - 1]))
+    return found
 
 
 def _latent_cases() -> Iterator[tuple[str, Case]]:

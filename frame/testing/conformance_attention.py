@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
+from frame.core.interfaces.batch import SparseKeys
 from frame.testing.attention_cases import (
     Case,
     Changes,
@@ -26,6 +27,7 @@ from frame.testing.attention_cases import (
     quantize_rows,
     replays,
     requirements,
+    select_positions,
     widened,
     with_pages_for,
 )
@@ -70,10 +72,23 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
     own = [torch.cat(row_parts).to(device=device, dtype=case.dtype) for row_parts in zip(*new, strict=True)]
     kv = PlainKVCache(case.page_size, parts, factors)
     batch = forward_batch(rows, pages, kv, device)
+    if case.selected:
+        batch.extensions[SparseKeys] = SparseKeys(_select_slots(case, inputs).to(device))
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
             part.view(-1, *part.shape[2:])[batch.kv_slots] = torch.nan
     return Placed.of(case, inputs, q, own, batch)
+
+
+def _select_slots(case: Case, inputs: Inputs) -> torch.Tensor:
+    """int64 [tokens, selected], -1 where a token sees fewer keys."""
+    rows, places = case.rows, inputs.pages.places
+    at = [(row, position) for row, prefix in enumerate(rows.prefixes) for position in range(prefix, prefix + int(rows.queries[row]))]
+    slots = torch.full((len(at), case.selected), -1)
+    for token, (row, position) in enumerate(at):
+        found = places[row][select_positions(case, position)]
+        slots[token, : len(found)] = torch.from_numpy(found)
+    return slots
 
 
 def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> torch.Tensor:

@@ -6,14 +6,14 @@ get wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.batch import ForwardBatch, SparseKeys
 
 CAPABILITIES = AttentionCapabilities(
     devices=("cpu",),
@@ -23,6 +23,7 @@ CAPABILITIES = AttentionCapabilities(
     chunked=True,
     soft_cap=True,
     sinks=True,
+    sparse=True,
     bidirectional=True,
 )
 
@@ -36,6 +37,7 @@ class Row:
     start: int  # position of the first query
     slots: torch.Tensor  # int64 [seq_len]; KV slots
     is_decode: bool = False
+    chosen: torch.Tensor | None = None  # bool [queries, keys]; the keys that sparse attention selects
 
 
 class PlainAttention(AttentionBackend):
@@ -72,6 +74,7 @@ class PlainAttention(AttentionBackend):
         spec, rank = layer.spec, layer.kv_lora_rank
         out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
         for row in self.rows(batch):
+            row = replace(row, chosen=self.choose(batch, row))
             (cached,) = batch.kv.layer(spec.layer)
             rows = self.gather(cached, row.slots, self.scales(spec, batch)[0]).to(q_nope.dtype)
             k_nope, v = layer.expand(rows[:, :rank])
@@ -79,6 +82,11 @@ class PlainAttention(AttentionBackend):
             q = torch.cat((q_nope[row.tokens], q_rope[row.tokens]), dim=-1)
             out[row.tokens] = self.attend(spec, row, q, k, v).to(q.dtype)
         return out
+
+    def choose(self, batch: ForwardBatch, row: Row) -> torch.Tensor | None:
+        """bool [queries, keys]: the keys that are selected; None: all."""
+        selected = batch.get(SparseKeys)
+        return None if selected is None else (selected.slots[row.tokens, :, None] == row.slots).any(1)
 
     def rows(self, batch: ForwardBatch) -> list[Row]:
         found: list[Row] = batch.plan
@@ -121,6 +129,8 @@ class PlainAttention(AttentionBackend):
         """bool [queries, keys]: what a query must not see."""
         at, keys = torch.arange(q.shape[0])[:, None] + row.start, torch.arange(k.shape[0])[None]
         hidden = keys > at if spec.causal else keys < 0
+        if row.chosen is not None:
+            hidden = hidden | ~row.chosen
         if spec.sliding_window is None:
             return hidden
         return hidden | (keys < at // spec.sliding_window * spec.sliding_window if spec.chunked else keys <= at - spec.sliding_window)

@@ -17,7 +17,7 @@ import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, quantize_rows, shared_with
+from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, quantize_rows, select_positions, shared_with
 from frame.testing.devices import open_platform
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
@@ -120,6 +120,10 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
         hidden = keys > (at if case.causal else length)
         if spec.sliding_window is not None:
             hidden |= (keys < at // spec.sliding_window * spec.sliding_window) if spec.chunked else (keys <= at - spec.sliding_window)
+        if case.selected:
+            for query in range(queries):
+                hidden[query] = True
+                hidden[query, select_positions(case, prefix + query)] = False
         scores = scores.masked_fill(hidden, -torch.inf)
         if spec.sinks is not None:
             sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)

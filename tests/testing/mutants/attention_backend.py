@@ -55,6 +55,26 @@ class IgnoresPrefix(PlainAttention):
 
 
 @mutant
+class IgnoresSelection(PlainAttention):
+    """Attends to all keys where a layer selects some."""
+
+    def choose(self, batch: ForwardBatch, row: Row) -> torch.Tensor | None:
+        return None
+
+
+@mutant
+class SelectsForTheRow(PlainAttention):
+    """Lets every token of a row attend to what its first token selects, and to itself."""
+
+    def choose(self, batch: ForwardBatch, row: Row) -> torch.Tensor | None:
+        chosen = super().choose(batch, row)
+        if chosen is None:
+            return None
+        own = torch.arange(chosen.shape[1])[None] == torch.arange(chosen.shape[0])[:, None] + row.start
+        return chosen[:1] | own
+
+
+@mutant
 class IgnoresWindow(PlainAttention):
     """Computes full attention in layers with a sliding window."""
 
