@@ -11,6 +11,7 @@ path of kernels without `mix`: rows sorted by expert and an activation of their 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -25,6 +26,9 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.kernels.moe.align import align_tokens
+from frame.kernels.moe.grouped_gemm import Activation, Pairs
+from frame.kernels.moe.quantized_experts import ExpertPlan, choose_expert_plan, multiply_pairs
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate
 from frame.models.layers.weights.expert_weights import ExpertWeights
 from frame.plugins.loader import load_registry
@@ -138,6 +142,41 @@ def measure(model: str, variant: str, counts: list[int], until: float) -> dict[s
     return found
 
 
+@torch.inference_mode()
+def tune(model: str, form: str, count: int, until: float) -> dict[str, Any]:
+    """Microseconds of each launch of `weight_only`, and of its products with other tile sizes."""
+    experts, top, hidden, inner, _ = MODELS[model]
+    weights = make_weight(form, experts, 2 * inner, hidden), make_weight(form, experts, hidden, inner)
+    x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
+    drawn = [torch.rand(count, experts, device="cuda").topk(top).indices for _ in range(ROUTINGS)]
+    routed = [Pairs(ids, torch.rand(count, top, device="cuda")) for ids in drawn]
+    found: dict[str, Any] = {}
+    for number, (weight, activation) in enumerate(zip(weights, (Activation(), None), strict=True)):
+        usual = choose_expert_plan(routed[0].count, weight, number == 0)
+        rows = x if number == 0 else torch.randn(count * top, inner, device="cuda", dtype=torch.bfloat16)
+        blocks = (16,) if usual.rows == 16 else (usual.rows // 2, usual.rows)
+        sizes = itertools.product(blocks, (32, 64, 128), (64, 128, 256), (3, 5), (4, 8))
+        others = [ExpertPlan(*each) for each in sizes if each[4] == 4 or each[1] == 128]
+        best = dict[str, float]()
+        for plan in [usual, *others]:
+            if time.monotonic() > until:
+                break
+            orders = [align_tokens(pairs.ids, experts, plan.rows) for pairs in routed]
+
+            def launch(index: int, plan: ExpertPlan = plan, orders: Any = orders) -> object:
+                return multiply_pairs(rows, weight, None, routed[index], orders[index], plan, activation)  # noqa: B023
+
+            try:
+                best[str(plan)] = round(seconds(launch, ROUTINGS, ROUTINGS) * 1e6, 1)
+            except Exception as error:  # noqa: BLE001 - tiles that do not fit the device
+                print(f"{plan}: {type(error).__name__}", flush=True)
+        name = ("gate_up", "down")[number]
+        found[name] = {"usual": best.get(str(usual)), "best": dict(sorted(best.items(), key=lambda pair: pair[1])[:6])}
+    found["align"] = round(seconds(lambda index: align_tokens(routed[index].ids, experts, 16), ROUTINGS, ROUTINGS) * 1e6, 1)
+    print(f"{model} {form} {count} tokens: {json.dumps(found, indent=1)}", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -145,13 +184,20 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--seconds", type=float, default=85, help="start nothing after so many")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--tune", action="store_true", help="search tile sizes of weight_only, for the forms of the variants")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     until, report = time.monotonic() + arguments.seconds, dict[str, dict[str, Any]]()
     for model in arguments.models.split(","):
         report[model] = {}
+        if arguments.tune:
+            counts = [int(count) for count in arguments.tokens.split(",")]
+            for number, count in enumerate(counts):
+                share = time.monotonic() + (until - time.monotonic()) / (len(counts) - number)
+                report[model][str(count)] = tune(model, arguments.variants.partition(" ")[0], count, share)
+            arguments.variants = ""
         for variant in arguments.variants.split(","):
-            if time.monotonic() < until and not (variant == "fp8" and MODELS[model][2] % 128):
+            if variant and time.monotonic() < until and not (variant == "fp8" and MODELS[model][2] % 128):
                 report[model][variant] = measure(model, variant, [int(count) for count in arguments.tokens.split(",")], until)
             if arguments.json:
                 arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "models": report}, indent=1) + "\n")

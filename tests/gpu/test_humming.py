@@ -64,15 +64,18 @@ def test_products_of_experts(scheme: WeightScheme) -> None:
     check(got, torch.cat([x[first:last].double() @ expert.t() for first, last, expert in parts]))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_mixtures(scheme: WeightScheme) -> None:
+@pytest.mark.parametrize(("scheme", "sizes"), [(SCHEMES[1], (1024, 256)), (SCHEMES[2], (1024, 256)), (SCHEMES[2], (2880, 96))], ids=str)
+def test_mixtures(scheme: WeightScheme, sizes: tuple[int, int]) -> None:
+    """Sizes: hidden and inner, which the library's tiles need not divide."""
     kernel = HummingKernel(build_context("cuda", torch.bfloat16, 16))
-    sizes = (OUTPUTS, INPUTS), (INPUTS, OUTPUTS // 2)
-    weights = [on_gpu(make_weight(scheme, *size, experts=8, dtype=torch.bfloat16)) for size in sizes]
+    hidden, inner = sizes
+    shapes = (2 * inner, hidden), (hidden, inner)
+    weights = [on_gpu(make_weight(scheme, *shape, experts=8, dtype=torch.bfloat16)) for shape in shapes]
+    assert all(kernel.find_obstacle(weight) is None for weight in weights)
     gate_up, down = (weight.dequantize(torch.float32) for weight in weights)
     first, second = (kernel.prepare_experts(weight) for weight in weights)
     mix: Any = first.mix  # type: ignore[attr-defined]
     for count in (1, 40, 700):
-        x = torch.randn(count, INPUTS, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
         ids, shares = torch.rand(count, 8, device="cuda").topk(2).indices, torch.rand(count, 2, device="cuda")
         check(mix(second, DispatchOutput(x, ids, shares), nn.Module(), False), reference(x, ids, shares, gate_up, down))

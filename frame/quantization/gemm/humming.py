@@ -3,6 +3,8 @@ kernels on first use. Activations keep their dtype."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,7 +15,11 @@ from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
 from frame.models.layers.weights.expert_activation import activate
 
-_OUTPUTS, _INPUTS = 64, 128  # the library's tiles divide the sizes of a weight
+if TYPE_CHECKING:
+    from frame.kernels.moe.align import Alignment
+
+_OUTPUTS, _INPUTS = 64, 128  # the library's tiles divide the sizes of a weight; inputs are padded
+_STEP = 32  # what divides the inputs before that
 _GROUPS = (0, 16, 32, 64, 128, 256)  # inputs that share a scale; 0: all
 _LOCKS = 2048  # counters of the library's split sums
 _NAMES = {"int4": "uint4", "e2m1": "float4e2m1"}
@@ -32,8 +38,8 @@ class HummingKernel(GemmKernel):
             return "the inputs are in act-order"
         if weight.outer is not None:
             return "scales have scales of their own"
-        if weight.outputs % _OUTPUTS or weight.inputs % _INPUTS:
-            return f"its sizes are not multiples of {_OUTPUTS} outputs and {_INPUTS} inputs"
+        if weight.outputs % _OUTPUTS or weight.inputs % max(_STEP, scheme.group[1]):
+            return f"its sizes are not multiples of {_OUTPUTS} outputs and of {_STEP} inputs or a group"
         if scheme.group[0] != 1 or scheme.group[1] not in _GROUPS:
             return f"it has no kernel for scales by {scheme.group}"
         if weight.scales is None or weight.scales.dtype != dtype:
@@ -66,6 +72,7 @@ class HummingProduct:
             weight.inputs,
             schema,
             num_experts=len(weight.codes) if weight.codes.dim() == 3 else None,
+            pad_k_to_multiple=_INPUTS,
             torch_dtype=dtype,
             device=device,
         )
@@ -105,29 +112,31 @@ class HummingGroupedProduct(HummingProduct):
         if not isinstance(down, HummingGroupedProduct) or not kernels.can_use_triton(tokens.x.device):
             return None
         from frame.kernels.elementwise.activation import silu_mul
+        from frame.kernels.moe.align import align_tokens
         from frame.kernels.moe.grouped_gemm import combine_pairs
 
         ids, top = tokens.ids.contiguous(), tokens.ids.shape[1]
         flat = ids.flatten()
-        gates = self.multiply_pairs(tokens.x.contiguous(), ids, top)
+        blocks = [product.find_block(ids.numel()) for product in (self, down)]
+        first = second = align_tokens(ids, self._experts, blocks[0])
+        if blocks[1] != blocks[0]:
+            second = align_tokens(ids, self._experts, blocks[1])
+        gates = self.multiply_pairs(tokens.x.contiguous(), first, top)
         is_plain = getattr(experts, "activation", None) is None and getattr(experts, "gate_up_bias", None) is None
-        rows = down.multiply_pairs(silu_mul(gates) if is_plain else activate(experts, gates, flat), ids, 1)
+        rows = down.multiply_pairs(silu_mul(gates) if is_plain else activate(experts, gates, flat), second, 1)
         if (bias := getattr(experts, "down_bias", None)) is not None:
             rows = rows + bias.index_select(0, flat)
         return combine_pairs(rows, top, tokens.weights.contiguous())
 
-    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
+    def multiply_pairs(self, x: torch.Tensor, order: Alignment, top: int) -> torch.Tensor:
         """x [pairs / top, inputs] -> [pairs, outputs], by the expert of each pair."""
-        from frame.kernels.moe.align import align_tokens
-
-        order = align_tokens(ids, self._experts, self._find_block(ids.numel()))
         out: torch.Tensor = self._multiply(
             self._config, x, **self._tensors, locks=self._locks, compute_config=_INDEXED, top_k=top,
             sorted_ids=order.pairs, expert_ids=order.experts, num_tokens_padded=order.rows,
         )  # fmt: skip
         return out
 
-    def _find_block(self, pairs: int) -> int:
+    def find_block(self, pairs: int) -> int:
         """The rows of a block in the configuration that the library chooses for so many pairs."""
         if not self._blocks:
             from humming.tune import get_heuristics_config
