@@ -67,7 +67,8 @@ def quantized_experts_kernel(
     expert = tl.load(experts_of + block).to(tl.int64)
     pairs = tl.load(pairs_of + block * BM + tl.arange(0, BM))
     valid = pairs < num_pairs
-    source = tl.where(valid, pairs, 0) // TOP  # padding rows read row 0; their results are dropped
+    source = tl.where(valid, pairs, 0) // TOP
+    is_row = valid[None, :]  # padding rows are masked: all programs would request the same bytes at once
     x_pointers = x + source.to(tl.int64)[None, :] * x_stride + columns[:, None]
     first_row = expert * ROWS
     code_pointers = codes + (first_row + row_of)[:, None] * CODE_STRIDE + lanes[None, :]
@@ -80,15 +81,15 @@ def quantized_experts_kernel(
         if GATED:
             up_packed = load_codes(code_pointers + N * CODE_STRIDE, k, K, CODES, BK, EVEN_K)
         if EVEN_K:
-            low_x = tl.load(x_pointers + k)
+            low_x = tl.load(x_pointers + k, mask=is_row, other=0.0)
         else:
-            low_x = tl.load(x_pointers + k, mask=(k + columns < K)[:, None], other=0.0)
+            low_x = tl.load(x_pointers + k, mask=(k + columns < K)[:, None] & is_row, other=0.0)
         high_x = low_x
         if PACKED:
             if EVEN_K:
-                high_x = tl.load(x_pointers + k + 16)
+                high_x = tl.load(x_pointers + k + 16, mask=is_row, other=0.0)
             else:
-                high_x = tl.load(x_pointers + k + 16, mask=(k + 16 + columns < K)[:, None], other=0.0)
+                high_x = tl.load(x_pointers + k + 16, mask=(k + 16 + columns < K)[:, None] & is_row, other=0.0)
         total += multiply_codes(
             packed, scales, zeros, scale_offset, low_x, high_x, k, K, CODES, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
         )
