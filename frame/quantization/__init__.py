@@ -185,7 +185,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "frame.quantization.gemm.unpacked:UnpackedKernel",
         capabilities=GemmCapabilities(
             devices=("cpu", "cuda"),
-            speeds=(Speed("e4m3", 0, 1.0), *(Speed(codes, 0, 1.0, automatic=False) for codes in ("int4", "int8", "e2m1"))),
+            speeds=(Speed("e4m3", 0, 1.0), *(Speed(codes, 0, 1.0, automatic=False) for codes in ("int4", "int8", "e2m1", "nf4"))),
         ),
         rank=20,
         summary="Dequantizes after loading: the speed and the memory of unquantized weights.",
@@ -194,7 +194,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "torch",
         "frame.quantization.gemm.reference:ReferenceKernel",
         capabilities=GemmCapabilities(
-            devices=("cpu", "cuda"), speeds=tuple(Speed(codes, 0, 0.1) for codes in ("int4", "int8", "e2m1", "e4m3"))
+            devices=("cpu", "cuda"), speeds=tuple(Speed(codes, 0, 0.1) for codes in ("int4", "int8", "e2m1", "nf4", "e4m3"))
         ),
         rank=10,
         summary="The reference: dequantizes the weight in every product, with PyTorch.",

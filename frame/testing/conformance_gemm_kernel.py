@@ -34,6 +34,7 @@ SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per ou
     (WeightScheme("int8", (1, 64), ordered=True), False),
     (WeightScheme("e2m1", (1, 32)), False),
     (WeightScheme("e2m1", (1, 16)), True),
+    (WeightScheme("nf4", (1, 64)), False),
     (WeightScheme("e4m3", (1, 0)), False),
     (WeightScheme("e4m3", (128, 128)), False),
 )

@@ -9,7 +9,9 @@ import torch
 
 from frame.core.interfaces.weight_format import NIBBLES, Codes, PackedWeight, WeightScheme
 
-DTYPES: dict[Codes, torch.dtype] = {"int4": torch.uint8, "e2m1": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+DTYPES: dict[Codes, torch.dtype] = {
+    "int4": torch.uint8, "e2m1": torch.uint8, "nf4": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn
+}  # fmt: skip
 
 
 def make_weight(
@@ -23,7 +25,7 @@ def make_weight(
     codes = _make_codes(scheme.codes, (*lead, outputs, inputs), generator)
     rows, columns = scheme.group[0] or outputs, scheme.group[1] or inputs
     shape = (*lead, -(-outputs // rows), -(-inputs // columns))
-    largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "e4m3": 2.0}[scheme.codes]
+    largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "nf4": 1.0, "e4m3": 2.0}[scheme.codes]
     scales = ((torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5 / largest).to(dtype)
     low, high = (0, 16) if scheme.codes == "int4" else (-128, 128)
     zeros = torch.randint(low, high, shape, generator=generator).to(torch.int16) if scheme.zeros else None

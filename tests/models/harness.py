@@ -200,7 +200,7 @@ def build_context(
         **base,
         attention=(part("attention_backend", attention) if isinstance(attention, str) else attention)(bare),
         weight_format=part("weight_format", names.get("quantization", "none"))(
-            FormatContext(dtype, model_config.config.get("quantization_config")), names.get("format_options")
+            FormatContext(dtype, model_config.config.get("quantization_config"), names.get("folder")), names.get("format_options")
         ),
         gemm_kernels=make_gemm_kernels(bare, names.get("gemm_kernel")),
         moe_runner=part("moe_runner", "torch_native")(bare) if model_config.num_experts else None,
@@ -235,7 +235,7 @@ def open_session(
         record = registry.get("model", model)
     if names.pop("trust_remote_code", False):
         names["load_code"] = partial(load_class, folder)
-    context = build_context(model_config, tp, dtype, **names)
+    context = build_context(model_config, tp, dtype, folder=folder, **names)
     made = partial(registry.load(record), ModelContext.from_build(context, model_config))
     built, _ = load_model(made, context, checkpoint_of(folder, names.get("load_format", "safetensors")))
     sizes = {"page_size": names.get("page_size", 4), "max_tokens": names.get("max_tokens", 256)}

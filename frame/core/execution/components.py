@@ -146,7 +146,8 @@ def build_context(
     )
     built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model.sliding_window is not None)}
     if parts.weight_format is not None:
-        built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, resolved.model.config.get("quantization_config")))
+        stored = resolved.model.config.get("quantization_config")
+        built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
     built["gemm_kernels"] = tuple(part.build(base) for part in parts.gemm_kernels)
     for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if part is not None:

@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from pydantic import BaseModel
 
 
 
 LayerKind = Literal["linear", "experts", "head"]
-Codes = Literal["plain", "int4", "int8", "e2m1", "e4m3"]
+Codes = Literal["plain", "int4", "int8", "e2m1", "nf4", "e4m3"]
 
-NIBBLES: tuple[Codes, ...] = ("int4", "e2m1")  # two codes in each byte
+NIBBLES: tuple[Codes, ...] = ("int4", "e2m1", "nf4")  # two codes in each byte
 BLOCK = 32  # inputs whose 4-bit codes are packed together: the low nibbles hold the first half
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 … 7; 8 … 15 are their negatives
+NF4 = (  # the values of NormalFloat4 (QLoRA, arXiv 2305.14314): quantiles of a normal distribution
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 _OFFSET = 8  # of unsigned int4 codes without zero points
 
 
@@ -34,8 +41,8 @@ class WeightScheme:
     """The numeric form of a weight: what a kernel must support to multiply it.
 
     `codes`: "plain" (the model's dtype, no scales), "int4" (unsigned), "int8" (signed), "e2m1" and
-    "e4m3" (floats). `group`: (outputs, inputs) that share one scale; 0: all. `zeros`: each scale
-    has a zero point. `ordered`: the inputs are permuted (act-order).
+    "e4m3" (floats), "nf4" (indices of `NF4`). `group`: (outputs, inputs) that share one scale; 0:
+    all. `zeros`: each scale has a zero point. `ordered`: the inputs are permuted (act-order).
     """
 
     codes: Codes
@@ -105,7 +112,8 @@ class PackedWeight:
         nibbles = unpack_nibbles(codes)[..., : self.columns]
         if self.scheme.codes == "int4":
             return nibbles.float()
-        table = nibbles.new_tensor([*E2M1, *(-value for value in E2M1)], dtype=_float32())
+        values = NF4 if self.scheme.codes == "nf4" else (*E2M1, *(-value for value in E2M1))
+        table = nibbles.new_tensor(values, dtype=_float32())
         return table[nibbles.long()]
 
     def spread_scales(self) -> torch.Tensor:
@@ -218,10 +226,11 @@ class LayerFormat(ABC):
 @dataclass(frozen=True, slots=True)
 class FormatContext:
     """What a format is built from. `checkpoint_config`: the checkpoint's `quantization_config`;
-    None for plain weights."""
+    None for plain weights. `folder`: of the checkpoint, for formats whose files describe them."""
 
     dtype: torch.dtype
     checkpoint_config: Mapping[str, Any] | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

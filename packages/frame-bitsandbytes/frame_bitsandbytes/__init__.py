@@ -1,0 +1,36 @@
+"""The records of frame-bitsandbytes. Must not import the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.weight_format import FormatCapabilities
+from frame.core.interfaces.weights import WeightSourceCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_weight_sources(registry: KindRegistry) -> None:
+    """Add the source of bitsandbytes checkpoints."""
+    registry.add(
+        "bitsandbytes",
+        "frame_bitsandbytes.source:BitsAndBytesSource",
+        capabilities=WeightSourceCapabilities(),
+        rank=1,
+        summary="Reads safetensors files whose weights bitsandbytes quantized.",
+    )
+
+
+@hookimpl
+def register_weight_formats(registry: KindRegistry) -> None:
+    """Add the format of bitsandbytes checkpoints."""
+    registry.add(
+        "bitsandbytes",
+        "frame_bitsandbytes.format:BitsAndBytes",
+        capabilities=FormatCapabilities(checkpoints=("bitsandbytes",), codes=("plain", "nf4", "int8")),
+        rank=20,
+        summary="bitsandbytes: NF4 in blocks, and LLM.int8 with a scale per output.",
+    )

@@ -1,0 +1,98 @@
+"""The weight format of bitsandbytes checkpoints, as `BitsAndBytesSource` presents their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.weight_format import (
+    BLOCK,
+    Axis,
+    FormatContext,
+    LayerFormat,
+    LayerKind,
+    PackedWeight,
+    StoredTensor,
+    WeightFormat,
+    WeightScheme,
+    pack_nibbles,
+)
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+NF4_BLOCK = 64  # weights that share a scale
+_INT8_MAX = 127.0
+_OUTPUTS, _INPUTS = Axis("output"), Axis("input")
+
+
+class BitsAndBytes(WeightFormat):
+    """Reads `load_in_4bit`, `load_in_8bit` and `llm_int8_skip_modules`."""
+
+    ignored_weights = (r".*\.weight_format$",)
+    conformance_config: ClassVar[dict[str, Any]] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+    def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        config = context.checkpoint_config or {}
+        kind = config.get("bnb_4bit_quant_type", "fp4")
+        self._plain = tuple(config.get("llm_int8_skip_modules") or ())
+        self._layout: LayerFormat = Int8Layer()
+        if config.get("load_in_4bit"):
+            if kind != "nf4":
+                raise CheckpointError(f"quantization_config.bnb_4bit_quant_type is {kind!r}; of bitsandbytes' 4-bit types nf4 is read.")
+            self._layout = NF4Layer()
+        elif not config.get("load_in_8bit"):
+            raise CheckpointError("quantization_config sets neither load_in_4bit nor load_in_8bit: correct config.json.")
+
+    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
+        if kind == "head" or any(f".{pattern}." in f".{name}." for pattern in self._plain):
+            return PlainLayer(self.context.dtype)
+        return self._layout
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLayer(LayerFormat):
+    """`weight` [outputs, inputs]."""
+
+    dtype: torch.dtype
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor(self.dtype, (_OUTPUTS, _INPUTS))}
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        return PackedWeight(WeightScheme("plain"), inputs, tensors["weight"])
+
+
+@dataclass(frozen=True, slots=True)
+class NF4Layer(LayerFormat):
+    """`weight` uint8 [outputs, inputs / 2], the first of two inputs in the high nibble, and
+    `absmax` [outputs, inputs / 64]."""
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        return {
+            "weight": StoredTensor(torch.uint8, (_OUTPUTS, Axis("input", 2))),
+            "absmax": StoredTensor(torch.float32, (_OUTPUTS, Axis("input", NF4_BLOCK, splits=True))),
+        }
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        packed, scales = tensors["weight"], tensors["absmax"]
+        codes = torch.stack((packed >> 4, packed & 15), -1).flatten(-2)
+        scheme = WeightScheme("nf4", (1, codes.shape[-1] // scales.shape[-1]))
+        return PackedWeight(scheme, inputs, pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK))), scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Layer(LayerFormat):
+    """`weight` int8 [outputs, inputs] and `SCB` [outputs], the largest magnitude of each output."""
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor(torch.int8, (_OUTPUTS, _INPUTS)), "SCB": StoredTensor(torch.float32, (_OUTPUTS,))}
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        return PackedWeight(WeightScheme("int8"), inputs, tensors["weight"], (tensors["SCB"] / _INT8_MAX).unsqueeze(-1))

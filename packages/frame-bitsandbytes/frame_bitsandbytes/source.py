@@ -1,0 +1,113 @@
+"""Reads bitsandbytes checkpoints: matrices in place of the library's flat bytes, and scales in
+place of quantized scales.
+
+bitsandbytes stores an NF4 weight W as `W` uint8 [n / 2, 1], `W.absmax`, `W.quant_map`, a JSON text
+in `W.quant_state.bitsandbytes__nf4`, and, with double quantization, `W.nested_absmax` and
+`W.nested_quant_map`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from frame.core.errors import CheckpointError
+from frame.core.interfaces.weight_format import NF4
+from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame_bitsandbytes.format import NF4_BLOCK
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.model import LazyTensor
+
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+
+
+class MadeTensor:
+    """A tensor of known shape that is computed when it is read."""
+
+    def __init__(self, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> None:
+        self.shape, self._make = shape, make
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._make()[index]
+
+
+class BitsAndBytesSource(WeightSource):
+    """The safetensors files of a folder. Of each NF4 layer `weight` and `absmax` are listed."""
+
+    def __init__(self, context: WeightSourceContext, options: BaseModel | None = None) -> None:
+        paths = sorted(context.folder.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"{context.folder} holds no safetensors weights: check model.path.")
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}  # by tensor name
+        for path in paths:
+            try:
+                file = self._stack.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is no whole safetensors file ({error}): download the checkpoint again.") from error
+            self._files.update(dict.fromkeys(file.offset_keys(), file))
+        states = [name.partition(_STATE) for name in self._files if _STATE in name]
+        self._states = {weight: self._read_state(weight, kind) for weight, _, kind in states}
+
+    def list_names(self) -> Sequence[str]:
+        listed = [name for name in self._files if _STATE not in name and not name.endswith(_PARTS)]
+        return [*listed, *(name.removesuffix("weight") + "absmax" for name in self._states)]
+
+    def open_tensor(self, name: str) -> LazyTensor:
+        weight = name.removesuffix("absmax") + "weight" if name.endswith(".absmax") else name
+        if weight not in self._states:
+            return MadeTensor(tuple(self._files[name].get_slice(name).get_shape()), lambda: self._read(name))
+        outputs, inputs = self._states[weight]["shape"]
+        if weight == name:
+            return MadeTensor((outputs, inputs // 2), lambda: self._read(name).view(outputs, inputs // 2))
+        return MadeTensor((outputs, inputs // NF4_BLOCK), lambda: self._read_scales(weight).view(outputs, inputs // NF4_BLOCK))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _read(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def _read_state(self, weight: str, kind: str) -> dict[str, Any]:
+        """The JSON text of a layer, checked. Raises CheckpointError that names what is wrong."""
+        name = f"{weight}{_STATE}{kind}"
+        try:
+            state: dict[str, Any] = json.loads(bytes(self._read(name).tolist()))
+            outputs, inputs = state["shape"]
+            block = state["blocksize"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{name} is no description of a layer ({error!r}): download the checkpoint again.") from error
+        if kind != "nf4" or block != NF4_BLOCK or inputs % NF4_BLOCK:
+            raise CheckpointError(f"{name}: {kind} of {outputs} x {inputs} in blocks of {block} is not read; nf4 in blocks of 64 is.")
+        nested, blocks = f"{weight}.nested_absmax" in self._files, outputs * inputs // NF4_BLOCK
+        wanted = {weight: outputs * inputs // 2, f"{weight}.absmax": blocks, f"{weight}.quant_map": len(NF4)}
+        if nested:
+            wanted |= {f"{weight}.nested_absmax": -(-blocks // state["nested_blocksize"]), f"{weight}.nested_quant_map": 256}
+        for part, size in wanted.items():
+            if part not in self._files:
+                raise CheckpointError(f"the checkpoint lacks {part}: download it again.")
+            shape = list(self._files[part].get_slice(part).get_shape())
+            if shape not in ([size], [size, 1]):
+                raise CheckpointError(f"{part} has the shape {shape}, but {size} entries are expected: download the checkpoint again.")
+        if not torch.equal(self._read(f"{weight}.quant_map"), torch.tensor(NF4)):
+            raise CheckpointError(f"{weight}.quant_map holds other values than NF4: the checkpoint is not read.")
+        return state
+
+    def _read_scales(self, weight: str) -> torch.Tensor:
+        """float32 [blocks]: of double quantization the values of codes times a scale per block,
+        plus an offset."""
+        scales, state = self._read(f"{weight}.absmax"), self._states[weight]
+        if f"{weight}.nested_absmax" not in self._files:
+            return scales
+        outer = self._read(f"{weight}.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        return self._read(f"{weight}.nested_quant_map")[scales.long()] * outer + state["nested_offset"]
