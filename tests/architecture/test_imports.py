@@ -80,6 +80,8 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),
     ("frame_quantize", DATA),
+    ("frame_bitsandbytes", (*DATA, MARKER)),
+    ("frame_gguf", (*DATA, MARKER)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )
 

@@ -50,6 +50,10 @@ NAMED_ELSEWHERE = {
         ),
         "a method to quantize weights, after which a weight format is named",
     ),
+    **{
+        f"packages/frame-gguf/frame_gguf/names.py: {name}": "an architecture of GGUF, after which model plugins are named too"
+        for name in ("llama", "qwen2", "qwen3")
+    },
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
     "frame/kernels/cache.py: triton": "the library, whose cache it is",
     "frame/core/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",

@@ -1,0 +1,35 @@
+"""The records of frame-gguf. Must not import the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.weight_format import FormatCapabilities
+from frame.core.interfaces.weights import WeightSourceCapabilities
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_weight_sources(registry: KindRegistry) -> None:
+    """Add the source of GGUF files."""
+    registry.add(
+        "gguf",
+        "frame_gguf.source:GgufSource",
+        capabilities=WeightSourceCapabilities(),
+        rank=1,
+        summary="Reads a GGUF file of the llama and qwen families.",
+    )
+
+
+@hookimpl
+def register_weight_formats(registry: KindRegistry) -> None:
+    """Add the format of GGUF files. `auto` does not choose it, as it has no rank."""
+    registry.add(
+        "gguf",
+        "frame_gguf.format:Gguf",
+        capabilities=FormatCapabilities(checkpoints=(None,), codes=("plain", "int4", "int8")),
+        summary="GGUF: Q4_0, Q8_0 and Q6_K as integers per block, other types dequantized.",
+    )
