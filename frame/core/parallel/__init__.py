@@ -1,1 +1,1 @@
-"""Parallelism: steps of several ranks, pipeline stages and placement of experts."""
+"""Parallelism: steps of several ranks, pipeline stages, attention groups and the choice of replicas."""

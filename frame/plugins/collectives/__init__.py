@@ -22,8 +22,8 @@ class P2pOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    one_shot_bytes: int = Field(256 << 10, ge=0, description="Largest message of the one-shot kernel, which serves two ranks.")
-    two_shot_bytes: int = Field(2 << 20, ge=16, description="Largest message of the two-shot kernel.")
+    one_shot_bytes: int = Field(1 << 20, ge=0, description="Largest message of the one-shot kernel, which serves two ranks.")
+    two_shot_bytes: int = Field(8 << 20, ge=16, description="Largest message of the two-shot kernel.")
 
 
 @hookimpl
