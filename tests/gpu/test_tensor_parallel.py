@@ -1,4 +1,5 @@
-"""Two ranks over NCCL: the tokens of one, with captured decodes and without."""
+"""Two ranks on two GPUs: the tokens of one, with captured decodes and without, over NCCL and over
+peer memory, and as attention groups that share experts."""
 
 from __future__ import annotations
 
@@ -24,25 +25,41 @@ PARAMS = [
     SamplingParams(temperature=(0.0, 0.8)[row % 2], top_p=(1.0, 0.9)[row // 2 % 2], seed=row, max_tokens=8 + 2 * row, ignore_eos=True)
     for row in range(ROWS)
 ]
+GROUPS = {"ep": 2, "dp": 2, "enable_dp_attention": True}
+
+
+class Model:
+    """A checkpoint and one rank's tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokens = self.generate(0)
+
+    def generate(self, graphs: int, **keys: Any) -> list[list[int]]:
+        sizes: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16_384, "max_running_requests": ROWS, "cuda_graph_max_bs": graphs}
+        with Engine(
+            model=str(self.folder), device="cuda", attention_backend="triton", skip_tokenizer_init=True, **sizes, **keys
+        ) as engine:
+            return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoint"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    names = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
+    return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("checkpoint"))) for name in names}
 
 
-def tokens(folder: Path, tp: int, graphs: int) -> list[list[int]]:
-    keys: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16_384, "max_running_requests": ROWS, "skip_tokenizer_init": True}
-    with Engine(model=str(folder), tp=tp, device="cuda", attention_backend="triton", cuda_graph_max_bs=graphs, **keys) as engine:
-        return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[list[int]]:
-    return tokens(folder, 1, 0)
-
-
-@pytest.mark.parametrize("graphs", [0, ROWS])
-def test_two_ranks_give_the_tokens_of_one(folder: Path, alone: list[list[int]], graphs: int) -> None:
-    same = sum(mine == one for mine, one in zip(tokens(folder, 2, graphs), alone, strict=True))
+@pytest.mark.parametrize(
+    ("architecture", "graphs", "keys"),
+    [
+        ("LlamaForCausalLM", 0, {}),
+        ("LlamaForCausalLM", ROWS, {}),
+        ("LlamaForCausalLM", ROWS, {"collective": "p2p"}),
+        ("Qwen3MoeForCausalLM", 0, GROUPS),
+        ("Qwen3MoeForCausalLM", ROWS, GROUPS),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one(models: dict[str, Model], architecture: str, graphs: int, keys: dict[str, Any]) -> None:
+    found = models[architecture].generate(graphs, tp=2, **keys)
+    same = sum(mine == one for mine, one in zip(found, models[architecture].tokens, strict=True))
     assert same >= ROWS - 2  # sums in another order may tip a choice between two tokens

@@ -26,6 +26,7 @@ from frame.entrypoints.processes.build_scheduler import build_scheduler, build_s
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
+from tests.core.drafting.test_draft_graphs import CapturableAttention
 from tests.core.greedy import greedy, random_prompts
 
 PROMPTS = random_prompts([3, 40, 17, 55, 9, 40])
@@ -88,11 +89,12 @@ def prepared_for(folder: Path, tokens: int = 4096, **sections: Any) -> Prepared:
         "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 32, "overlap": True},
         "execution": {"device": "cpu", "threads": 1},
     }
-    return prepare(FrameConfig.model_validate(config | sections))
+    return prepare(FrameConfig.model_validate(config | sections), classes=[CapturableAttention])
 
 
-def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], Any]) -> Any:
-    """The result of `act` with rank 0's loop, while the other ranks of the plan follow."""
+def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], Any], graphs: int = 0) -> Any:
+    """The result of `act` with rank 0's loop, while the other ranks of the plan follow. graphs:
+    rows of the largest captured decode."""
     resolved, registry = prepared.resolved, prepared.registry
     plan = resolved.plan
     size = plan.num_ranks
@@ -107,6 +109,8 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
 
     def serve(rank: int, groups: Groups) -> Any:
         own = build_runner(resolved, load_parts(resolved, registry), groups.tp, HOST, groups.pipeline, groups.experts)
+        if graphs:
+            own.capture_decode_graphs(graphs)
         runner = add_group(resolved, own, own, rank)
         end: Any = End(wires, rank)
         if rank:
@@ -197,6 +201,18 @@ def test_an_idle_group_stays_in_step(models: dict[str, Model], tmp_path: Path, s
         assert loop.generate(PROMPTS, TOKENS) == model.tokens
 
     generate_with(prepared_for(model.folder, parallel=GROUPS, moe={"dispatcher": "all_gather_reduce_scatter"}), tmp_path, act)
+
+
+def test_attention_groups_replay_graphs_of_equal_sizes(models: dict[str, Model], tmp_path: Path) -> None:
+    """Captured decodes, with groups that have different numbers of rows or none."""
+    model = models["Qwen3MoeForCausalLM"]
+    sections = {"parallel": GROUPS, "attention": {"backend": "capturable"}, "cache": {"max_total_tokens": 4096, "page_size": 16}}
+
+    def act(loop: LocalLoop) -> None:
+        for rows in (1, 2, 3, 6):
+            assert loop.generate(PROMPTS[:rows], TOKENS) == model.tokens[:rows]
+
+    generate_with(prepared_for(model.folder, **sections), tmp_path, act, graphs=8)
 
 
 @pytest.mark.parametrize(
