@@ -29,7 +29,8 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank, build_scheduler
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
 
 NUM_STEPS = 3

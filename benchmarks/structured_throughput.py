@@ -190,13 +190,13 @@ def throughput(run: Runs, asked: dict[str, list[dict[str, Any]]], rounds: int) -
 def stopwatches(spent: dict[str, float]) -> Iterator[None]:
     """Add up what the parts of the engine's loop take, seconds of the clock. `wait` is the device's
     time that nothing else hides."""
-    from frame.core.execution.async_output import CudaStep, DoneStep, MaskedStep
+    from frame.core.execution.async_output import DoneStep, MaskedStep, QueuedStep
     from frame.core.execution.model_runner import TorchModelRunner
     from frame.core.scheduling.scheduler import Scheduler
 
     parts = [
         (Scheduler, "schedule_batch"), (TorchModelRunner, "launch"), (Scheduler, "fill_deferred_mask"), (MaskedStep, "sample"),
-        (CudaStep, "wait"), (DoneStep, "wait"), (Scheduler, "commit"),
+        (QueuedStep, "wait"), (DoneStep, "wait"), (Scheduler, "commit"),
     ]  # fmt: skip
     before: list[tuple[Any, str, Callable[..., Any]]] = [(owner, name, getattr(owner, name)) for owner, name in parts]
 
