@@ -267,8 +267,6 @@ def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = No
         raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
     if model_config.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
-    if model_config.config.get("is_encoder_decoder"):
-        raise ConfigurationError(f"{name} is an encoder-decoder model; only decoders are served.")
     kinds = set(model_config.config.get("layer_types") or model_config.config.get("layers_block_type") or ())
     if getattr(found, "_is_stateful", False) or kinds & {"linear_attention", "mamba", "recurrent"}:
         raise ConfigurationError(f"{name} keeps a recurrent state for each sequence, which the fallback does not store.")

@@ -95,14 +95,6 @@ def test_a_size_that_cannot_be_split_is_refused(checkpoint: Callable[..., Path])
         Both(folder, 2, model="transformers").run(PLAN)
 
 
-def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace("{", '{"is_encoder_decoder": true,', 1))
-    with pytest.raises(ConfigurationError, match="is an encoder-decoder model"):
-        open_session(folder, model="transformers")
-
-
 def test_chunked_attention_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     config = folder / "config.json"

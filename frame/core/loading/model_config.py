@@ -84,6 +84,11 @@ class _Reader:
 
     def model_config(self, eos: tuple[int, ...]) -> ModelConfig:
         config = self.config
+        if config.get("is_encoder_decoder"):
+            raise CheckpointError(
+                f"{self.file}: {self._architecture()} is an encoder-decoder model, whose encoder output the KV cache does not hold; "
+                "only decoders and encoders are served."
+            )
         heads = self._count(_HEADS)
         hidden = self._count(_HIDDEN)
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)

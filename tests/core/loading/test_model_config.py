@@ -89,6 +89,8 @@ def test_configurations_saved_by_transformers(tmp_path: Path, family: str, value
     ("changes", "expected"),
     [
         ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"model_type": "gemma4_text"}, {"head_dim": 256, "other_head_dims": (512,), "sliding_window": 512}),
+        ({"head_dim": 16, "per_layer_config": {"1": {"head_dim": 32}, "2": {"head_dim": 16}}}, {"head_dim": 16, "other_head_dims": (32,)}),
         ({"dtype": "float16"}, {"dtype": "float16"}),
         ({"torch_dtype": "torch.float16"}, {"dtype": "float16"}),
         ({"torch_dtype": "float8_e4m3fn"}, {"dtype": "bfloat16"}),
@@ -151,6 +153,10 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         (BASE | {"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
         (BASE | {"hidden_size": 65}, "65 is not a multiple of 4 heads"),
         (BASE | {"quantization_config": {"bits": 4}}, "has no quant_method"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "T5ForConditionalGeneration is an encoder-decoder model",
+        ),
     ],
 )
 def test_invalid_files_raise_one_sentence(tmp_path: Path, config: object, words: str) -> None:
