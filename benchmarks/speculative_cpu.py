@@ -2,9 +2,10 @@
 with an acceptance table; writes JSON.
 
 The tasks are those of `frame eval`: copy and recall are chats, python is a continuation of code.
-As many requests as streams run at once; the next ones start when all of them have ended. The
-settings run in turn, and the median of the repetitions counts. Scheduler and runner share one
-thread, without text and transport.
+As many requests as streams run at once; the next one starts when one has ended. Prompts are
+computed before (the prefix cache has them), so that the rate is that of decodes. The settings run
+in turn, and the median of the repetitions counts; seconds are those of the processor, which other
+processes disturb less. Scheduler and runner share one thread, without text and transport.
 
     python benchmarks/speculative_cpu.py --out benchmarks/results/speculative-cpu.json
     python benchmarks/speculative_cpu.py --drafters ngram --tasks copy --streams 1 --repeats 1
@@ -33,13 +34,13 @@ TASKS = ("copy", "recall", "python")
 OUTPUT = {"copy": 160, "recall": 32, "python": 96}  # most tokens of an answer
 
 
-def make_loop(algorithm: str | None, num_steps: int, threads: int) -> LocalLoop:
+def make_loop(algorithm: str | None, args: argparse.Namespace, streams: int) -> LocalLoop:
     config = {
         "model": {"path": str(find_model(EMBEDDED)), "dtype": "float32"},
-        "cache": {"max_total_tokens": 48 * 1024},
-        "scheduler": {"max_running_requests": 16},
-        "execution": {"device": "cpu", "threads": threads},
-        "speculative": {"algorithm": algorithm, "num_steps": num_steps} if algorithm else {},
+        "cache": {"max_total_tokens": 96 * 1024},
+        "scheduler": {"max_running_requests": streams},
+        "execution": {"device": "cpu", "threads": args.threads},
+        "speculative": {"algorithm": algorithm, "num_steps": args.num_steps} if algorithm else {},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
@@ -57,13 +58,12 @@ def make_prompts(task: str, count: int, seed: int) -> list[list[int]]:
     return prompts
 
 
-def run(loop: LocalLoop, prompts: list[list[int]], params: SamplingParams, streams: int) -> dict[str, float]:
-    """Tokens per second of decoding and prompts together, and the counters of drafts."""
-    before, steps, began = loop.scheduler.get_load(), loop.stats["steps"], time.perf_counter()
-    tokens = 0
-    for first in range(0, len(prompts), streams):
-        tokens += sum(map(len, loop.generate(prompts[first : first + streams], params)))
-    seconds, after = time.perf_counter() - began, loop.scheduler.get_load()
+def run(loop: LocalLoop, prompts: list[list[int]], params: SamplingParams) -> dict[str, float]:
+    """Tokens per second, and the counters of drafts."""
+    loop.generate(prompts, SamplingParams(max_tokens=1))
+    before, steps, began = loop.scheduler.get_load(), loop.stats["steps"], time.process_time()
+    tokens = sum(map(len, loop.generate(prompts, params)))
+    seconds, after = time.process_time() - began, loop.scheduler.get_load()
     drafted, accepted = (after.get(name, 0) - before.get(name, 0) for name in ("drafted_tokens", "accepted_tokens"))
     return {
         "tokens_per_second": tokens / seconds,
@@ -88,18 +88,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     drafters: list[str | None] = [None, *args.drafters]
-    loops = {drafter: make_loop(drafter, args.num_steps, args.threads) for drafter in drafters}
+    loops = {(drafter, streams): make_loop(drafter, args, streams) for drafter in drafters for streams in args.streams}
     for loop in loops.values():
-        run(loop, make_prompts("copy", 2, seed=9), SamplingParams(temperature=args.temperature, seed=1, max_tokens=8), 2)  # warm-up
+        run(loop, make_prompts("copy", 2, seed=9), SamplingParams(temperature=args.temperature, seed=1, max_tokens=8))  # warm-up
     found: list[dict[str, Any]] = []
     for task in args.tasks:
         params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=OUTPUT[task])
         for streams in args.streams:
             runs: dict[str | None, list[dict[str, float]]] = {drafter: [] for drafter in drafters}
             for repeat in range(args.repeats):
-                prompts = make_prompts(task, args.samples, seed=100 * streams + repeat)
+                prompts = make_prompts(task, args.samples * (1 if streams == 1 else 3), seed=100 * streams + repeat)
                 for drafter in drafters:
-                    runs[drafter].append(run(loops[drafter], prompts, params, streams))
+                    runs[drafter].append(run(loops[drafter, streams], prompts, params))
             for drafter, each in runs.items():
                 rate = statistics.median(one["tokens_per_second"] for one in each)
                 drafted, accepted = (sum(one[name] for one in each) for name in ("drafted", "accepted"))

@@ -21,6 +21,7 @@ const TILES = [
   ["requests finished", (s) => count(s.finished)],
   ["refused", (s) => count(s.rejected)],
   ["preempted", (s) => count(s.preempted)],
+  ["of drafts accepted, by position", (s) => s.drafts ? `${s.acceptedAt.map((rows) => count((100 * rows) / s.drafts)).join(" · ")} %` : "–"],
 ];
 
 function percent(part, whole) {
@@ -39,6 +40,8 @@ function sampleOf(state, last) {
     evictable: load.evictable_pages ?? 0,
     pages: load.total_pages ?? 0,
     preempted: load.preempted ?? 0,
+    drafts: load.num_drafts ?? 0,
+    acceptedAt: load.accepted_at ?? [],
     generated: rate(state.generated_tokens, last?.generated_tokens),
     prompt: rate(state.prompt_tokens, last?.prompt_tokens),
     cached: rate(state.cached_tokens, last?.cached_tokens),
