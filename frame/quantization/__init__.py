@@ -35,7 +35,13 @@ class IgnoreOptions(BaseModel):
     )
 
 
-class Int4Options(IgnoreOptions):
+class RoundingOptions(IgnoreOptions):
+    """Settings of `int8`."""
+
+    head: bool = Field(False, description="Quantize the output head too, to int8 with one scale per output.")
+
+
+class Int4Options(RoundingOptions):
     """Settings of `int4`."""
 
     group_size: Literal[32, 64, 128, 256] = Field(64, description="Inputs that share a scale and a zero point.")
@@ -79,7 +85,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
         capabilities = FormatCapabilities(checkpoints=(name,), codes=codes)  # type: ignore[arg-type]
         registry.add(name, f"frame.quantization.{target}", capabilities=capabilities, rank=20, summary=summary)
     for name, yields, options, summary in (
-        ("int8", "int8", IgnoreOptions, "Int8 weights with one scale per output, quantized while loading."),
+        ("int8", "int8", RoundingOptions, "Int8 weights with one scale per output, quantized while loading."),
         ("int4", "int4", Int4Options, "Int4 weights with a scale and a zero point per group, quantized while loading (round-to-nearest)."),
     ):
         registry.add(

@@ -21,6 +21,7 @@ from frame.core.interfaces.weight_format import (
     pack_nibbles,
 )
 from frame.quantization import Int4Options
+from frame.quantization.int8 import RoundedInt8Layer
 from frame.quantization.plain import OUTPUTS
 from frame.quantization.rounding import RoundingFormat
 
@@ -28,12 +29,14 @@ _SMALLEST = 1e-8
 
 
 class Int4(RoundingFormat):
-    """Int4 for linear layers and experts."""
+    """Int4 for linear layers and experts, int8 for the head."""
 
     options: Int4Options
     options_class = Int4Options
 
     def round_layer(self, kind: LayerKind) -> LayerFormat:
+        if kind == "head":
+            return RoundedInt8Layer(self.context.dtype)
         return RoundedInt4Layer(self.context.dtype, self.options.group_size)
 
 

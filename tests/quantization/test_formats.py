@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme, pack_nibbles, unpack_nibbles
+from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.parameter import Range, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.quantization import Int4Options
@@ -32,8 +34,9 @@ from frame.quantization.torchao import TorchAo
 from frame.quantization.w4afp8 import W4AFp8
 from frame.quantization.w8a8_fp8 import W8A8Fp8
 from frame.quantization.w8a8_int8 import W8A8Int8
+from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference, make_checkpoint
-from frame.testing.gemm_kernels import load_own_plugins
+from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 from frame.testing.packed_weights import check_form
 from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
@@ -213,6 +216,26 @@ def test_ignored_layers_stay_unquantized() -> None:
     assert isinstance(quantized.describe_layer("model.layers.0.mlp.down_proj", "linear"), PlainLayer)
     assert getattr(quantized.describe_layer("model.layers.0.mlp.up_proj", "linear"), "bits", 0) == 8
     assert getattr(quantized.describe_layer("model.layers.0.mlp.gate_proj", "linear"), "bits", 0) == 4
+
+
+@pytest.mark.parametrize("target", [Int8, Int4])
+def test_a_tied_head_is_quantized_if_the_user_asks(target: type[Int8]) -> None:
+    """Also after other weights are loaded, at the addresses of the product before."""
+    options = target.options_class(head=True)
+    plain = build_context("cpu", torch.float32, 16)
+    context = replace(plain, weight_format=target(FormatContext(torch.float32), options), gemm_kernels=make_gemm_kernels(plain))
+    embedding = VocabEmbedding(context, "model.embed_tokens", 70, 64)
+    head, hidden = Head(context, "lm_head", 70, 64, embedding), torch.randn(3, 64)
+    places = set()
+    for _ in range(2):
+        embedding.weight.data = torch.randn(70, 64)
+        head.finish()
+        assert head.product is not None
+        places.add(head.product.tensors[0].data_ptr())
+        assert head.product.tensors[0].dtype == torch.int8
+        want = hidden @ embedding.weight.data.t()
+        assert 0 < float((head(hidden) - want).norm() / want.norm()) < 0.02
+    assert len(places) == 1
 
 
 def test_schemes_by_layer_within_a_merged_layer(tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
-from frame.models.layers.weights.layer_weight import LayerWeight
+from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
 from frame.models.layers.weights.plain_product import PlainProduct
+from frame.models.layers.weights.products import build_product
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Product
+    from frame.core.interfaces.weight_format import LayerFormat, PackedWeight
+
+_ROWS = 16384  # of a tied head that are quantized at a time
 
 
 def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
@@ -57,7 +61,8 @@ class Head(nn.Module):
         self.weights: LayerWeight | None = None
         self.product: Product | None = None
         if tied is not None:
-            self.weight = tied.weight
+            self.weight, self._name, self._choices = tied.weight, name, context.gemm_kernels
+            self._layout = None if context.weight_format is None else describe_layer(context, name, "head")
             return
         rows, span = split_vocabulary(context, vocab_size)
         self.weights = LayerWeight(self, context, (name,), Range.whole(hidden_size), (rows,), "head")
@@ -65,7 +70,21 @@ class Head(nn.Module):
 
     def finish(self) -> None:
         """Decode the loaded weights and select their product."""
-        self.product = self.weights.finish() if self.weights is not None else PlainProduct(self.weight)
+        if self.weights is not None:
+            self.product = self.weights.finish()
+        elif self._layout is None or not self._layout.rounds:
+            self.product = PlainProduct(self.weight)
+        else:
+            made = build_product(self._choices, [self._round(self._layout)], self._name)
+            if self.product is None or not replace_values(self.product.tensors, made.tensors):
+                self.product = made
+            register_tensors(self, "packed", self.product.tensors)
+
+    def _round(self, layout: LayerFormat) -> PackedWeight:
+        """The embedding's weight, quantized in parts to need little memory besides."""
+        rows, inputs = self.weight.shape
+        parts = [layout.encode(part, (len(part),)) for part in self.weight.data.split(_ROWS)]
+        return layout.decode({name: torch.cat([part[name] for part in parts]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.product(hidden)  # type: ignore[misc]
