@@ -84,7 +84,7 @@ def _read_type(found: Any, dtype: torch.dtype) -> TorchAoLayer:
     if shared == "PerGroup" and bits and isinstance(group, int) and group > 0:
         return TorchAoLayer(dtype, bits, group)
     if shared in ("PerRow", "PerAxis") or (shared == "PerTensor" and not bits):
-        return TorchAoLayer(dtype, bits, is_single=shared == "PerTensor")
+        return TorchAoLayer(dtype, bits, is_single=shared == "PerTensor", rounds_inputs=name == "Int8DynamicActivationInt8WeightConfig")
     raise CheckpointError(f"{where} has the granularity {shared!r} with {name}, which is not read: choose PerRow.")
 
 
@@ -95,12 +95,14 @@ def _name_of(dtype: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class TorchAoLayer(LayerFormat):
     """`_weight_qdata` int8 or e4m3 [outputs, inputs], `_weight_scale` and, of integers,
-    `_weight_zero_point`: per `group` inputs, per output (0), or `is_single`."""
+    `_weight_zero_point`: per `group` inputs, per output (0), or `is_single`. `rounds_inputs`: see
+    `PackedWeight`."""
 
     dtype: torch.dtype
     bits: int
     group: int = 0
     is_single: bool = False
+    rounds_inputs: bool = False
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         shared = Axis("input", self.group, splits=True) if self.group else 1
@@ -118,4 +120,6 @@ class TorchAoLayer(LayerFormat):
             return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, scales)
         middle = 1 << self.bits - 1
         zeros = tensors[_ZERO].to(torch.int16).add_(middle).to(torch.uint8) if bool(tensors[_ZERO].any()) else None
-        return Integers(self.bits, codes.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).pack(self.dtype)
+        packed = Integers(self.bits, codes.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).pack(self.dtype)
+        packed.rounds_inputs = self.rounds_inputs
+        return packed

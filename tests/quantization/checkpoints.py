@@ -164,6 +164,7 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "packed": (_groups(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, format="pack-quantized"), packed),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, modelopt),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]}, fp8_blocks),
     "w4afp8": ({"quant_method": "w4afp8", "weight_block_size": [32, 32]}, fp8_blocks),
     "torchao int8": (_torchao("Int8WeightOnlyConfig", {"_type": "PerRow", "_data": {"dim": -1}}), torchao(8)),
     "torchao int4": (

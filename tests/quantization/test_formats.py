@@ -145,6 +145,14 @@ def test_dequantization_equals_torchao() -> None:
         assert digest(weight.dequantize(torch.bfloat16)) == expected, name
 
 
+def test_torchao_says_whether_inputs_are_rounded() -> None:
+    for name, expected in (("Int8WeightOnlyConfig", False), ("Int8DynamicActivationInt8WeightConfig", True)):
+        config = {"quant_type": {"default": {"_type": name, "_version": 2}}}
+        layout = TorchAo(FormatContext(torch.float32, config)).describe_layer("a", "linear")
+        tensors = {"_weight_qdata": torch.zeros(OUTPUTS, INPUTS, dtype=torch.int8), "_weight_scale": torch.ones(OUTPUTS, 1)}
+        assert decode(layout, tensors).rounds_inputs is expected
+
+
 def test_scales_of_exponents() -> None:
     """Block scales in float8_e8m0fnu (ue8m0) are the powers of two that they stand for."""
     layout = Fp8(FormatContext(torch.bfloat16, {"quant_method": "fp8", "weight_block_size": [8, 32], "scale_fmt": "ue8m0"}))
@@ -337,8 +345,8 @@ def session_of_int8_with_zeros(stored: Path) -> Session:
 @pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if "ordered" not in dialect and "gptq 3" not in dialect])
 def test_conformance_of_stored_formats(dialect: str) -> None:
     config = DIALECTS[dialect][0]
-    targets = (Gptq, Awq, CompressedTensors, ModelOpt, W8A8Int8, W8A8Fp8, W4AFp8, TorchAo)
-    names = ("gptq", "awq", "compressed-tensors", "modelopt", "w8a8_int8", "w8a8_fp8", "w4afp8", "torchao")
+    targets = (Gptq, Awq, CompressedTensors, ModelOpt, W8A8Int8, W8A8Fp8, W4AFp8, TorchAo, Fp8)
+    names = ("gptq", "awq", "compressed-tensors", "modelopt", "w8a8_int8", "w8a8_fp8", "w4afp8", "torchao", "fp8")
     base: type = dict(zip(names, targets, strict=True))[config["quant_method"]]
 
     def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
