@@ -31,6 +31,7 @@ class ReplicaClient:
         self.clients = clients
         self.limits, self.stats = clients[0].limits, clients[0].stats
         self._chooser = ReplicaChooser()
+        self._away: set[int] = set()  # replicas that were being restarted when a sequence started
 
     # submit
     # ----------------------------------------------------------------------------------------------
@@ -61,6 +62,10 @@ class ReplicaClient:
         alive = [client for client in self.clients if client.dead_reason is None] or self.clients
         ready = [client for client in alive if client.unavailable_reason is None] or alive
         loads = {self.clients.index(client): client.num_sequences for client in ready}
+        away = {number for number, client in enumerate(self.clients) if client.unavailable_reason is not None}
+        for number in self._away - away:  # its cache is empty
+            self._chooser.forget_replica(number)
+        self._away = away
         chosen = self._chooser.choose_replica(sequence.prompt, namespace, loads)
         self.clients[chosen].start_sequence(sequence, priority, namespace, deadline)
 

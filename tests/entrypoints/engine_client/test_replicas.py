@@ -114,6 +114,25 @@ async def test_a_cancelled_request_keeps_its_room() -> None:
     assert client.num_outstanding == 0
 
 
+async def test_a_restarted_replica_has_no_cached_prefix() -> None:
+    client, links = make()
+
+    def start(rid: str) -> int:
+        """-> the replica of a request with the same long prompt."""
+        client.reserve_sequences(1)
+        request = client.prepare_request([[1] * BLOCK], [SamplingParams()], rid)
+        client.start_sequence(request.sequences[0])
+        client.abandon_request(request)
+        return next(number for number, link in enumerate(links) if rid in rids(link))
+
+    home = start("a")
+    assert start("b") == home
+    client.clients[home].begin_recovery("it crashed", {})
+    assert start("c") == 1 - home
+    client.clients[home].resume_requests()
+    assert [start(rid) for rid in "def"] == [1 - home] * 3
+
+
 async def test_the_end_of_one_replica_and_of_all() -> None:
     client, links = make()
     request = submit(client, 2)
