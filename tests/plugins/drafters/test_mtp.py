@@ -84,7 +84,8 @@ def expected(model: Any, layout: Layout, own: dict[str, torch.Tensor], ids: torc
     joined = torch.cat((norm(model.get_input_embeddings()(ids), layout.norms[0]), norm(states, layout.norms[1])), -1)
     x = (joined @ own[f"{layout.projection}.weight"].T)[None]
     mask = torch.full((1, 1, len(ids), len(ids)), -torch.inf).triu(1)
-    options = {"position_embeddings": body.rotary_emb(x, positions)} if hasattr(body, "rotary_emb") else {}
+    axes = positions.expand(3, 1, -1) if "3_5" in type(model).__name__ else positions  # time, height and width of images
+    options = {"position_embeddings": body.rotary_emb(x, axes)} if hasattr(body, "rotary_emb") else {}
     for source in layout.copies:
         found = body.layers[source](x, attention_mask=mask, position_ids=positions, **options)
         x = found[0] if isinstance(found, tuple) else found
