@@ -88,7 +88,7 @@ class DraftRunner:
         last = tensors["draft.first"] + skipped
         if self._step is not None:
             (batch, states), self._step = self._step, None
-            states = self._fill(batch, states, token_ids, last, tensors)
+            states = self._fill(batch, states, token_ids, last if plan.num_tokens else last[:0], tensors)
         elif self._graphs is not None:
             states = self._graphs.fill(token_ids).index_select(0, last)
         else:
@@ -106,8 +106,8 @@ class DraftRunner:
     def _fill(
         self, batch: ForwardBatch, states: torch.Tensor, token_ids: torch.Tensor, last: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The first pass. last: int64 [sampling rows], the samples that are the rows' last output
-        tokens. -> the states of the tokens that these are drawn from."""
+        """The first pass. last: int64 [n], the samples whose states are read. -> the states of the
+        tokens that these are drawn from."""
         samples, ids = tensors["draft.samples"], batch.token_ids
         if self.model.reads_next:
             ids = tensors["draft.next_ids"].index_copy(0, samples, token_ids)
