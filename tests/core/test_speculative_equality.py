@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from frame.core.config.resolve_drafter import MAX_PADDING
 from frame.core.config.schema import FrameConfig
@@ -50,7 +51,7 @@ def make_loop(**settings: Any) -> LocalLoop:
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 def make_requests(count: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -119,6 +120,24 @@ def test_suffix(expected: Any) -> None:
         assert loop.generate(prompts, params) == outputs
         accepted.append(loop.scheduler.get_load()["accepted_tokens"])
     assert accepted[1] > 3 * accepted[0] > 0
+
+
+def test_recurrent_states(tmp_path: Path) -> None:
+    """States after rejected drafts, and prefixes whose states were saved between drafts."""
+    path = str(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
+    numbers = random.Random(3)
+    prompts = [[numbers.randrange(6, 384) for _ in range(7)] * times for times in (1, 5, 9)]
+    params = [SamplingParams(temperature=temperature, seed=1, max_tokens=70, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
+    outputs = make_loop(path=path).generate(prompts, params)
+    loop = make_loop(path=path, algorithm="ngram", overlap=True, chunk=48)
+    assert loop.generate(prompts, params) == outputs
+    again = [prompt + output[:64] for prompt, output in zip(prompts, outputs, strict=True)]
+    rest = [structs.replace(each, max_tokens=6) for each in params]
+    assert loop.generate(again, rest) == [output[64:] for output in outputs]
+    load = loop.scheduler.get_load()
+    assert load["drafted_tokens"] > load["accepted_tokens"] > 0
+    assert loop.stats["cached"] >= 64
+    loop.scheduler.check_integrity()
 
 
 def test_model_that_drafts_for_itself_is_always_right() -> None:

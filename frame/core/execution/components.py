@@ -200,6 +200,11 @@ def build_runner(
     geometry = model_geometry(model, uniform, drafter.model if drafter else None)
     if pipeline is not None:
         geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
+        if user.speculative.algorithm is not None and any(group.kind == "snapshot" for group in geometry.groups):
+            raise ConfigurationError(
+                "speculative.algorithm cannot be used with the recurrent layers of this model in pipeline stages, of which the "
+                "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
+            )
     activations = activation_bytes(model_config, context.limits, context.dtype)
     draft_bytes = drafter.bytes if drafter else 0
     planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before)

@@ -326,8 +326,7 @@ class InputBatch:
         )
         if self.groups is not None:
             forward = self.groups.make_views(forward, tensors, self.backend.plan)
-            for name in self.groups.padding:
-                del tensors[name]
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("group_")}
         return replace(forward, plan=self.backend.plan(forward)), tensors
 
     def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
@@ -343,14 +342,14 @@ class InputBatch:
         given = len(batch.token_ids)
         if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step):
             return False
+        if given and self.groups is not None and self.groups.has_states:
+            return False  # a state is read and written by one row of a step
         if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
             return False  # the first pass of the drafter reads the drawn tokens only
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
             return given <= GIVEN_TOKENS
         if given > MAX_SINGLE_TOKEN_ROWS:
             return False
-        if given and self.groups is not None and self.groups.has_states:
-            return False  # a state is read and written by one row of a step
         keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
         return self._reads_prefixes_once or keys <= _MAX_PROMPT_KEYS
 
@@ -445,7 +444,9 @@ class InputBatch:
         token_ids = np.empty(layout.num_tokens, np.int64)
         token_ids[batch.num_decodes :] = batch.token_ids
         token_slots, positions = self._token_slots(batch, layout, slots)
-        places = {} if self.groups is None else self.groups.find_places(batch, slots, token_slots, positions)
+        places: dict[str, np.ndarray] = {}
+        if self.groups is not None:
+            places = self.groups.find_places(batch, slots, token_slots, positions) | self.groups.find_drafted(batch)
         return {
             **places,
             "token_ids": token_ids,

@@ -278,6 +278,8 @@ class TorchModelRunner(ModelRunner):
             verified = verify_drafts(sampled.token_ids, plans.verification, inputs.tensors)
             self.inputs.table.last_token.index_copy_(0, inputs.tensors["verify.slots"], verified.last)
             counts, sampled = verified.counts, replace(sampled, token_ids=verified.token_ids)
+            if self.inputs.groups is not None:
+                self.inputs.groups.store_drafted(counts)
         if plans.drafting is not None and self.drafts is not None:
             drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors)
         output = StepOutput(step, sampled, plans.sampling, prompts, self.processors.find_faults(plans.sampling.slots), counts, drafts)

@@ -27,7 +27,8 @@ from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
-    from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, LatentProjections, StateLayer
+    from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, LatentProjections
+    from frame.core.interfaces.batch import StateLayer
     from frame.core.interfaces.platform import CapturedGraph, Platform
 
     Layer = AttentionSpec | LatentProjections | StateLayer

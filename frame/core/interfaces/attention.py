@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from frame.core.interfaces.attention_spec import AttentionSpec, LatentProjections
 from frame.core.interfaces.plugin import Reason
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.batch import ForwardBatch, StateLayer
     from frame.core.interfaces.rank_context import RankContext
 
 __all__ = [
@@ -194,17 +194,6 @@ class AttentionCapabilities:
             (requirements.batch_invariant and not self.batch_invariant, "is not batch invariant"),
         )
         return [Reason(sentence) for missing, sentence in wanted if missing]
-
-
-class StateLayer(Protocol):
-    """A layer that reads and writes the states of the batch's rows."""
-
-    num_heads: int
-    v_head_dim: int
-
-    def mix(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Inputs of this step's tokens, [tokens, …] -> [tokens, heads, v_head_dim]."""
-        ...
 
 
 class AttentionBackend(ABC):

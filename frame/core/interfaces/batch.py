@@ -175,6 +175,33 @@ class StageInput:
     hidden: torch.Tensor  # [tokens, hidden_size]; the residual stream after its last layer
 
 
+class StateLayer(Protocol):
+    """A layer that reads and writes the states of the batch's rows."""
+
+    num_heads: int
+    v_head_dim: int
+
+    def mix(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Inputs of this step's tokens, [tokens, …] -> [tokens, heads, v_head_dim]."""
+        ...
+
+    def replay(self, inputs: tuple[torch.Tensor, ...], kv: KVCache, pages: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Write the states of `pages`, int64 [rows], after the first tokens of their rows. inputs:
+        those of `mix`, of these rows. rows: (`query_starts` int32 [rows + 1]; tokens that count,
+        int32 [rows], at least 1)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedStates:
+    """Rows of a step whose last tokens are drafts. Their states are written after the verification:
+    a layer adds its inputs, by which it replays the accepted tokens (`StateLayer.replay`)."""
+
+    targets: torch.Tensor  # int64 [rows]; where rows write their states: those with drafts to a spare page
+    tokens: torch.Tensor  # int64 [n]; the tokens of rows with drafts
+    inputs: dict[int, tuple[StateLayer, tuple[torch.Tensor, ...]]] = field(default_factory=dict)  # by layer: of these tokens
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceStates:
     """Extension for models with layers of kind `snapshot`: where their rows' states are.
@@ -185,6 +212,7 @@ class SequenceStates:
     """
 
     pages: torch.Tensor  # int64 [rows]
+    drafted: DraftedStates | None = None  # None: no row has drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import SequenceStates
+from frame.core.interfaces.batch import DraftedStates, SequenceStates
 from frame.core.kv_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class GroupInputs:
             for group in self._groups
         ]
         self._saves: torch.Tensor | None = None
+        self._drafted: tuple[DraftedStates, dict[str, torch.Tensor]] | None = None  # of the latest step, until its verification
         for index, found in enumerate(self._tables, 1):
             if not found.page_size:  # slots without a request, and rows of padding, write to the spare page
                 found.fill(pool.num_pages[index])
@@ -83,6 +84,22 @@ class GroupInputs:
             for index, table in enumerate(self._tables)
         }
 
+    def find_drafted(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """The arrays of `DraftedStates`, and of the rows with drafts: their pages, `query_starts`
+        and numbers among the sampling rows. Empty if no row has a state and drafts."""
+        index = next((index for index, table in enumerate(self._tables) if not table.page_size), None)
+        if index is None or batch.num_drafts is None or not batch.num_drafts.any():
+            return {}
+        is_drafted = batch.num_drafts > 0
+        pages = self._tables[index].host_pages[batch.slots, 0].astype(np.int64)
+        return {
+            "group_targets": np.where(is_drafted, self._pool.num_pages[index + 1], pages),
+            "group_tokens": np.flatnonzero(np.repeat(is_drafted, batch.num_scheduled)),
+            "group_pages": pages[is_drafted],
+            "group_starts": np.append(0, np.cumsum(batch.num_scheduled[is_drafted])).astype(np.int32),
+            "group_samples": (np.cumsum(batch.samples) - 1)[is_drafted],
+        }
+
     def list_moves(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         """The writes to the device's tables and the copies of states; empty in most steps."""
         arrays: dict[str, np.ndarray] = {}
@@ -106,11 +123,15 @@ class GroupInputs:
 
     def make_views(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]) -> ForwardBatch:
         """The batch with a planned view for each window group. `places`: the arrays of
-        `find_places`."""
+        `find_places` and `find_drafted`."""
         views: dict[int, ForwardBatch] = {}
         for index, (group, table) in enumerate(zip(self._groups, self._tables, strict=True)):
             if not group.page_size:
-                batch.extensions[SequenceStates] = SequenceStates(places[self._name(index)])
+                drafted = None
+                if "group_targets" in places:
+                    drafted = DraftedStates(places["group_targets"], places["group_tokens"])
+                    self._drafted = drafted, {name: places[f"group_{name}"] for name in ("pages", "starts", "samples")}
+                batch.extensions[SequenceStates] = SequenceStates(places[self._name(index)], drafted)
                 continue
             host = replace(batch.host, page_table=table.host_pages)
             view = replace(batch, kv_slots=places[self._name(index)], page_table=table.pages, host=host, group=index + 1)
@@ -127,6 +148,17 @@ class GroupInputs:
         saves, self._saves = self._saves, None
         if saves is not None:
             self._copy_states(saves)
+
+    def store_drafted(self, counts: torch.Tensor) -> None:
+        """Write the states of rows with drafts after their accepted tokens. counts: int64 [sampling
+        rows], the tokens that are output."""
+        latest, self._drafted = self._drafted, None
+        if latest is None:
+            return
+        drafted, rows = latest
+        lens = counts.index_select(0, rows["samples"]).int()
+        for layer, inputs in drafted.inputs.values():
+            layer.replay(inputs, self._pool, rows["pages"], (rows["starts"], lens))
 
     def _write_device(self, index: int, table: PageTable, tensors: dict[str, torch.Tensor]) -> None:
         names = {name: f"{self._name(index)}_{name}" for name in ("new_places", "new_pages")}

@@ -15,6 +15,7 @@ import numpy as np
 
 from frame.core.interfaces.cache import Match, PrefixCache
 from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
+from frame.core.interfaces.drafter import MAX_STEPS
 from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.scheduling.request_slots import RequestTable
 
@@ -271,6 +272,14 @@ class GroupRows:
                 self._saves.append((int(self.states[slot]), page))
             else:
                 self._save(slot, int(num_tokens[row]))
+
+    def limit_drafts(self, num_tokens: np.ndarray) -> np.ndarray | int:
+        """The most drafts of rows that have `num_tokens` tokens after a step without drafts: a
+        state is saved in such steps alone."""
+        if self.snapshot is None or not self.cache.reuses:
+            return MAX_STEPS
+        beyond: np.ndarray = num_tokens % self.interval
+        return np.where(beyond > 0, self.interval - 1 - beyond, 0)
 
     def _save(self, slot: int, num_tokens: int) -> None:
         index = self.snapshot

@@ -180,6 +180,8 @@ class StepPlanner:
         a, page_size = self._running.table.arrays, self._config.page_size
         self._kv_manager.grow_rows_to(slots, a.num_computed_tokens[slots] + drafts.counts)
         room = a.num_pages[slots] * page_size - a.num_computed_tokens[slots]
+        if self._kv_manager.groups is not None:
+            room = np.minimum(room, self._kv_manager.groups.limit_drafts(a.num_computed_tokens[slots]))
         drafts = _shorten(drafts, np.minimum(drafts.counts, room))
         has_draft = drafts.counts > 0
         if not has_draft.any():

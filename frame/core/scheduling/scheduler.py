@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.errors import ConfigurationError
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.grammars.jump_forward import JumpForward
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
@@ -215,11 +214,7 @@ class Scheduler:
 
     def enable_speculation(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False) -> None:
         """Verify up to `num_steps` drafted tokens in a row from now on; is_adaptive: as many as
-        raise the output rate. Called before the first request. Raises ConfigurationError for a
-        model with recurrent states: one that has read a rejected token cannot go back."""
-        groups = self._running.kv_manager.groups
-        if groups is not None and groups.snapshot is not None:
-            raise ConfigurationError("speculation cannot be used with a model that keeps recurrent states; remove the drafter")
+        raise the output rate. Called before the first request."""
         self._planner.speculation.enable(drafter, num_steps, is_adaptive=is_adaptive)
 
     @property

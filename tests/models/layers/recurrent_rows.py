@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 
+from frame.core.interfaces.batch import DraftedStates, SequenceStates
 from tests.models.layers.recurrences import CASES, Drawn, compute_by_definition, draw
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
@@ -51,3 +52,24 @@ def test_strong_decay_and_equal_keys_stay_finite(case: str) -> None:
     beta[20:50] = 8.0
     want = compute_by_definition(drawn)
     check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_change_a_state_by_their_accepted_tokens(case: str) -> None:
+    """Of rows of 4, 1 and 3 drafted tokens, 1, 2 and 4 of the tokens count; the first row is a
+    decode."""
+    drawn = draw(case, [1, 5, 2, 4], device=DEVICE)
+    want = compute_by_definition(drawn)[0], *compute_by_definition(drawn, [1, 1, 2, 4])[1:]
+    batch = drawn.batch
+    targets = drawn.pages.clone()
+    targets[1:] = next(page for page in range(6) if page not in drawn.pages.tolist())
+    spare = int(targets[1])
+    drafted = DraftedStates(targets, torch.arange(1, 12, device=DEVICE))
+    batch.extensions[SequenceStates] = SequenceStates(drawn.pages, drafted)
+    got = drawn.mixer.mix(*drawn.inputs, batch)
+    rows = torch.tensor([0, 5, 7, 11], dtype=torch.int32), torch.tensor([1, 2, 4], dtype=torch.int32)
+    ((layer, inputs),) = drafted.inputs.values()
+    layer.replay(inputs, drawn.pool, drawn.pages[1:], tuple(part.to(DEVICE) for part in rows))
+    for stored, expected in zip(drawn.pool.data[0], want[1:], strict=True):
+        expected[spare] = stored[spare].double().cpu()
+    check(drawn, got, want)

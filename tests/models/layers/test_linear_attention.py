@@ -28,14 +28,10 @@ def test_the_gated_delta_rule_equals_transformers() -> None:
     torch.testing.assert_close(new, after, atol=1e-5, rtol=1e-4)
 
 
-class Rows:
-    """What `RowPositions` reads of a batch."""
-
-    def __init__(self, lens: list[int]) -> None:
-        self.token_ids = torch.zeros(sum(lens), dtype=torch.int64)
-        self.num_rows = len(lens)
-        self.query_lens = torch.tensor(lens, dtype=torch.int32)
-        self.query_starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+def find_rows(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What `RowPositions` needs of rows."""
+    query_lens = torch.tensor(lens, dtype=torch.int32)
+    return F.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0)), query_lens, sum(lens)
 
 
 def test_a_convolution_finds_its_past_inputs() -> None:
@@ -48,7 +44,7 @@ def test_a_convolution_finds_its_past_inputs() -> None:
     states, pages, at, got = torch.zeros(4, 3, 6), torch.tensor([2, 0, 3]), [0, 0, 0], [[], [], []]  # type: ignore[var-annotated]
     for step in lens:
         x = torch.cat([whole[row][at[row] : at[row] + size] for row, size in enumerate(step)])
-        out = conv(x, states, StatePages(pages, pages), RowPositions(Rows(step), 4))  # type: ignore[arg-type]
+        out = conv(x, states, StatePages(pages, pages), RowPositions(*find_rows(step), 4))
         for row, part in enumerate(out.split(step)):
             got[row].append(part)
             at[row] += step[row]

@@ -26,10 +26,10 @@ class RowPositions:
     """Where each token's earlier inputs are, for all layers of one step: indices into [past inputs
     of all rows, tokens]. `width`: inputs that a convolution reads, the token's own included."""
 
-    def __init__(self, batch: ForwardBatch, width: int) -> None:
-        past, tokens, rows = width - 1, len(batch.token_ids), batch.num_rows
-        device = batch.token_ids.device
-        starts, lens = batch.query_starts[:-1].long(), batch.query_lens.long()
+    def __init__(self, query_starts: torch.Tensor, query_lens: torch.Tensor, tokens: int, width: int) -> None:
+        """The arrays as those of `ForwardBatch`, for `tokens` tokens."""
+        past, rows, device = width - 1, len(query_lens), query_lens.device
+        starts, lens = query_starts[:-1].long(), query_lens.long()
         row = torch.repeat_interleave(torch.arange(rows, device=device), lens, output_size=tokens)
         token = torch.arange(tokens, device=device)
         inside = token - starts[row]  # number of the token in its row
@@ -84,7 +84,7 @@ class StepPositions:
     def of(self, batch: ForwardBatch) -> RowPositions:
         """Those of the batch, computed by the first layer that asks."""
         if self._latest is None or self._latest[0] is not batch:
-            self._latest = (batch, RowPositions(batch, self.width))
+            self._latest = (batch, RowPositions(batch.query_starts, batch.query_lens, batch.num_tokens, self.width))
         return self._latest[1]
 
     def chunks_of(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

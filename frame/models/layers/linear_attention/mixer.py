@@ -17,10 +17,11 @@ from frame import kernels
 from frame.core.interfaces.batch import SequenceStates
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.kernels.linear_attention import Gates, MixLayout, StatePages
+from frame.models.layers.linear_attention.convolution import RowPositions
 from frame.models.layers.linear_attention.recurrence import Recurrence, run_rows
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ForwardBatch
+    from frame.core.interfaces.batch import ForwardBatch, KVCache
     from frame.core.interfaces.build import BuildContext
     from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
     from frame.models.layers.parameter import ShardedParameter
@@ -62,16 +63,47 @@ class StateMixer(nn.Module):
         states = batch.get(SequenceStates)
         if states is None:
             raise TypeError("a layer with a recurrent state needs a batch with SequenceStates")
-        pages = StatePages(states.pages, states.pages)
-        skip = None if self.skip is None else self.skip.data
-        gates = Gates(decay, beta, self.log_decay.data.view(-1), self.bias.data, skip, self.least)
+        drafted = states.drafted
+        if drafted is not None:
+            inputs = tuple(part.index_select(0, drafted.tokens) for part in (mixed, decay, beta))
+            drafted.inputs[self.cache.layer] = (self, inputs)
+        pages = StatePages(states.pages, states.pages if drafted is None else drafted.targets)
+        gates = self._build_gates(decay, beta)
         if kernels.can_use_triton(mixed.device):
             return self._mix_with_triton(mixed, gates, pages, batch)
         past, matrices = batch.kv.layer(self.cache.layer)
         mixed = self.conv(mixed, past, pages, self.positions.of(batch))
-        inputs = self._activate(mixed, gates)
-        out = run_rows(inputs, matrices, pages, batch.host.query_lens.tolist(), batch.num_decodes)
-        return out if skip is None else (out.float() + skip[:, None] * inputs.v.float()).to(out.dtype)
+        recurrence = self._activate(mixed, gates)
+        out = run_rows(recurrence, matrices, pages, batch.host.query_lens.tolist(), batch.num_decodes)
+        return out if gates.skip is None else (out.float() + gates.skip[:, None] * recurrence.v.float()).to(out.dtype)
+
+    def replay(self, inputs: tuple[torch.Tensor, ...], kv: KVCache, pages: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """See `StateLayer.replay`."""
+        (mixed, decay, beta), (starts, lens) = inputs, rows
+        past, matrices = kv.layer(self.cache.layer)
+        own = StatePages(pages, pages)
+        if kernels.can_use_triton(mixed.device):
+            from frame.kernels.linear_attention import convolution, scan
+
+            numbers = torch.arange(len(lens), dtype=torch.int32, device=lens.device)  # each row is one chunk
+            bias = None if self.conv.bias is None else self.conv.bias.data
+            convolved = mixed.new_empty(mixed.shape)
+            chunks = (starts, numbers, starts[:-1])
+            convolution.convolve_chunks(self.layout, mixed, self.conv.weight.data, bias, past, own, chunks, convolved)
+            convolution.keep_inputs(mixed, past, own, starts, lens)
+            out = mixed.new_empty((len(mixed), self.num_heads, self.v_head_dim))
+            scan.scan_rows(self.layout, convolved, self._build_gates(decay, beta), matrices, own, (starts, lens), out)
+            return
+        counts = lens.tolist()
+        kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts.tolist(), counts, strict=False)])
+        mixed, decay, beta = (part.index_select(0, kept) for part in inputs)
+        positions = RowPositions(F.pad(lens.cumsum(0), (1, 0)), lens, len(kept), self.conv.width)
+        recurrence = self._activate(self.conv(mixed, past, own, positions), self._build_gates(decay, beta))
+        run_rows(recurrence, matrices, own, counts, 0)
+
+    def _build_gates(self, decay: torch.Tensor, beta: torch.Tensor) -> Gates:
+        skip = None if self.skip is None else self.skip.data
+        return Gates(decay, beta, self.log_decay.data.view(-1), self.bias.data, skip, self.least)
 
     def _mix_with_triton(self, x: torch.Tensor, gates: Gates, pages: StatePages, batch: ForwardBatch) -> torch.Tensor:
         """Compute decodes in other kernels than the other rows."""
