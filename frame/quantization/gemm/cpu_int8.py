@@ -50,20 +50,21 @@ class PackedInt8Product:
 
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
     resolves; their two digits are rows of one product. Inputs of checkpoints made for rounded ones
-    have one digit.
+    have one digit. Otherwise the codes are kept beside for many rows: to read them from oneDNN's
+    layout takes as long as their product.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
         self.packed = torch.ops.onednn.qlinear_prepack(weight.codes, None)
         self.scales = weight.scales.flatten().float()
-        self.tensors = (self.packed, self.scales)
+        self._codes = None if weight.rounds_inputs else weight.codes
+        self.tensors = (self.packed, self.scales, *([] if self._codes is None else [self._codes]))
         self._zeros = torch.zeros(weight.outputs, dtype=torch.int64)
-        self._rounds = weight.rounds_inputs
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if self._rounds:
+        if self._codes is None:
             step = _find_step(flat, 127)
             out = self._multiply((flat / step).round_().to(torch.int8)).mul_(step).to(x.dtype)
         elif len(flat) <= _DIGIT_ROWS:
@@ -74,7 +75,7 @@ class PackedInt8Product:
             first, second = self._multiply(digits).chunk(2)
             out = torch.add(second, first, alpha=_DIGIT).mul_(step).to(x.dtype)
         else:
-            out = (flat @ self.packed.to_dense().to(x.dtype)) * self.scales.to(x.dtype)
+            out = F.linear(flat, self._codes.to(x.dtype)) * self.scales.to(x.dtype)
         if bias is not None:
             out += bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)

@@ -1,0 +1,84 @@
+"""Times products with int8 and int4 weights on a CPU beside bfloat16 ones, in turn, over rows.
+
+Each launch reads another weight, and all weights together exceed the caches, as in a model.
+
+    OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --json benchmarks/results/cpu-products.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frame.core.interfaces.gemm_kernel import GemmKernel
+from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.plugins.loader import load_registry
+from frame.testing.attention_cases import build_context
+from frame.testing.packed_weights import make_weight
+
+LAYERS = {"qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072)}  # outputs, inputs
+KERNELS = {
+    "plain": WeightScheme("plain"),
+    "cpu_int8": WeightScheme("int8"),
+    "cpu_int8, rounded inputs": WeightScheme("int8"),
+    "cpu_int4": WeightScheme("int4", (1, 64), zeros=True),
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+BYTES = 192 << 20  # of bfloat16 weights that the launches go through
+
+
+def make_products(name: str, outputs: int, inputs: int, copies: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    registry = load_registry(installed=False)
+    kernel: GemmKernel = registry.load(registry.get("gemm_kernel", name.partition(",")[0]))(build_context("cpu", torch.bfloat16, 16), None)
+    found = []
+    for _ in range(copies):
+        weight: PackedWeight = make_weight(KERNELS[name], outputs, inputs, dtype=torch.bfloat16)
+        weight.rounds_inputs = "rounded" in name
+        found.append(kernel.prepare(weight))
+    return found
+
+
+@torch.inference_mode()
+def measure(layer: str, rows_of: list[int], repeats: int) -> list[dict[str, Any]]:
+    outputs, inputs = LAYERS[layer]
+    copies = BYTES // (2 * outputs * inputs)
+    products = {name: make_products(name, outputs, inputs, copies) for name in KERNELS}
+    found = []
+    for rows in rows_of:
+        x, best = torch.randn(rows, inputs).bfloat16(), dict.fromkeys(KERNELS, float("inf"))
+        for _ in range(repeats):
+            for name, made in products.items():
+                if name == "cpu_int4" and rows > 16:
+                    continue
+                began = time.perf_counter()
+                for product in made:
+                    product(x)
+                best[name] = min(best[name], (time.perf_counter() - began) / copies)
+        times = {name: round(taken * 1e6) for name, taken in best.items() if taken < float("inf")}
+        ratios = {name: round(times["plain"] / us, 2) for name, us in times.items()}
+        found.append({"layer": layer, "rows": rows, "us": times, "ratio": ratios})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = [int(count) for count in arguments.rows.split(",")]
+    results = [row for layer in LAYERS for row in measure(layer, rows, arguments.repeats)]
+    if arguments.json:
+        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+        arguments.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
