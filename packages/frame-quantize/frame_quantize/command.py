@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from frame.core.interfaces.cli import CliCommand
-from frame_quantize.schemes import METHODS
+from frame_quantize.schemes import CACHE_SCALES, METHODS
 
 _METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.items())
 
@@ -28,6 +28,7 @@ _METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.i
 @click.option("--samples", type=click.IntRange(min=1), default=512, show_default=True, help="Maximum number of sample texts.")
 @click.option("--max-length", type=click.IntRange(min=8), default=2048, show_default=True, help="Tokens of a sample that are used.")
 @click.option("--ignore", multiple=True, metavar="REGEX", help="Names of layers that stay unquantized; repeatable.")
+@click.option("--kv-cache", type=click.Choice(tuple(CACHE_SCALES)), help="Calibrate scales of an fp8 KV cache: by layer or by KV head.")
 @click.option("--device", default=None, help="Device of the computation, such as cuda:0. Default: the first GPU, or the CPU.")
 def command(
     model: str,
@@ -38,6 +39,7 @@ def command(
     samples: int,
     max_length: int,
     ignore: tuple[str, ...],
+    kv_cache: str | None,
     device: str | None,
 ) -> None:
     """See the help text."""
@@ -46,6 +48,8 @@ def command(
         raise click.UsageError(f"--method {method} needs sample texts: name a file with --calibration.")
     if not chosen.is_calibrated and calibration is not None:
         raise click.UsageError(f"--method {method} reads no sample texts: leave --calibration out, or choose gptq or awq.")
+    if kv_cache and not chosen.is_calibrated:
+        raise click.UsageError(f"--method {method} reads no sample texts, which --kv-cache needs: choose gptq or awq.")
     if group_size is not None and "group_size" not in chosen.weights:
         raise click.UsageError(f"--method {method} has a scale per output: leave --group-size out.")
     if out.exists() and any(out.iterdir()):
@@ -57,7 +61,8 @@ def command(
         if calibration is None:
             quantize_weights(model, out, weights, chosen.activations, ignore, device)
         else:
-            quantize_calibrated(model, out, method, weights, ignore, read_samples(calibration, samples), max_length, device)
+            texts = read_samples(calibration, samples)
+            quantize_calibrated(model, out, method, weights, ignore, texts, max_length, device, CACHE_SCALES.get(kv_cache or ""))
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error).splitlines()[0]) from error
     click.echo(f"Wrote {out}. Serve it: frame serve {out}")

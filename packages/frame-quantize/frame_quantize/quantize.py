@@ -60,22 +60,19 @@ def quantize_weights(
 
 def quantize_calibrated(
     model: str, out: Path, method: str, weights: Mapping[str, Any], ignore: Sequence[str], texts: Sequence[str], max_length: int,
-    device: str | None,
+    device: str | None, cache: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Quantize with the activations of `texts`, decoder layer by decoder layer: GPTQ or AWQ. The
-    model is loaded by transformers."""
+    model is loaded by transformers. `cache`: the scheme of the KV cache whose scales are
+    calibrated too."""
     if method == "awq" and not torch.accelerator.is_available():
         raise ValueError("awq needs a GPU, as llmcompressor pins its memory: choose gptq, which also runs on a CPU.")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, device_map=device)
     tokens = [tokenizer(text, truncation=True, max_length=max_length) for text in texts]
     samples = Dataset.from_list([{"input_ids": each["input_ids"], "attention_mask": each["attention_mask"]} for each in tokens])
-    groups = {"group_0": _scheme(weights, None)}
-    recipe = (
-        [GPTQModifier(config_groups=groups, ignore=_ignored(ignore))]
-        if method == "gptq"
-        else [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=_ignored(ignore))]
-    )
+    options = {"config_groups": {"group_0": _scheme(weights, None)}, "ignore": _ignored(ignore), "kv_cache_scheme": cache}
+    recipe = [GPTQModifier(**options)] if method == "gptq" else [AWQModifier(), QuantizationModifier(**options)]
     oneshot(
         model=loaded, tokenizer=tokenizer, dataset=samples, recipe=recipe, max_seq_length=max_length, num_calibration_samples=len(texts)
     )

@@ -36,5 +36,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 
+_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+CACHE_SCALES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"layer": {**_CACHE, "strategy": "tensor"}, "head": {**_CACHE, "strategy": "attn_head"}}
+)
+
 # Layers that stay unquantized: embeddings, the head, norms, and routers of experts.
 UNQUANTIZED = ("re:.*embed.*", "re:.*lm_head$", "re:.*norm.*", "re:.*mlp\\.gate$", "re:.*router.*", "re:.*shared_expert_gate$")

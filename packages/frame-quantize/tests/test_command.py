@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame_quantize.command import command
 from frame_quantize.schemes import METHODS
@@ -41,6 +44,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--method", "gptq"], "--method gptq needs sample texts"),
         (["--method", "fp8", "--calibration", __file__], "--method fp8 reads no sample texts"),
+        (["--method", "fp8", "--kv-cache", "head"], "--method fp8 reads no sample texts, which --kv-cache needs"),
         (["--method", "int8", "--group-size", "64"], "--method int8 has a scale per output"),
         (["--method", "int5"], "'int5' is not one of"),
     ],
@@ -86,6 +90,25 @@ def test_frame_and_transformers_load_the_result(method: str, model: Path, sample
     assert 0 < drift < {"fp8": 0.15, "int8": 0.05, "int4": 0.5, "gptq": 0.5}[method]
     if method != "fp8":  # transformers rounds the activations too
         torch.testing.assert_close(ours, theirs.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("scales", "shape"), [("layer", (1,)), ("head", (2, 1, 1))])
+def test_scales_of_the_cache_are_calibrated(scales: str, shape: tuple[int, ...], model: Path, samples: Path, tmp_path: Path) -> None:
+    """The scales stand in the checkpoint, and the model with an fp8 cache that uses them stays
+    close."""
+    pytest.importorskip("llmcompressor")
+    options = ["--calibration", samples, "--max-length", 48, "--group-size", 32, "--device", "cpu"]
+    code, output = quantize(model, "--method", "gptq", "--kv-cache", scales, "--out", tmp_path / "out", *options)
+    assert code == 0, output
+    found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.k_scale"]
+    assert tuple(found.shape) == shape
+    plain = open_session(tmp_path / "out", quantization="compressed-tensors", attention="torch_native").step([(0, TOKENS)])[0].float()
+    keys = {"attention": "torch_native", "kv_dtype": torch.float8_e4m3fn, "quantization": "compressed-tensors"}
+    session = open_session(tmp_path / "out", **keys)
+    geometry = kv_geometry(session.model_config, 1, session.page_size, "fp8_e4m3")
+    session.pool = KVPool(geometry, session.slots * 64 + 1, torch.device("cpu"))  # type: ignore[assignment]
+    got = session.step([(0, TOKENS)])[0].float()
+    assert 0 < (got - plain).norm() / plain.norm() < 0.1
 
 
 def test_awq_without_a_gpu_says_so(model: Path, samples: Path, tmp_path: Path) -> None:
