@@ -119,11 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--lengths", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0])
-    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3], help="fixed draft lengths beside adaptive ones")
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--room", type=int, default=4000, help="most output tokens of a request")
     parser.add_argument("--graphs", type=int, default=256, help="largest batch of a CUDA graph, in tokens")
-    parser.add_argument("--seconds", type=float, default=0.4, help="of a measurement; of an adaptive one twice as long")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a measurement; of an adaptive one three times as long")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no batch is begun")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model instead of Llama-3.1-8B's shape")
@@ -155,7 +155,7 @@ def main() -> None:
                 loop.runner.inputs.synthetic = SyntheticAcceptance(length, NUM_STEPS)  # type: ignore[attr-defined]
                 for steps in (*args.fixed, None):
                     loop.scheduler.enable_speculation(drafter, steps or NUM_STEPS, is_adaptive=steps is None)
-                    times = (0.1, args.seconds) if steps else (2 * args.seconds, 2 * args.seconds)
+                    times = (0.1, args.seconds) if steps else (4 * args.seconds, 3 * args.seconds)
                     row = measure(loop, args, batch, *times)
                     ratio = row["tokens_per_second"] / off[batch]["tokens_per_second"]
                     note({"batch": batch, "mode": steps or "adaptive", "length": length, "ratio": ratio, **row})

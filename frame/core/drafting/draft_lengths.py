@@ -14,14 +14,17 @@ import numpy as np
 
 PROBE_STEPS = 4  # steps in a row that try a length
 CHECK_STEPS = 16  # steps in a row with the best length, before it is computed again
-USE_STEPS = 64  # steps between two probes; doubled while the best length stays the same
-MAX_USE_STEPS = 512
-MIN_GAIN = 1.02  # drafts must raise the predicted output rate by this factor
+FILL_STEPS = 8  # steps before a probe in which an idle drafter follows the decodes again
+FIRST_STEPS = 32  # steps before the first probe of another length
+USE_STEPS = 128  # steps between the next two; doubled while the best length stays the same
+MAX_USE_STEPS = 1024
+MIN_GAIN = 1.04  # drafts must raise the predicted output rate by this factor
 MAX_STEP_WEIGHT = 0.03  # of a new step in the acceptance of all slots
 ROW_WEIGHT = 0.01  # the same, of each of its rows
 SLOT_DECAY = 0.95  # weight of the earlier drafts of a slot, for each new one
-IDLE_DECAY = 0.99  # the same, for each step that gives a slot no draft because of its acceptance
+IDLE_DECAY = 0.995  # the same, for each step that gives a slot no draft because of its acceptance
 CAUTION = 0.7  # factor of the acceptance that pays for a token: a slot's acceptance is an estimate
+UNMEASURED = 0.3  # the acceptance that pays for a token while no seconds are known
 PRIOR_TOKENS = 6.0  # weight of the mean of all slots in the acceptance of one
 COST_WEIGHT = 0.2  # of a new step in the mean seconds of a length
 MIN_TOKENS_APART = 0.25  # drafted tokens a row by which two lengths differ, so that their difference gives the cost of a token
@@ -120,10 +123,10 @@ class DraftLengths:
 
     def find_best(self, size: int) -> int:
         """The length with the highest predicted rate."""
-        known = [length for length in self._probed if (size, length) in self._costs]
-        if len(known) < 2:
+        costs = self._find_costs(size)
+        if not costs:
             return self._greatest
-        seconds = np.interp(np.arange(self._greatest + 1), known, [self._costs[size, length].seconds for length in known])
+        seconds = np.interp(np.arange(self._greatest + 1), list(costs), [cost.seconds for cost in costs.values()])
         rates = self._expected_tokens() / seconds
         best = int(rates.argmax())
         return best if rates[best] > MIN_GAIN * rates[0] else 0
@@ -132,13 +135,23 @@ class DraftLengths:
         """Output tokens a row for each length: float [num_steps + 1]."""
         return np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(self._reached[0] / self._reached[1]))))
 
+    def _find_costs(self, size: int) -> dict[int, StepCost]:
+        """The costs by length, in order, of the nearest size that has two of them; empty: none has.
+        Steps of a few tokens between prompts are never measured."""
+        for each in (size, *sorted({known for known, _ in self._costs}, key=lambda known: abs(known - size))):
+            costs = {length: self._costs[each, length] for length in self._probed if (each, length) in self._costs}
+            if len(costs) > 1:
+                return costs
+        return {}
+
     def _find_threshold(self, size: int, length: int) -> float:
         """The probability of acceptance from which a drafted token pays: the tokens that a step
-        puts out in the time that one more drafted token takes. 0: the time is not known."""
-        known = [each for each in self._probed if each <= length and (size, each) in self._costs]
+        puts out in the time that one more drafted token takes. 0: the lengths differ too little."""
+        costs = self._find_costs(size)
+        known = [each for each in costs if each <= length]
         if len(known) < 2:
-            return 0.0
-        shorter, longer = (self._costs[size, each] for each in (known[-2], known[-1]))
+            return 0.0 if costs else UNMEASURED
+        shorter, longer = (costs[each] for each in known[-2:])
         tokens = longer.num_drafted - shorter.num_drafted
         if tokens < MIN_TOKENS_APART * longer.num_rows:
             return 0.0
@@ -148,20 +161,22 @@ class DraftLengths:
     def _plan(self, size: int) -> Iterator[tuple[int, int, bool]]:
         """The steps of one size of batch, without end: length, least tokens for a slot, and
         `is_idle`. While no drafts are best, a probe drafts for every slot, so that the acceptance
-        stays known, and a drafter is not idle in the last steps before."""
+        stays known, and a drafter is not idle in the last steps before. Every other of these probes
+        has length 1, which costs least."""
         for length in (self._greatest, 0):
             yield from [(length, 1, False)] * PROBE_STEPS
-        num_steps, place, last = USE_STEPS, 0, -1
+        num_steps, place, last = FIRST_STEPS, 0, -1
         while True:
             best = self.find_best(size)
-            num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
-            last = best
             for left in range(num_steps // CHECK_STEPS, 0, -1):
-                yield from [(best, 0, best == 0 and left > 1)] * CHECK_STEPS
+                num_idle = 0 if best else CHECK_STEPS - FILL_STEPS * (left == 1)
+                yield from (*[(best, 0, True)] * num_idle, *[(best, 0, False)] * (CHECK_STEPS - num_idle))
                 best = self.find_best(size)
             others = [length for length in self._probed if length != best]
-            yield from [(others[-1 - place % len(others)], int(best == 0), False)] * PROBE_STEPS
-            place += 1
+            length = others[-1 - place // (1 if best else 2) % len(others)] if best or place % 2 else 1
+            yield from [(length, int(best == 0 or not self._costs), False)] * PROBE_STEPS
+            num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
+            place, last = place + 1, best
 
 
 def _decay(num_rows: int) -> float:

@@ -84,8 +84,8 @@ def test_drafter_is_idle_between_probes() -> None:
         idle.append(used.lengths.is_idle)
         if used.chosen[0] == 0:
             probes += 1
-            assert not any(idle[-16:])
-    assert 0.7 * 900 < sum(idle) < 900 - 16 * probes // PROBE_STEPS
+            assert not any(idle[-8:])
+    assert 0.7 * 900 < sum(idle) < 900 - 8 * probes // PROBE_STEPS
     assert probes >= PROBE_STEPS
 
 
@@ -105,7 +105,7 @@ def test_slots_have_their_own_limits() -> None:
     used = Simulation([0.9] * 4 + [0.05] * 4, 3, by_tokens)
     rate = used.run(2000)
     assert used.drafted[:4].min() > 1.8 * 2000
-    assert used.drafted[4:].max() < 0.3 * 2000
+    assert used.drafted[4:].max() < 0.4 * 2000
     assert rate > 1.1 * max(Simulation([0.9] * 4 + [0.05] * 4, 3, by_tokens).run(500, fixed) for fixed in range(4))
     used.rates = used.rates[::-1].copy()
     used.run(400)
@@ -139,6 +139,29 @@ def test_sizes_of_batches_have_their_own_lengths() -> None:
     assert many.chosen[0] >= 60 - PROBE_STEPS
 
 
+def test_steps_that_are_never_measured_draft_by_the_acceptance() -> None:
+    """As with short outputs: between two steps of decodes alone is one with a prompt."""
+    used = Simulation([0.1] * 4, 3, by_tokens)
+    used.lengths.record = lambda *given: None  # type: ignore[method-assign]
+    used.run(1000)
+    assert used.drafted.sum() < 0.1 * 3 * 4000
+    used.rates[:] = 0.9
+    used.run(1500)
+    used.run(200)
+    assert used.drafted.sum() > 0.8 * 3 * 800
+
+
+def test_size_without_measurements_uses_those_of_the_nearest() -> None:
+    used = Simulation([0.0] * 8, 3, by_tokens)
+    used.run(200)
+    other = Simulation([0.0] * 12, 3, by_tokens)
+    other.lengths = used.lengths
+    other.lengths._slots = np.zeros((2, 12))
+    other.lengths.record = lambda *given: None  # type: ignore[method-assign]
+    other.run(300)
+    assert other.chosen[0] > 250
+
+
 def test_fixed_length() -> None:
     used = Simulation([0.0] * 2, 3, by_tokens, is_adaptive=False)
     used.run(50)
@@ -148,7 +171,7 @@ def test_fixed_length() -> None:
 
 def test_slow_first_steps_are_forgotten() -> None:
     """Kernels are compiled in the first steps."""
-    taken = iter([3000.0] * 6)
+    taken = iter([3000.0] * 3)
     used = Simulation([0.9] * 2, 3, lambda *given: next(taken, by_tokens(*given)))
     used.run(300)
-    assert used.chosen[3] > 200
+    assert used.chosen[3] > 270
