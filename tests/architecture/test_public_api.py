@@ -11,7 +11,7 @@ from pydantic import BaseModel
 import frame
 from frame.core.config.schema import FrameConfig, Section, setting
 
-MOST_FIELDS = 120
+MOST_FIELDS = 122
 
 
 def unsorted_or_missing(module: Any) -> list[str]:

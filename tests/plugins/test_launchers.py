@@ -20,8 +20,9 @@ from frame.testing.conformance_launcher import suite
 from frame.testing.mutants import run_suite
 
 
-def test_the_local_launcher_passes_the_suite() -> None:
-    subject = conformance.find(load_registry(installed=False), "launcher:local", conformance.Setting())
+@pytest.mark.parametrize("name", ["local", "rendezvous"])
+def test_the_launcher_passes_the_suite(name: str) -> None:
+    subject = conformance.find(load_registry(installed=False), f"launcher:{name}", conformance.Setting())
     found = run_suite(subject)
     assert [each.check for each in found] == [check.name for check in suite(subject)]
     assert [each for each in found if each.result != "passed"] == []
@@ -72,4 +73,4 @@ def test_a_launcher_of_another_package_serves(tmp_path: Path, monkeypatch: pytes
 def test_the_choice_is_local() -> None:
     resolved = prepare(FrameConfig.model_validate({"execution": {"device": "cpu"}})).resolved
     assert resolved.choice("launcher").name == "local"
-    assert "only one" in resolved.reasons["parallel.launcher"]
+    assert "best-ranked" in resolved.reasons["parallel.launcher"]

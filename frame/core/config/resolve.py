@@ -17,7 +17,7 @@ from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
 from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
 from frame.core.config.resolve_moe import pair_experts
-from frame.core.config.resolve_parallel import find_conflicts, make_plan
+from frame.core.config.resolve_parallel import find_conflicts, find_host_conflicts, make_plan
 from frame.core.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
 from frame.core.config.resolve_plugins import (
     KEYS,
@@ -206,11 +206,12 @@ class _Solver:
         self.conflicts += find_conflicts(
             self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization
         )
+        self.conflicts += find_host_conflicts(self.config)
         with self._collect():
             self._collective()
         with self._collect():
             size, named = self.plan.num_ranks, self.config.parallel.launcher
-            self._select("launcher", LauncherRequirements(size), named, f"No launcher starts {size} rank(s)")
+            self._select("launcher", LauncherRequirements(size, self.plan.hosts), named, f"No launcher starts {size} rank(s)")
         with self._collect():
             self._quantization()
         with self._collect():
@@ -320,7 +321,7 @@ class _Solver:
 
     def _collective(self) -> None:
         size = self.plan.num_ranks
-        requirements = CollectiveRequirements(self.device, size, compatible=self._compatible)
+        requirements = CollectiveRequirements(self.device, size, self.plan.hosts, compatible=self._compatible)
         self._select("collective", requirements, self.config.parallel.collective, f"No collective connects {size} rank(s) on {self.device}")
 
     def _quantization(self) -> None:

@@ -18,7 +18,23 @@ from frame.core.interfaces.plugin import PluginRecord
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
     given = config.parallel
-    return ParallelPlan(tp=given.tp, pp=given.pp, ep=given.ep, dp=given.dp, dp_attention=given.dp_attention)
+    return ParallelPlan(tp=given.tp, pp=given.pp, ep=given.ep, dp=given.dp, dp_attention=given.dp_attention, hosts=given.nnodes)
+
+
+def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:
+    """What stands against the division among hosts."""
+    parallel, plan = config.parallel, make_plan(config)
+    if parallel.node_rank >= plan.hosts:
+        remedy = "parallel.node_rank: 0" if plan.hosts == 1 else None
+        yield ResolveError(f"parallel.node_rank is {parallel.node_rank}, but parallel.nnodes is {plan.hosts}.", change=remedy)
+    if plan.hosts > 1 and parallel.dist_init_addr is None:
+        yield ResolveError(f"parallel.nnodes is {plan.hosts}: set parallel.dist_init_addr to HOST:PORT of the first host, on every host.")
+    if plan.hosts > 1 and plan.dp > 1:
+        sentence = f"parallel.dp is {plan.dp}, and replicas and attention groups are on one host; start a server on each host."
+        yield ResolveError(sentence, change="parallel.dp: 1")
+    if plan.num_ranks % plan.hosts:
+        sentence = f"parallel.nnodes is {plan.hosts}, which does not divide {plan.num_ranks} rank(s)."
+        yield ResolveError(sentence, change="parallel.nnodes: 1")
 
 
 def find_conflicts(
@@ -27,7 +43,7 @@ def find_conflicts(
     """What stands against the plan: each sentence has the numbers. `chosen_format`: the weight
     format that the user named."""
     devices = hardware.of(platform.name)
-    is_host, available = get_capabilities(platform).is_host, len(devices)
+    is_host, available = get_capabilities(platform).is_host, len(devices) * plan.hosts
     if not is_host and plan.num_devices > available:
         size, change = f"parallel.tp is {plan.tp}", f"parallel.tp: {available}"
         if plan.num_replicas > 1:
@@ -35,7 +51,8 @@ def find_conflicts(
             change = f"parallel.dp: {max(1, available // plan.num_ranks)}"
         elif plan.pp > 1:
             size, change = f"parallel.tp {plan.tp} x parallel.pp {plan.pp} = {plan.num_ranks} ranks", f"parallel.pp: {available // plan.tp}"
-        yield ResolveError(f"{size}, but this machine has {available} {platform.name} device(s).", change=change)
+        have = "this machine has" if plan.hosts == 1 else f"{plan.hosts} machines like this have"
+        yield ResolveError(f"{size}, but {have} {available} {platform.name} device(s).", change=change)
     problems = indivisible(model_config, plan)
     if problems:
         fitting = max((size for size in range(1, plan.tp) if not indivisible(model_config, ParallelPlan(tp=size))), default=1)

@@ -152,9 +152,10 @@ class ParallelSection(Section):
     collective: Annotated[str | None, Auto] = setting(
         None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
     )
-    launcher: Annotated[str | None, Auto] = setting(
-        None, "Launcher of the ranks' processes, by plugin name. auto: the best-ranked one.", flag="launcher"
-    )
+    launcher: Annotated[str | None, Auto] = setting(None, "Launcher of the ranks, by plugin name. auto: best-ranked.", flag="launcher")
+    nnodes: int = setting(1, "Number of hosts, each with an equal part of the ranks.", flag="nnodes", ge=1, le=64)
+    node_rank: int = setting(0, "Number of this host among parallel.nnodes; 0 serves HTTP.", flag="node-rank", ge=0, le=63)
+    dist_init_addr: str | None = setting(None, "HOST:PORT of the first host, where the hosts meet.", flag="dist-init-addr")
 
 
 class AttentionSection(Section):

@@ -44,13 +44,23 @@ class LauncherCapabilities:
         return found
 
 
+# Unix sockets in the folder of a launcher's context, which a launcher of several hosts connects:
+# those that the process of a rank binds, and those of rank 0 that the others connect to.
+RANK_SOCKETS = ("rank-{rank}", "rank-{rank}-out", "batches-{rank}")
+SHARED_SOCKETS = ("rank-replies", "rank-results")
+
+
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """`size`: ranks. `folder`: private to this engine and its user, for files of the launcher; only
-    processes of this host see it."""
+    """`size`: ranks. `folder`: private to this engine and its user, for sockets and files; only
+    processes of this host see it. `num_hosts`, `host_rank`: this host's place among the hosts.
+    `address`: "host:port" where the hosts meet, of the first one."""
 
     size: int
     folder: Path
+    num_hosts: int = 1
+    host_rank: int = 0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,11 @@ class Launcher(ABC):
     def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
         """Start one rank's command, with `environment` added to the inherited one. SIGINT, SIGTERM
         and SIGHUP are blocked in the process, which unblocks them itself. Raises OSError."""
+
+    def serve_node(self) -> None:
+        """On another host than the first: run the ranks that the first one asks for, until it ends.
+        Launchers of several hosts implement it."""
+        raise NotImplementedError(f"{type(self).__name__} runs no ranks for another host")
 
     def close(self) -> None:
         """Called after the end of the last rank."""

@@ -17,6 +17,7 @@ class ParallelPlan:
     expert's tensors are divided like the other layers'. `dp`: replicas of the engine, each with
     ranks and requests of its own. With `dp_attention`, instead: groups of `tp / dp` ranks in one
     engine, each with requests, a KV cache and attention of its own, which share the experts.
+    `hosts`: among which the ranks are divided equally.
 
     Rank r of an engine is rank `r % tp` of stage `r // tp`.
     """
@@ -26,6 +27,7 @@ class ParallelPlan:
     ep: int = 1
     dp: int = 1
     dp_attention: bool = False
+    hosts: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -70,7 +72,8 @@ class ParallelPlan:
         return range(first, first + each + (stage < more))
 
     def __str__(self) -> str:
-        sizes = (("pp", self.pp), ("ep", self.ep), ("attention groups" if self.dp_attention else "dp", self.dp))
+        groups = "attention groups" if self.dp_attention else "dp"
+        sizes = (("pp", self.pp), ("ep", self.ep), (groups, self.dp), ("hosts", self.hosts))
         return ", ".join([f"tp {self.tp}", *(f"{name} {size}" for name, size in sizes if size > 1)])
 
 

@@ -6,13 +6,19 @@ Exit codes: 0 stopped by a signal, 1 a process failed, 78 wrong configuration.
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
+
+if TYPE_CHECKING:
+    from frame.entrypoints.configuration.prepare import Prepared
 
 HELP = "Serve a model over HTTP: OpenAI API at /v1, native API at /generate. The default model is the embedded frame-tiny."
 
@@ -31,6 +37,16 @@ def command(ctx: click.Context, loaded: LoadedConfig, watch: bool) -> None:
     ctx.exit(watching.watch([argument for argument in sys.argv[1:] if argument != "--watch"], files))
 
 
+def serve_node(prepared: Prepared) -> int:
+    """Run this host's ranks for the first host, until it ends. -> exit code."""
+    from frame.entrypoints.processes.deployment import create_launcher
+
+    resolved = prepared.resolved
+    with tempfile.TemporaryDirectory() as folder:
+        create_launcher(resolved, prepared.registry, resolved.plan.num_ranks, Path(folder)).serve_node()
+    return 0
+
+
 def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker") -> int:
     """Serve with child processes that run `module`. -> exit code."""
     from frame.entrypoints import logs
@@ -39,6 +55,8 @@ def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker"
 
     logs.configure("main", loaded.config.log, logs.LogWriter())
     stop_while_starting()
+    if loaded.config.parallel.node_rank:
+        return serve_node(prepare(loaded.config))
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
         return serve(prepared, configured_layout(prepared.resolved, module), loaded.reread)

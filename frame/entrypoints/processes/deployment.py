@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 from pydantic import BaseModel
@@ -104,7 +105,7 @@ class Deployment:
         except OSError as error:
             raise ConfigurationError(f"the folder for sockets cannot be created ({error}); free disk space, or set TMPDIR") from error
         self._resolved = resolved
-        self._launcher: Launcher = registry.create(resolved.choice("launcher"), LauncherContext(layout.ranks, self._sockets.path))
+        self._launcher = create_launcher(resolved, registry, layout.ranks, self._sockets.path)
         self._placement: Placement | None = None  # of the ranks' latest start
         self.children: dict[str, Child] = {}
         writer = configured_writer()
@@ -306,6 +307,14 @@ class Deployment:
         self.transport.close()
         self._launcher.close()
         self._sockets.remove()
+
+
+def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: Path) -> Launcher:
+    """The launcher of an engine's ranks. Raises ConfigurationError."""
+    parallel = resolved.user.parallel
+    context = LauncherContext(ranks, folder, parallel.nnodes, parallel.node_rank, parallel.dist_init_addr or "")
+    launcher: Launcher = registry.create(resolved.choice("launcher"), context)
+    return launcher
 
 
 def _wait(child: Child, timeout: float) -> None:

@@ -25,3 +25,9 @@ def register_launchers(registry: KindRegistry) -> None:
         rank=10,
         summary="Processes of this host, each with the device of its rank's number.",
     )
+    registry.add(
+        "rendezvous",
+        "frame.plugins.launchers.rendezvous:RendezvousLauncher",
+        capabilities=LauncherCapabilities(several_hosts=True),
+        summary="Processes of several hosts, one `frame serve` on each, over authenticated TCP.",
+    )
