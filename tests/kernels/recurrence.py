@@ -22,6 +22,14 @@ def test_values_wider_than_a_program() -> None:
     check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want)
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+def test_heads_of_128(by_key: bool) -> None:
+    """The sizes of published models, in float32."""
+    drawn = draw("", [70], device=DEVICE, layout=MixLayout(1, 1, 128, 128, (0, 128, 256), by_key=by_key))
+    want = compute_by_definition(drawn)
+    check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("gates_first", [False, True])
 @pytest.mark.parametrize("silu", [False, True])
 def test_gated_norm(gates_first: bool, silu: bool) -> None:

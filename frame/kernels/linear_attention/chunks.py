@@ -21,6 +21,7 @@ from frame.kernels.linear_attention.gates import activate
 
 _SUB = 16  # tokens of a block of the triangular system, and of one reference of the decays of key entries
 _LEAST = 16  # sizes of a tensor-core product
+_SPILLED = 128  # sizes from which IEEE products of float32 spill registers, and compile for minutes
 _PROGRAMS = 128  # programs that keep a GPU busy
 
 
@@ -45,14 +46,15 @@ def extend_rows(
     block_k, block_v = (max(_LEAST, next_power_of_2(size)) for size in (layout.key, layout.value))
     is_wide = mixed.dtype is torch.float32
     constants = {**layout.constants, "TOKENS": CHUNK, "BLOCK_K": block_k}
-    precision = {"PRECISION": "ieee" if is_wide else "tf32"}
+    exact = "ieee" if max(block_k, block_v) < _SPILLED else "tf32x3"  # of float32
+    precision = {"PRECISION": exact if is_wide else "tf32"}
     _accumulate[chunks](
         *gates[:4], starts, row_of, begins, total, strength, gates.decay.stride(0), gates.beta.stride(0), gates.least,
         HEADS=heads, KEYS=layout.key, BY_KEY=layout.by_key, DELTA=delta, TOKENS=CHUNK, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     _prepare[chunks](
         mixed, total, strength, starts, row_of, begins, attention, solved, read,
-        **constants, **precision, BLOCK_V=block_v, SUB=_SUB, SOLVE="ieee" if is_wide else "tf32x3",
+        **constants, **precision, BLOCK_V=block_v, SUB=_SUB, SOLVE=exact if is_wide else "tf32x3",
         num_warps=8 if layout.by_key else 4, num_stages=1,
     )  # fmt: skip
     block_v = min(block_v, 64)
