@@ -23,8 +23,8 @@ from frame.testing.devices import open_platform
 from tests.models.harness import NaiveAttention, NaivePool
 
 CASES = {
-    "gated delta": MixLayout(4, 2, 16, 24, (0, 32, 64)),
-    "kimi delta": MixLayout(3, 3, 16, 16, (0, 48, 96), by_key=True),
+    "gated delta": MixLayout(2, 1, 16, 24, (0, 16, 32)),
+    "kimi delta": MixLayout(2, 2, 16, 16, (0, 32, 64), by_key=True),
     "mamba2": MixLayout(4, 1, 24, 8, (56, 32, 0), delta=False, normalized=False),
 }
 WIDTH = 4
