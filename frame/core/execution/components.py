@@ -298,8 +298,7 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
         runner.capture_decode_graphs(resolved.cuda_graph_max_bs)
         phases["graphs"] = time.perf_counter() - clock
     clock = time.perf_counter()
-    has_taps = runner.drafts is not None and bool(runner.drafts.model.tapped_layers)  # which pieces do not yield
-    if resolved.prompt_graph_max_tokens and runner.inputs.groups is None and not has_taps:
+    if _wants_pieces(runner, resolved):
         try:
             runner.capture_piecewise_graphs(min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step))
         except ConfigurationError as error:
@@ -307,6 +306,21 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
                 raise
             _log.warning("%s to skip the attempt; these steps run without graphs", error)
         phases["prompt_graphs"] = time.perf_counter() - clock
+
+
+def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
+    """Whether to capture piecewise graphs. Recurrent layers have them on request only: their
+    pieces have not run on a GPU. Raises ConfigurationError if the user asks for what cannot be
+    captured."""
+    groups, asked = runner.inputs.groups, resolved.user.execution.prompt_graph_max_tokens
+    obstacle = ""
+    if runner.drafts is not None and runner.drafts.model.tapped_layers:
+        obstacle = f"the drafter {resolved.user.speculative.algorithm} reads hidden states in the middle of a step"
+    elif groups is not None and groups.has_windows:
+        obstacle = "layers with windows have page tables of their own"
+    if asked and obstacle:
+        raise ConfigurationError(f"execution.prompt_graph_max_tokens is {asked}, but {obstacle}; set --prompt-graph-max-tokens 0.")
+    return bool(resolved.prompt_graph_max_tokens) and not obstacle and (groups is None or bool(asked))
 
 
 def _least_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device) -> int:

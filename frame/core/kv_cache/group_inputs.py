@@ -53,6 +53,11 @@ class GroupInputs:
             table.write_host(writes)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers have a page table of their own."""
+        return any(table.page_size for table in self._tables)
+
+    @property
     def has_states(self) -> bool:
         """Whether rows of one slot depend on each other within a step."""
         return any(not table.page_size for table in self._tables)

@@ -129,3 +129,21 @@ def test_a_start_fails_for_graphs_of_prompts_only_where_they_are_wanted(cases, m
         _capture_graphs(loop.runner, resolved, {})
     assert loop.runner.piecewise_graphs is None
     assert bool(caplog.records) == (wanted is None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "wanted", "captured"),
+    [
+        ("KimiLinearForCausalLM", None, False),
+        ("KimiLinearForCausalLM", 64, True),
+        ("Gemma3ForCausalLM", None, False),
+        ("Gemma3ForCausalLM", 64, None),
+    ],
+)
+def test_cache_groups(cases, architecture, wanted, captured):
+    loop = make_loop(cases(architecture).folder, TOKENS)
+    user = SimpleNamespace(execution=SimpleNamespace(prompt_graph_max_tokens=wanted))
+    resolved = SimpleNamespace(cuda_graph_max_bs=0, prompt_graph_max_tokens=64, user=user)
+    with pytest.raises(ConfigurationError, match="layers with windows") if captured is None else nullcontext():
+        _capture_graphs(loop.runner, resolved, {})
+    assert (loop.runner.piecewise_graphs is not None) == bool(captured)
