@@ -76,7 +76,8 @@ def _default(setting: Any) -> str:
 
 
 def _has_auto(setting: Any) -> bool:
-    from frame.core.config.schema import Auto, FrameConfig
+    from frame.core.config.schema import FrameConfig
+    from frame.core.config.section import Auto
 
     section, name = setting.key.split(".")
     field = FrameConfig.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]

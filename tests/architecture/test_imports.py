@@ -16,6 +16,7 @@ from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module
 DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.interfaces.sampling_params")
 CONFIGURATION = (
     "frame.core.config.schema",
+    "frame.core.config.section",
     "frame.core.config.hardware",
     "frame.core.loading.model_config",
     "frame.core.config.resolve",

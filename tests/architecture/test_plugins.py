@@ -38,7 +38,7 @@ ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a
 ORDINARY |= {"single", "local", "suffix"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
-    "frame/core/config/schema.py: fp8": "the type of a KV cache, which users may write so",
+    "frame/core/config/section.py: fp8": "the type of a KV cache, which users may write so",
     "frame/core/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
     "packages/frame-automata/frame_automata/backend.py: combined": "the backend that compiles what the automata do not",
     **dict.fromkeys(

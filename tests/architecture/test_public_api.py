@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 import frame
-from frame.core.config.schema import FrameConfig, Section, setting
+from frame.core.config.schema import FrameConfig
+from frame.core.config.section import Section, setting
 
 MOST_FIELDS = 122
 

@@ -31,7 +31,8 @@ from frame.core.config.resolve_plugins import (
 )
 from frame.core.config.resolve_task import check_step, choose_pooling, choose_task
 from frame.core.config.resolved import PluginChoice, Resolved
-from frame.core.config.schema import PHASES, FrameConfig
+from frame.core.config.schema import FrameConfig
+from frame.core.config.section import PHASES
 from frame.core.config.selection import (
     PlainRequirements,
     ResolveError,

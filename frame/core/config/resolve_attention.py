@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from frame.core.config.resolve_plugins import KEYS, Choices
-from frame.core.config.schema import phase_backends
+from frame.core.config.section import phase_backends
 from frame.core.config.selection import Rejected, ResolveError, Selection, by_rank, nearest_change, objections, select
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements, Phase
 from frame.core.interfaces.plugin import PluginRecord, Reason
