@@ -21,6 +21,7 @@ from frame.core.interfaces.weight_format import (
     StoredTensor,
     WeightScheme,
 )
+from frame.quantization import IgnoreOptions
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_weights import BLOCK, FP8, coarsen, quantize_blocks, quantize_outputs
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 class Fp8(RoundingFormat):
     """fp8 for linear layers and experts: those that the checkpoint stores in fp8, or, in an
     unquantized checkpoint, all that the option `ignore` does not match."""
+
+    options_class = IgnoreOptions
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)

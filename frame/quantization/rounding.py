@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, WeightFormat
-from frame.quantization import RoundingOptions
+from frame.quantization import IgnoreOptions, RoundingOptions
 from frame.quantization.plain import PlainLayer
 
 if TYPE_CHECKING:
@@ -18,16 +18,17 @@ class RoundingFormat(WeightFormat):
     """Quantizes linear layers and experts whose checkpoint name matches no pattern of the option
     `ignore`, and with the option `head` the head."""
 
-    options_class: ClassVar[type[RoundingOptions]] = RoundingOptions
+    options_class: ClassVar[type[IgnoreOptions]] = RoundingOptions
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self.options = options if isinstance(options, self.options_class) else self.options_class()
+        self._has_head = isinstance(self.options, RoundingOptions) and self.options.head
         ignored = self.options.ignore
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored)) if ignored else None
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if (kind == "head" and not self.options.head) or (self._ignored is not None and self._ignored.search(name) is not None):
+        if (kind == "head" and not self._has_head) or (self._ignored is not None and self._ignored.search(name) is not None):
             return PlainLayer(self.context.dtype)
         return self.round_layer(kind)
 

@@ -77,7 +77,7 @@ def test_every_setting_has_a_flag_in_help() -> None:
         assert setting.shape == "table" or f"--{setting.flag}" in text, setting.key
     assert "--disable-radix-cache" in text
     assert "Settings: cache" in text
-    shown = ("ranks. [1]", "from the attention backend. [auto]", "without a seed. [0]")
+    shown = ("tensor-parallel ranks. [1]", "from the attention backend. [auto]", "without a seed. [0]")
     assert [" ".join(text.split()).count(part) for part in shown] == [1, 1, 1]
 
 
@@ -217,7 +217,7 @@ def test_explain_gives_value_source_reason_and_everyone_turned_down(model: Path,
 def test_explain_of_a_section_and_of_no_setting(model: Path) -> None:
     lines = frame("config", "explain", "moe", "--model", model).output.splitlines()
     assert [line.partition(" ")[0] for line in lines if not line.startswith(" ")] == ["moe.runner", "moe.dispatcher"]
-    assert "There is no setting 'nonsense'; `frame config show` lists" in frame("config", "explain", "nonsense", "--model", model).output
+    assert "There is no setting 'qqqq'; `frame config show` lists" in frame("config", "explain", "qqqq", "--model", model).output
 
 
 def test_explain_of_an_impossible_configuration_still_shows_the_value(model: Path) -> None:

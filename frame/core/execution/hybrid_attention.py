@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend
-from frame.core.interfaces.batch import AttentionOutput, HostView
+from frame.core.interfaces.batch import AttentionOutput, HostView, SparseKeys
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec, LatentProjections
@@ -244,6 +244,8 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
     extensions = dict(batch.extensions)
     if (place := batch.get(AttentionOutput)) is not None:
         extensions[AttentionOutput] = place.slice_tokens(tokens)
+    if (chosen := batch.get(SparseKeys)) is not None:
+        extensions[SparseKeys] = SparseKeys(chosen.slots[tokens])
     return replace(
         batch,
         num_decodes=num_decodes,
