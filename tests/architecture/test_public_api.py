@@ -12,7 +12,7 @@ import frame
 from frame.core.config.schema import FrameConfig
 from frame.core.config.section import Section, setting
 
-MOST_FIELDS = 122
+MOST_FIELDS = 126
 
 
 def unsorted_or_missing(module: Any) -> list[str]:

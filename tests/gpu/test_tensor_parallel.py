@@ -1,5 +1,5 @@
 """Two ranks on two GPUs: the tokens of one, with captured decodes and without, over NCCL and over
-peer memory, and as attention groups that share experts."""
+peer memory, as attention groups that share experts, and with experts that move."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ PARAMS = [
     for row in range(ROWS)
 ]
 GROUPS = {"ep": 2, "dp": 2, "enable_dp_attention": True}
+MOVES = {"ep": 2, "ep_num_redundant_experts": 2, "enable_eplb": True, "eplb_rebalance_num_iterations": 5, "eplb_stage_bytes": 1}
 
 
 class Model:
@@ -57,6 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
         ("LlamaForCausalLM", ROWS, {"collective": "p2p"}),
         ("Qwen3MoeForCausalLM", 0, GROUPS),
         ("Qwen3MoeForCausalLM", ROWS, GROUPS),
+        ("Qwen3MoeForCausalLM", ROWS, MOVES),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(models: dict[str, Model], architecture: str, graphs: int, keys: dict[str, Any]) -> None:

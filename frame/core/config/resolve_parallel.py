@@ -18,7 +18,10 @@ from frame.core.interfaces.plugin import PluginRecord
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
     given = config.parallel
-    return ParallelPlan(tp=given.tp, pp=given.pp, ep=given.ep, dp=given.dp, dp_attention=given.dp_attention, hosts=given.nnodes)
+    return ParallelPlan(
+        tp=given.tp, pp=given.pp, ep=given.ep, dp=given.dp, dp_attention=given.dp_attention, hosts=given.nnodes,
+        redundant_experts=given.redundant_experts, balances_experts=given.eplb,
+    )  # fmt: skip
 
 
 def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:
@@ -66,6 +69,13 @@ def find_conflicts(
         yield from _find_group_conflicts(plan, model_config)
     if plan.ep > 1:
         yield from _find_expert_conflicts(plan, model_config)
+    else:
+        problem = "but parallel.ep is 1: no rank holds whole experts of its own"
+        if plan.balances_experts:
+            yield ResolveError(f"parallel.eplb is true, {problem}.", change="parallel.eplb: false")
+        if plan.redundant_experts:
+            sentence = f"parallel.redundant_experts is {plan.redundant_experts}, {problem}."
+            yield ResolveError(sentence, change="parallel.redundant_experts: 0")
     if not is_host and devices:
         memory, weights = min(device.memory_bytes for device in devices), count_weights(model_config, chosen_format)
         each = weights // plan.num_ranks
@@ -78,19 +88,23 @@ def find_conflicts(
 
 
 def _find_expert_conflicts(plan: ParallelPlan, model_config: ModelConfig) -> Iterator[ResolveError]:
-    experts = model_config.num_experts
+    experts, redundant = model_config.num_experts, plan.redundant_experts
+    total = experts + redundant
     if not experts:
         yield ResolveError(f"parallel.ep is {plan.ep}, but {model_config.architecture} has no experts.", change="parallel.ep: 1")
     elif plan.ep != plan.tp:
         yield ResolveError(
             f"parallel.ep is {plan.ep}, and parallel.tp is {plan.tp}: experts are divided among all tensor-parallel ranks or none.",
-            change=f"parallel.ep: {plan.tp if experts % plan.tp == 0 else 1}",
+            change=f"parallel.ep: {plan.tp if total % plan.tp == 0 else 1}",
         )
-    elif experts % plan.ep:
+    elif redundant > experts:
+        sentence = f"parallel.redundant_experts is {redundant}, more than the model's {experts} experts."
+        yield ResolveError(sentence, change="parallel.redundant_experts: 0")
+    elif total % plan.ep:
+        places = f"{experts} experts" if not redundant else f"{experts} experts and {redundant} redundant ones"
         yield ResolveError(
-            f"parallel.ep is {plan.ep}, which does not divide {experts} experts: {experts} = {plan.ep} x {experts // plan.ep}"
-            f" + {experts % plan.ep}.",
-            change="parallel.ep: 1",
+            f"parallel.ep is {plan.ep}, which does not divide {places}: {total} = {plan.ep} x {total // plan.ep} + {total % plan.ep}.",
+            change=f"parallel.redundant_experts: {-experts % plan.ep}" if redundant else "parallel.ep: 1",
         )
 
 

@@ -78,6 +78,16 @@ class ParallelSection(Section):
     ep: int = setting(1, "Number of ranks among which whole experts are divided: parallel.tp, or 1: none.", flag="ep", ge=1, le=64)
     dp: int = setting(1, "Number of replicas of the engine behind one server, each with ranks of its own.", flag="dp", ge=1, le=64)
     dp_attention: bool = setting(False, "Divide the ranks into parallel.dp groups with own requests.", flag="enable-dp-attention")
+    redundant_experts: int = setting(
+        0, "Number of additional places for experts, divided among the parallel.ep ranks.", flag="ep-num-redundant-experts", ge=0, le=1024
+    )
+    eplb: bool = setting(
+        False, "Balance the load of the parallel.ep ranks: count each expert's tokens and move experts between steps.", flag="enable-eplb"
+    )
+    eplb_interval: int = setting(1000, "Steps between two placements of experts.", flag="eplb-rebalance-num-iterations", ge=1)
+    eplb_stage_bytes: int = setting(
+        64 << 20, "Maximum bytes of experts that move between two steps, at least one expert.", flag="eplb-stage-bytes", ge=1
+    )
     collective: Annotated[str | None, Auto] = setting(
         None, "Collective of the ranks, by plugin name. auto: the best-ranked one for the platform.", flag="collective"
     )

@@ -27,6 +27,7 @@ from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.moe import MovableExperts
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
@@ -36,6 +37,7 @@ from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
+from frame.core.parallel.expert_moves import ExpertBalancer
 from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
@@ -244,10 +246,28 @@ def build_runner(
     phases["warm_up"] = time.perf_counter() - clock
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
+    if resolved.plan.balances_experts:
+        runner.balancer = _build_balancer(resolved, model, context)
     if planned is not None and tp.rank == 0:
         for sentence in planned.find_deviations(report.bytes + draft_bytes, capacity.max_total_tokens, platform.measure_memory()):
             _log.warning("%s", sentence)
     return runner
+
+
+def _build_balancer(resolved: Resolved, model: Model, context: BuildContext) -> ExpertBalancer:
+    """The balancer of the model's layers with experts. Raises ConfigurationError if their weights
+    cannot be moved."""
+    settings = resolved.user.parallel
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    layers = [module for module in modules if isinstance(module, MovableExperts)]
+    if not layers and context.pipeline is None:  # a stage may have none
+        raise ConfigurationError("parallel.eplb is true, but the model's implementation cannot move experts; set it to false")
+    if not all(layer.list_tensors() for layer in layers):
+        raise ConfigurationError(
+            "parallel.eplb moves plain and float8 experts that a MoE runner multiplies, and a GEMM kernel has packed those of this "
+            "model; set parallel.eplb to false"
+        )
+    return ExpertBalancer(layers, context.ep_group, settings.eplb_interval, settings.eplb_stage_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
+    from frame.core.parallel.expert_moves import ExpertBalancer
     from frame.core.parallel.rank_watch import RankWatch
     from frame.core.sampling.logits_pipeline import Processors
 
@@ -67,7 +68,6 @@ class TorchModelRunner(ModelRunner):
         self._tp = context.tp
         platform = context.platform
         self._stream = platform.create_stream()
-        self._set_stream = platform.set_stream
         is_last = context.pipeline is None or context.pipeline.is_last
         selects = is_last and context.experts is None and model.supports_token_selection  # all groups dispatch as many tokens
         self.inputs = InputBatch(context, pool, processors, selects_tokens=selects)
@@ -77,6 +77,7 @@ class TorchModelRunner(ModelRunner):
         self.piecewise_graphs: PiecewiseGraphs | None = None
         self.drafts: DraftRunner | None = None  # of a device drafter
         self.watch: RankWatch | None = None  # set where there are several ranks
+        self.balancer: ExpertBalancer | None = None  # with parallel.eplb
         if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(platform.get_current_stream())
 
@@ -86,6 +87,8 @@ class TorchModelRunner(ModelRunner):
         try:
             with torch.inference_mode():
                 self._enter_stream()
+                if self.balancer is not None:
+                    self.balancer.begin_step()
                 return self._execute(batch)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
@@ -189,7 +192,7 @@ class TorchModelRunner(ModelRunner):
         """Make the runner's stream the current stream of this thread, for good: entering and
         leaving it would cost 50 µs per step."""
         if self._stream is not None:
-            self._set_stream(self._stream)
+            self.context.platform.set_stream(self._stream)
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
         """Prepare the inputs, replay a decode graph or run the forward pass, sample, and start the

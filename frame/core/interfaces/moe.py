@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.plugin import Reason, list_device_obstacles
@@ -48,11 +48,12 @@ class ExpertPlacement:
     ranks: int = 1
 
     @classmethod
-    def divide(cls, num_experts: int, ranks: int = 1) -> ExpertPlacement:
-        """Each logical expert once, in order. Raises ValueError unless `ranks` divides them."""
-        if num_experts % ranks:
-            raise ValueError(f"{num_experts} experts cannot be divided among {ranks} ranks")
-        return cls(tuple(range(num_experts)), ranks)
+    def divide(cls, num_experts: int, ranks: int = 1, redundant: int = 0) -> ExpertPlacement:
+        """Each logical expert once, in order, and the first `redundant` ones again. Raises
+        ValueError unless `ranks` divides them."""
+        if (num_experts + redundant) % ranks:
+            raise ValueError(f"{num_experts + redundant} experts cannot be divided among {ranks} ranks")
+        return cls(tuple(place % num_experts for place in range(num_experts + redundant)), ranks)
 
     @property
     def per_rank(self) -> int:
@@ -64,6 +65,27 @@ class ExpertPlacement:
         sliced."""
         first = rank * self.per_rank if self.ranks > 1 else 0
         return self.logical[first : first + self.per_rank]
+
+
+@runtime_checkable
+class MovableExperts(Protocol):
+    """A layer whose experts can move between ranks. `placement`: where they are now."""
+
+    placement: ExpertPlacement
+
+    def get_counts(self) -> torch.Tensor:
+        """The tokens that this rank routed to each logical expert, int64 [experts], on the
+        device; steps add to it, and the reader clears it."""
+        ...
+
+    def list_tensors(self) -> list[torch.Tensor]:
+        """The weights of this rank's physical experts, which are the first dimension; empty if they
+        cannot be moved in the form that is multiplied."""
+        ...
+
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        """Route by another placement, whose weights have been written into `list_tensors`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +186,7 @@ class MoEDispatcher(ABC):
     def place_experts(self, num_experts: int) -> ExpertPlacement:
         """The placement of a layer's experts at the start, the same on all ranks: whole experts in
         order with `parallel.ep`, else slices of all."""
-        return ExpertPlacement.divide(num_experts, self.context.plan.ep)
+        return ExpertPlacement.divide(num_experts, self.context.plan.ep, self.context.plan.redundant_experts)
 
     @abstractmethod
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:

@@ -17,7 +17,9 @@ class ParallelPlan:
     expert's tensors are divided like the other layers'. `dp`: replicas of the engine, each with
     ranks and requests of its own. With `dp_attention`, instead: groups of `tp / dp` ranks in one
     engine, each with requests, a KV cache and attention of its own, which share the experts.
-    `hosts`: among which the ranks are divided equally.
+    `hosts`: among which the ranks are divided equally. `redundant_experts`: further places for
+    the weights of experts, divided among the `ep` ranks with the others. `balances_experts`:
+    experts move between ranks while serving.
 
     Rank r of an engine is rank `r % tp` of stage `r // tp`.
     """
@@ -28,6 +30,8 @@ class ParallelPlan:
     dp: int = 1
     dp_attention: bool = False
     hosts: int = 1
+    redundant_experts: int = 0
+    balances_experts: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -1,1 +1,2 @@
-"""Parallelism: steps of several ranks, stages and attention groups, and the choice of replicas."""
+"""Parallelism: steps of several ranks, pipeline stages, attention groups, moves of experts and
+choice of replicas."""

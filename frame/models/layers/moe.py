@@ -77,11 +77,59 @@ class Experts(nn.Module):
                 self.gate_up_bias.bind(up, second, expert=place)
                 self.down_bias.bind(down, expert=place)
 
+    def list_tensors(self) -> list[torch.Tensor]:
+        """The weights as they are multiplied, by physical expert; empty if a GEMM kernel has packed
+        them."""
+        if self.weights.grouped:
+            return []
+        names = ("gate_up", "down", "gate_up_fp8_scale", "down_fp8_scale", "gate_up_bias", "down_bias")
+        return [tensor for name in names if (tensor := getattr(self, name, None)) is not None]
+
     def finish(self) -> None:
         """Bring the loaded weights into the form that is multiplied."""
         self.weights.finish()
         if self.down_bias is not None and not self._adds_bias:
             self.down_bias.data.zero_()
+
+
+class ExpertRoutes(nn.Module):
+    """ids int64 [tokens, k] of logical experts -> the same of physical ones.
+
+    The replicas of an expert take turns by the token's row. Tensors have fixed addresses, so that
+    graphs which were captured before a move use the new placement.
+    """
+
+    places: torch.Tensor  # int64 [experts, most replicas of one], padded with 0
+    replicas: torch.Tensor  # int64 [experts]
+    counts: torch.Tensor  # int64 [experts]; the reader clears it
+
+    def __init__(self, placement: ExpertPlacement, num_experts: int, device: torch.device, counts_tokens: bool) -> None:
+        super().__init__()
+        self._counts_tokens = counts_tokens
+        most = len(placement.logical) - num_experts + 1
+        # not on the meta device, on which the model is built
+        self.register_buffer("places", torch.zeros(num_experts, most, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("replicas", torch.ones(num_experts, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
+        self.set_placement(placement)
+
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        """Route by this placement from the next call on."""
+        found: list[list[int]] = [[] for _ in range(len(self.replicas))]
+        for place, logical in enumerate(placement.logical):
+            found[logical].append(place)
+        rows = [own + [0] * (self.places.shape[1] - len(own)) for own in found]
+        self.places.copy_(torch.tensor(rows, device="cpu"))
+        self.replicas.copy_(torch.tensor([len(own) for own in found], device="cpu"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._counts_tokens:
+            chosen = ids.flatten()
+            self.counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        if self.places.shape[1] == 1:
+            return self.places[:, 0][ids]
+        rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        return self.places[ids, rows % self.replicas[ids]]
 
 
 class MoE(nn.Module):
@@ -95,7 +143,11 @@ class MoE(nn.Module):
         self.runner = context.moe_runner
         self.dispatcher = context.moe_dispatcher
         self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)
-        self.placement = self.dispatcher.place_experts(sizes.num_experts)
+        self.placement: ExpertPlacement = self.dispatcher.place_experts(sizes.num_experts)
+        plan = context.plan
+        self.routes: ExpertRoutes | None = None
+        if plan.redundant_experts or plan.balances_experts:
+            self.routes = ExpertRoutes(self.placement, sizes.num_experts, context.device, plan.balances_experts)
         self.experts = Experts(context, f"{prefix}.experts", sizes, self.placement)
         self.shared = shared
         # otherwise the result is added to, here or on other ranks
@@ -129,10 +181,29 @@ class MoE(nn.Module):
         main.wait_stream(side)
         return out + shared
 
+    def get_counts(self) -> torch.Tensor:
+        """See `MovableExperts`."""
+        if self.routes is None:
+            raise RuntimeError("the plan of this layer's ranks moves no experts")
+        return self.routes.counts
+
+    def list_tensors(self) -> list[torch.Tensor]:
+        """See `MovableExperts`."""
+        return self.experts.list_tensors()
+
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        """See `MovableExperts`."""
+        self.placement = placement
+        if self.routes is not None:
+            self.routes.set_placement(placement)
+        self.experts.weights.derive()
+
     def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
         ids, weights = self.router(x, logits)
         if self.router.rule.scales_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        if self.routes is not None:
+            ids = self.routes(ids)
         tokens = self.dispatcher.dispatch(x, ids, weights, self.placement)
         if not len(tokens.x):  # none came to this rank
             return self.dispatcher.combine(tokens.x, tokens)

@@ -187,6 +187,25 @@ def test_attention_groups(models: dict[str, Model], architecture: str, dispatche
     models[architecture].check(tmp_path, tokens=96, parallel=parallel, moe={"dispatcher": dispatcher})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dispatcher", "parallel"),
+    [
+        ("DeepseekV3ForCausalLM", "all_reduce", {"tp": 2, "ep": 2}),
+        ("Qwen3MoeForCausalLM", "all_to_all", {"tp": 2, "ep": 2, "redundant_experts": 2}),
+        ("Qwen3MoeForCausalLM", "all_gather_reduce_scatter", GROUPS | {"redundant_experts": 4}),
+    ],
+)
+def test_experts_move_under_traffic(
+    models: dict[str, Model], architecture: str, dispatcher: str, parallel: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One expert between two steps: a layer's moves take many, with requests running."""
+    caplog.set_level("INFO", "frame.core.parallel.expert_moves")
+    parallel = parallel | {"eplb": True, "eplb_interval": 3, "eplb_stage_bytes": 1}
+    models[architecture].check(tmp_path, parallel=parallel, moe={"dispatcher": dispatcher})
+    moved = [record.args[0] for record in caplog.records if record.msg.startswith("experts have moved")]  # type: ignore[index]
+    assert len(moved) >= 2 and max(moved) > 1  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.soak)])
 def test_an_idle_group_stays_in_step(models: dict[str, Model], tmp_path: Path, steps: int) -> None:
     """One request alone, then requests in both groups."""
@@ -239,6 +258,12 @@ def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> N
     ("architecture", "parallel", "dispatcher", "words"),
     [
         ("LlamaForCausalLM", {"tp": 2, "ep": 2}, None, "parallel.ep is 2, but LlamaForCausalLM has no experts"),
+        ("Qwen3MoeForCausalLM", {"tp": 2, "eplb": True}, None, r"parallel.eplb is true, but parallel.ep is 1"),
+        ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 2, "redundant_experts": 9}, None, "more than the model's 8 experts"),
+        (
+            "Qwen3MoeForCausalLM", {"tp": 2, "ep": 2, "redundant_experts": 1}, None,
+            r"does not divide 8 experts and 1 redundant ones: 9 = 2 x 4 \+ 1.\n.*redundant_experts: 0",
+        ),
         ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 4}, None, "experts are divided among all tensor-parallel ranks or none"),
         ("LlamaForCausalLM", {"pp": 3}, None, r"parallel.pp is 3, more stages than the model has layers \(2\)"),
         ("LlamaForCausalLM", {"tp": 2, "dp": 2, "dp_attention": True}, None, "has no experts that the groups could share"),

@@ -7,7 +7,7 @@ multiplied by the grouped products of a GEMM kernel. Depends on no format and no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -121,8 +121,14 @@ class ExpertWeights:
         """Give the runner unquantized weights, and small ones in packed form too."""
         for name, weight in weights.items():
             self._expose_tensor(name, weight)
-        if getattr(self.module, "activation", None) is None:  # the packed forms compute SiLU
-            pack_small_experts(self.module, weights["gate_up"], weights["down"])
+        self.derive()
+
+    def derive(self) -> None:
+        """Make the further forms of the exposed weights, which may have been written."""
+        module: Any = self.module
+        is_plain = not self.grouped and not hasattr(module, "down_fp8_scale")
+        if is_plain and getattr(module, "activation", None) is None:  # the packed forms compute SiLU
+            pack_small_experts(module, module.gate_up, module.down)
 
     def _expose_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Set an attribute that the runner reads; in place if it has the form of the one before."""
