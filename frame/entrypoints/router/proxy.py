@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
-# Headers of one connection (RFC 9110, section 7.6.1), and those that the next one sets itself.
+# Headers of one connection (RFC 9110, section 7.6.1), and those that the next end sets itself.
 _HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-     b"host", b"content-length", b"expect")
+     b"host", b"content-length", b"expect", b"date")
 )  # fmt: skip
 _REFUSED = (429, 503)  # the replica took nothing
 
@@ -92,6 +92,8 @@ class Proxy:
         headers = [pair for pair in _kept(scope["headers"]) if pair[0] != b"x-request-id"]
         request = RoutedRequest(scope["method"], target, scope["path"], [*headers, (b"x-request-id", name.encode())], b"", name, send)
         try:
+            if not target.startswith("/"):  # it would extend the replica's host name
+                raise ApiError(400, f"the request's target is {target[:40]!r}; send a path that begins with /")
             request.body = await self._read_body(receive)
             request.gone = asyncio.create_task(_wait_gone(receive))
             await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
@@ -232,7 +234,10 @@ class Proxy:
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(name.lower(), value) for name, value in headers if name.lower() not in _HOP]
+    """The headers that go on: without those of one connection, which `Connection` may name."""
+    pairs = [(name.lower(), value) for name, value in headers]
+    named = {option.strip() for name, value in pairs if name == b"connection" for option in value.lower().split(b",")}
+    return [(name, value) for name, value in pairs if name not in _HOP and name not in named]
 
 
 def _error_event(request: RoutedRequest, backend: Backend) -> bytes:

@@ -52,8 +52,8 @@ def hash_prompt(body: bytes) -> list[int]:
     """A hash of each prefix of whole blocks of the prompt in a JSON body; empty without one."""
     try:
         found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []  # the replica refuses the body
     if not isinstance(found, dict):
         return []
     before: list[Any] = [found.get(name) for name in _BEFORE]

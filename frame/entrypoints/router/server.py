@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,6 +27,7 @@ CONNECT = 3.0  # seconds to reach a replica
 IDLE = 30.0  # seconds that a connection to a replica is kept: less than a server keeps it
 HEAD = 30.0  # seconds that a client has for a request's head, and to read
 DRAIN = 30.0  # seconds that requests have to finish after a signal
+_HOST = re.compile(r"[\w.:-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,14 @@ def check_url(url: str) -> str:
     """The address of a replica. Raises ConfigError unless it is http(s)://host[:port]."""
     parts = urlsplit(url)
     try:
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+        is_valid = parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query
+        is_valid = is_valid and bool(_HOST.fullmatch(parts.hostname or ""))
         _ = parts.port
     except ValueError:
         is_valid = False
-    if not is_valid or parts.username is not None:
+    if parts.username is not None:
+        raise ConfigError("--replica has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
+    if not is_valid:
         raise ConfigError(f"--replica is {url!r}; write http://HOST:PORT or https://HOST:PORT")
     return url.rstrip("/")
 
@@ -62,7 +68,10 @@ async def route(settings: RouterSettings, listener: socket.socket) -> None:
     raise_file_limit(2 * settings.max_connections)
     timeout = httpx.Timeout(None, connect=CONNECT)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE)
-    async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
+    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # a cookie of one client is not sent for another
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, cookies=no_cookies) as client:
+        for name in ("accept", "accept-encoding", "user-agent"):
+            del client.headers[name]  # the client's own are passed on
         backends = Backends(settings.urls, client, settings.health_interval)
         await asyncio.gather(*(backends.check(backend) for backend in backends.all))
         server = HttpServer(Proxy(backends, client, settings.max_body), ConnectionLimits(settings.max_connections, HEAD))

@@ -287,9 +287,15 @@ def test_keys_are_passed_on_and_large_bodies_refused() -> None:
         async with routed(replica) as (client, _, _):
             await client.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer secret"})
             assert replica.keys == ["Bearer secret"]
+            named = {"authorization": "Bearer other", "connection": "keep-alive, Authorization"}  # of this connection alone
+            await client.post("/v1/completions", json={"prompt": "x"}, headers=named)
+            assert replica.keys.pop() == ""
+            answer = await client.request("OPTIONS", "/", extensions={"target": b"*"})
+            assert (answer.status_code, "begins with /" in answer.text) == (400, True)
+            requests = replica.requests
             answer = await client.post("/v1/completions", content=b"x" * (2 << 20))
             assert answer.status_code == 413
-            assert replica.requests == 1
+            assert replica.requests == requests
         assert "--max-body-bytes" in answer.json()["error"]["message"]
 
     run(main)
@@ -312,15 +318,18 @@ def test_prompts_are_compared_from_their_beginning() -> None:
     assert first[:2] == second[:2]
     assert first[-1] != second[-1]
     assert hash_prompt(json.dumps(chat("a" * 600, model="other")).encode())[0] != first[0]
-    assert hash_prompt(b"no JSON") == hash_prompt(b"[]") == hash_prompt(b"{}") == []
+    for body in (b"no JSON", b"[]", b"{}", b"[" * 200_000, b'"\xff"'):
+        assert hash_prompt(body) == []
     assert is_repeatable("POST", "/v1/chat/completions")
     assert not is_repeatable("POST", "/v1/responses")
 
 
 def test_wrong_addresses_are_refused() -> None:
     assert check_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000"
-    for wrong in ("127.0.0.1:8000", "ftp://host", "http://", "http://host/v1", "http://user:secret@host", "http://host:99999"):
-        with pytest.raises(ConfigError, match="write http://HOST:PORT"):
+    named = ("http://host/v1", "http://user:secret@host", "http://host:99999", "http://a b:1")
+    for wrong in ("127.0.0.1:8000", "ftp://host", "http://", *named):
+        with pytest.raises(ConfigError, match="write http://HOST:PORT") as refusal:
             check_url(wrong)
+        assert "secret" not in str(refusal.value)
     twice = CliRunner().invoke(cli, ["router", "--replica", "http://a:1", "--replica", "http://a:1/"])
     assert (twice.exit_code, "twice" in twice.output) == (78, True)
