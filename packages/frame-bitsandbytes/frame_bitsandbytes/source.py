@@ -84,12 +84,17 @@ class BitsAndBytesSource(WeightSource):
         try:
             state: dict[str, Any] = json.loads(bytes(self._read(name).tolist()))
             outputs, inputs = state["shape"]
-            block = state["blocksize"]
+            block, nested = state["blocksize"], f"{weight}.nested_absmax" in self._files
+            sizes = (outputs, inputs, *([state["nested_blocksize"]] if nested else ()))
+            if nested:
+                float(state["nested_offset"])
+            if not all(isinstance(size, int) and size > 0 for size in sizes):
+                raise ValueError(f"sizes {sizes}")
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{name} is no description of a layer ({error!r}): download the checkpoint again.") from error
         if kind != "nf4" or block != NF4_BLOCK or inputs % NF4_BLOCK:
             raise CheckpointError(f"{name}: {kind} of {outputs} x {inputs} in blocks of {block} is not read; nf4 in blocks of 64 is.")
-        nested, blocks = f"{weight}.nested_absmax" in self._files, outputs * inputs // NF4_BLOCK
+        blocks = outputs * inputs // NF4_BLOCK
         wanted = {weight: outputs * inputs // 2, f"{weight}.absmax": blocks, f"{weight}.quant_map": len(NF4)}
         if nested:
             wanted |= {f"{weight}.nested_absmax": -(-blocks // state["nested_blocksize"]), f"{weight}.nested_quant_map": 256}
@@ -109,5 +114,5 @@ class BitsAndBytesSource(WeightSource):
         scales, state = self._read(f"{weight}.absmax"), self._states[weight]
         if f"{weight}.nested_absmax" not in self._files:
             return scales
-        outer = self._read(f"{weight}.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        outer = self._read(f"{weight}.nested_absmax")[torch.arange(len(scales)) // state["nested_blocksize"]]
         return self._read(f"{weight}.nested_quant_map")[scales.long()] * outer + state["nested_offset"]

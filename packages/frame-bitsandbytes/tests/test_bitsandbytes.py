@@ -113,6 +113,7 @@ def test_models_on_one_and_two_ranks(architecture: str, bits: int, tmp_path: Pat
         ("weight.quant_map", None, "lacks layer.weight.quant_map"),
         (STATE, lambda part: part[:-3], "bitsandbytes__nf4 is no description"),
         (STATE, lambda part: torch.tensor(list(bytes(part.tolist()).replace(b"64", b"32")), dtype=torch.uint8), "in blocks of 32"),
+        (STATE, lambda part: torch.tensor(list(bytes(part.tolist()).replace(b"[32,", b"[-32,")), dtype=torch.uint8), "sizes .-32"),
     ],
 )
 def test_broken_tensors_are_named(name: str, change: Any, sentence: str, tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ class Place:
         return str(self.tensor.tensor_type.name)
 
 
+class WholeReader(GGUFReader):
+    """Refuses a count that goes past the end of the file: the library reads entry by entry."""
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        found = super()._get(offset, dtype, count, override_order)
+        if len(found) != count:
+            raise ValueError(f"byte {offset} and what follows are missing")
+        return found
+
+
 @lru_cache(maxsize=4)
 def read_places(folder: Path) -> dict[str, Place]:
     """The tensors by checkpoint name. Raises CheckpointError for a folder without one whole GGUF
@@ -56,7 +66,7 @@ def read_places(folder: Path) -> dict[str, Place]:
     if len(files) != 1:
         raise CheckpointError(f"{folder} holds {len(files)} GGUF files: put one file, not in parts, into it.")
     try:
-        reader = GGUFReader(files[0])
+        reader = WholeReader(files[0])
         architecture = str(reader.fields["general.architecture"].contents())
         heads = {part: int(_field(reader, f"{architecture}.attention.{name}")) for part, name in _HEADS.items()}
     except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
@@ -91,7 +101,10 @@ def _place(tensor: Any, permuted: dict[str, int], file: Path) -> Iterator[tuple[
         raise CheckpointError(f"{file} holds {name}, which no model of GGUF that is read has: choose another file.")
     prefix = f"model.layers.{found['layer']}."
     if experts is None:
-        yield prefix + f"{_BLOCK[found['part']]}.{found['kind']}", Place(tensor, None, permuted.get(found["part"], 0), is_kept)
+        heads = permuted.get(found["part"], 0)
+        if heads and len(tensor.data) % (2 * heads):
+            raise CheckpointError(f"{file}: {name} has {len(tensor.data)} rows, which {heads} heads do not divide: download it again.")
+        yield prefix + f"{_BLOCK[found['part']]}.{found['kind']}", Place(tensor, None, heads, is_kept)
         return
     for expert in range(len(tensor.data)):
         yield prefix + f"mlp.experts.{expert}.{experts[1]}_proj.{found['kind']}", Place(tensor, expert, 0, is_kept)
