@@ -66,9 +66,8 @@ def parse_machine(text: str) -> Machine:
     found = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", text.strip().lower())
     name = found[2] if found else text
     if found is None or name not in CARDS or found[1] == "0":
-        raise ConfigError(
-            f"--machine is {text!r}{did_you_mean(name, CARDS)}; write COUNTxCARD, such as 8xh200. The cards: {', '.join(CARDS)}"
-        )
+        hint = did_you_mean(name, CARDS)
+        raise ConfigError(f"--machine is {text!r}; write COUNTxCARD, such as 8xh200, with a card of {', '.join(CARDS)}{hint}")
     return Machine(int(found[1] or 1), CARDS[name])
 
 
