@@ -213,6 +213,7 @@ def test_a_model_on_two_hosts_survives_the_death_of_a_rank(tmp_path: Path, monke
     [
         ({"nnodes": 2, "tp": 2}, "set parallel.dist_init_addr to HOST:PORT"),
         ({"node_rank": 1}, "parallel.node_rank is 1, but parallel.nnodes is 1"),
+        ({"nnodes": 2, "dist_init_addr": "a", "tp": 2}, "is 'a'; write the first host's address as HOST:PORT"),
         ({"nnodes": 2, "dist_init_addr": "a:1", "tp": 1}, "does not divide 1 rank"),
         ({"nnodes": 2, "dist_init_addr": "a:1", "tp": 2, "dp": 2}, "are on one host"),
         ({"nnodes": 2, "dist_init_addr": "a:1", "tp": 2, "launcher": "local"}, "starts ranks on this host only"),
@@ -226,7 +227,7 @@ def test_divisions_among_hosts_that_cannot_be(parallel: dict[str, Any], sentence
 def test_addresses_and_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert split_address("[::1]:80") == ("::1", 80)
     assert mask_command([sys.executable, "/folder", "x"], "/folder") == ["{python}", "{folder}", "x"]
-    for wrong in ("host", ":80", "host:0", "host:port"):
+    for wrong in ("host", ":80", "host:0", "host:²", "host:port"):
         with pytest.raises(ConfigurationError, match="HOST:PORT"):
             split_address(wrong)
     monkeypatch.setenv(KEY_VARIABLE, "short")

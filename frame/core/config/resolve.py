@@ -418,13 +418,13 @@ class _Solver:
         if length is not None and length > config.num_steps + 1:
             raise ResolveError(
                 f"speculative.synthetic_acceptance_length is {length}, and speculative.num_steps {config.num_steps} allows"
-                f" {config.num_steps + 1} tokens a step."
+                f" {config.num_steps + 1} tokens a step; lower the one or raise the other."
             )
         if config.algorithm is None:
             if length is not None:
-                raise ResolveError("speculative.synthetic_acceptance_length is set, but speculative.algorithm names no drafter.")
+                raise ResolveError("speculative.synthetic_acceptance_length is set; name a drafter in speculative.algorithm.")
             if config.draft_model_path is not None:
-                raise ResolveError("speculative.draft_model_path is set, but speculative.algorithm names no drafter that reads it.")
+                raise ResolveError("speculative.draft_model_path is set; name a drafter that reads it in speculative.algorithm.")
             return
         if task != "generate":
             raise ResolveError(

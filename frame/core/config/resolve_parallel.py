@@ -3,6 +3,7 @@ memory, before a process starts. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from frame.core.config.hardware import Hardware
@@ -14,6 +15,7 @@ from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 
+_ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
@@ -32,6 +34,8 @@ def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:
         yield ResolveError(f"parallel.node_rank is {parallel.node_rank}, but parallel.nnodes is {plan.hosts}.", change=remedy)
     if plan.hosts > 1 and parallel.dist_init_addr is None:
         yield ResolveError(f"parallel.nnodes is {plan.hosts}: set parallel.dist_init_addr to HOST:PORT of the first host, on every host.")
+    if plan.hosts > 1 and parallel.dist_init_addr is not None and not _ADDRESS.fullmatch(parallel.dist_init_addr):
+        yield ResolveError(f"parallel.dist_init_addr is {parallel.dist_init_addr!r}; write the first host's address as HOST:PORT.")
     if plan.hosts > 1 and plan.dp > 1:
         sentence = f"parallel.dp is {plan.dp}, and replicas and attention groups are on one host; start a server on each host."
         yield ResolveError(sentence, change="parallel.dp: 1")

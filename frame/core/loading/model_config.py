@@ -54,9 +54,9 @@ def find_model(path: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
+def read_model_config(path: str | Path, setting: str = "model.path") -> ModelConfig:
     """Read the configuration of the checkpoint `path`: a folder in Hugging Face layout, or the
-    embedded model's name.
+    embedded model's name. setting: that names it.
 
     Raises CheckpointError, one sentence, if the folder or file is missing, is no JSON object or
     lacks a required key.
@@ -64,7 +64,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     folder = find_model(str(path))
     if not folder.is_dir():
         hint = "; download it first and give the folder" if "/" in str(path) and not str(path).startswith(("/", ".", "~")) else ""
-        raise CheckpointError(f"model.path {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
+        raise CheckpointError(f"{setting} {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")

@@ -74,8 +74,10 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     machine = replace(hardware or probe(records["platform"]), busy_cores=int(is_served))
     try:
         resolved = resolve(config, machine, model_config, records)
-        if loads_draft_model(resolved, records) and config.speculative.draft_model_path is not None:
-            resolved = resolve_draft_model(resolved, machine, read_model_config(config.speculative.draft_model_path), records)
+        path = config.speculative.draft_model_path
+        if path is not None and loads_draft_model(resolved, records):
+            draft = read_model_config(path, "speculative.draft_model_path")
+            resolved = resolve_draft_model(resolved, machine, draft, records)
     except ResolveError as error:
         raise join_conflicts([_describe(part, registry) for part in error.parts]) from None
     for move in find_moves(resolved, machine, model_config, records):

@@ -279,7 +279,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of `parallel.dist_init_addr`. Raises ConfigurationError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigurationError(f"parallel.dist_init_addr is {address!r}; write the first host's address as HOST:PORT")
     return host, int(port)
 

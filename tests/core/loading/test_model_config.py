@@ -183,3 +183,8 @@ def test_the_embedded_model_is_found_by_name() -> None:
     model_config = read_model_config(EMBEDDED)
     assert (model_config.architecture, model_config.kind) == ("DeepseekV3ForCausalLM", "mla")
     assert model_config.max_context >= 4096
+
+
+def test_the_setting_of_a_draft_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^speculative.draft_model_path '.*' is no folder"):
+        read_model_config(tmp_path / "missing", "speculative.draft_model_path")
