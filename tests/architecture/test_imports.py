@@ -61,6 +61,8 @@ SHARED = (
     "frame.plugins.grammar_backends.options",
     "frame.plugins.grammar_backends.sources",
 )
+# What launchers in packages of their own may use of the in-tree family.
+RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.rendezvous_node")
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -83,6 +85,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame_quantize", DATA),
     ("frame_bitsandbytes", (*DATA, MARKER)),
     ("frame_gguf", (*DATA, MARKER)),
+    ("frame_ray", (*DATA, MARKER, "frame.core.ipc.child_process", "frame.entrypoints.router", *RENDEZVOUS)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )
 
@@ -133,7 +136,7 @@ def _allowed(name: str, target: str) -> bool:
     home, rooms = next((prefix, rooms) for prefix, rooms in MAY_USE if is_under(name, prefix))
     family = next((family for family in FAMILIES if is_under(target, family)), None)
     if family is not None and not is_under(name, family):
-        return is_under(target, *(room for room in (LAYERS, *SHARED) if room in rooms))
+        return is_under(target, *(room for room in (LAYERS, *SHARED, *RENDEZVOUS) if room in rooms))
     own = home if home != "frame" else name
     return target in ("frame", "frame.hookimpl") or is_under(target, own, *rooms)
 

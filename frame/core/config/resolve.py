@@ -17,7 +17,7 @@ from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
 from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
 from frame.core.config.resolve_moe import pair_experts
-from frame.core.config.resolve_parallel import find_conflicts, find_host_conflicts, make_plan
+from frame.core.config.resolve_parallel import find_conflicts, find_host_conflicts, make_plan, require_launcher
 from frame.core.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
 from frame.core.config.resolve_plugins import (
     KEYS,
@@ -49,7 +49,6 @@ from frame.core.interfaces.collective import CollectiveRequirements
 from frame.core.interfaces.drafter import DrafterRequirements
 from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.kinds import KINDS
-from frame.core.interfaces.launcher import LauncherRequirements
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
@@ -211,8 +210,8 @@ class _Solver:
         with self._collect():
             self._collective()
         with self._collect():
-            size, named = self.plan.num_ranks, self.config.parallel.launcher
-            self._select("launcher", LauncherRequirements(size, self.plan.hosts), named, f"No launcher starts {size} rank(s)")
+            named, size = self.config.parallel.launcher, self.plan.num_ranks
+            self._select("launcher", require_launcher(self.config), named, f"No launcher starts {size} rank(s)")
         with self._collect():
             self._quantization()
         with self._collect():

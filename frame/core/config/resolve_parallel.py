@@ -11,6 +11,7 @@ from frame.core.config.resolve_machine import GIB, count_weights, indivisible
 from frame.core.config.resolve_platform import get_capabilities
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
+from frame.core.interfaces.launcher import LauncherRequirements
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
@@ -26,14 +27,18 @@ def make_plan(config: FrameConfig) -> ParallelPlan:
     )  # fmt: skip
 
 
+def require_launcher(config: FrameConfig) -> LauncherRequirements:
+    """What the plan requires of a launcher."""
+    plan = make_plan(config)
+    return LauncherRequirements(plan.num_ranks, plan.hosts, config.parallel.dist_init_addr is not None)
+
+
 def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:
     """What stands against the division among hosts."""
     parallel, plan = config.parallel, make_plan(config)
     if parallel.node_rank >= plan.hosts:
         remedy = "parallel.node_rank: 0" if plan.hosts == 1 else None
         yield ResolveError(f"parallel.node_rank is {parallel.node_rank}, but parallel.nnodes is {plan.hosts}.", change=remedy)
-    if plan.hosts > 1 and parallel.dist_init_addr is None:
-        yield ResolveError(f"parallel.nnodes is {plan.hosts}: set parallel.dist_init_addr to HOST:PORT of the first host, on every host.")
     if plan.hosts > 1 and parallel.dist_init_addr is not None and not _ADDRESS.fullmatch(parallel.dist_init_addr):
         yield ResolveError(f"parallel.dist_init_addr is {parallel.dist_init_addr!r}; write the first host's address as HOST:PORT.")
     if plan.hosts > 1 and plan.dp > 1:

@@ -26,6 +26,7 @@ class LauncherRequirements:
 
     size: int  # ranks
     num_hosts: int = 1
+    has_address: bool = False  # parallel.dist_init_addr is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class LauncherCapabilities:
 
     several_hosts: bool = False  # it starts ranks on other hosts than its own
     max_size: int | None = None  # ranks; None: any number
+    finds_hosts: bool = False  # it needs no parallel.dist_init_addr for several hosts
 
     def unsupported(self, requirements: LauncherRequirements) -> list[Reason]:
         found = []
@@ -41,6 +43,8 @@ class LauncherCapabilities:
             found.append(Reason(f"starts at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
         if requirements.num_hosts > 1 and not self.several_hosts:
             found.append(Reason(f"starts ranks on this host only, not on {requirements.num_hosts}"))
+        elif requirements.num_hosts > 1 and not (self.finds_hosts or requirements.has_address):
+            found.append(Reason("set parallel.dist_init_addr to HOST:PORT of the first host, on every host"))
         return found
 
 

@@ -148,9 +148,10 @@ class Node:
 
 
 class RendezvousLauncher(Launcher):
-    """Ranks of `context.num_hosts` hosts. Without others, those of this host meet by TCP."""
+    """Ranks of `context.num_hosts` hosts. Without others, those of this host meet by TCP. `key`:
+    the secret of the hosts, if not that of the environment."""
 
-    def __init__(self, context: LauncherContext, options: BaseModel | None = None) -> None:
+    def __init__(self, context: LauncherContext, options: BaseModel | None = None, key: bytes = b"") -> None:
         super().__init__(context, options)
         self.per_host = context.size // context.num_hosts
         self.host, self.port = split_address(context.address) if context.address else (LOOPBACK, 0)
@@ -159,7 +160,7 @@ class RendezvousLauncher(Launcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_first, self._is_closing = True, False
-        self._key = read_key() if context.num_hosts > 1 else b""
+        self._key = key or (read_key() if context.num_hosts > 1 else b"")
 
     def place(self) -> Placement:
         hosts = self.context.num_hosts
