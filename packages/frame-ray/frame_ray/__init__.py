@@ -1,0 +1,25 @@
+"""The records of frame-ray. Must not import ray or the plugins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.launcher import LauncherCapabilities
+from frame.plugins.hookspecs import hookimpl
+from frame_ray.options import RayOptions
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+
+@hookimpl
+def register_launchers(registry: KindRegistry) -> None:
+    """Add the launcher. `auto` chooses `rendezvous` before it."""
+    registry.add(
+        "ray",
+        "frame_ray.launcher:RayLauncher",
+        capabilities=LauncherCapabilities(several_hosts=True, finds_hosts=True),
+        options=RayOptions,
+        rank=-1,
+        summary="Processes of the hosts of a Ray cluster, which one `frame serve` starts.",
+    )
