@@ -1,6 +1,7 @@
 """Resolves the configuration of a draft model: that of the target with another checkpoint.
 
-Used by `prepare`, for drafters whose model is that of a model plugin. Pure, as `resolve`.
+Used by `prepare`, for drafters whose model is that of a model plugin. Pure, as `resolve`. Must
+not know a drafter by name.
 """
 
 from __future__ import annotations

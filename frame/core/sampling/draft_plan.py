@@ -1,5 +1,5 @@
 """The host's plan of one step of a device drafter. Used by the input batch and the draft runner.
-Imports no torch."""
+Imports no torch. Must not know a drafter."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ servers.
 
 Each sequence runs on one replica, chosen by load and by cached prefix. The clients share their
 counters and names (`Outstanding`); recovery is that of the replica. A replica that ends for good
-ends its own sequences only. Knows no process.
+ends its own sequences only. Must not know a process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the router: one asyncio loop, uvicorn in front, httpx behind, health checks beside.
 
-Imports no torch.
+Used by `frame router`. Imports no torch. Must not know how replicas are chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Reads the config.json of a head that drafts. Used by the drafters eagle3 and medusa."""
+"""Reads the config.json of a head that drafts. Used by the drafters eagle3 and medusa. Must
+not know their tensors."""
 
 from __future__ import annotations
 

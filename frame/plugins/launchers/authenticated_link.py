@@ -2,7 +2,8 @@
 carries.
 
 Both ends prove the secret before anything else is read, and every frame has a code (HMAC-SHA256)
-over its number and content. Contents are not encrypted. Used by the launcher `rendezvous`.
+over its number and content. Contents are not encrypted. Used by the launcher `rendezvous`. Must
+not know a rank or what its sockets carry.
 """
 
 from __future__ import annotations

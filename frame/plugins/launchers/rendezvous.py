@@ -2,7 +2,7 @@
 
 The first host listens at `parallel.dist_init_addr`; the others connect (`rendezvous_node`), start
 the ranks that it asks for, and carry their sockets. Ranks are divided equally, in order. Rank r has
-the device `r % (ranks a host)`.
+the device `r % (ranks a host)`. Must not know requests or models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Another host's side of the launcher `rendezvous`: starts the ranks that the first host asks for.
 
 Who has the shared secret can run commands here, as this user. When the connection is lost all ranks
-are killed, and the host connects again.
+are killed, and the host connects again. Must not know requests or models.
 """
 
 from __future__ import annotations
