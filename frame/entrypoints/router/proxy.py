@@ -9,6 +9,7 @@ event that names the request. Must not know how replicas are chosen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Iterable
@@ -138,7 +139,9 @@ class Proxy:
                     continue
                 try:
                     if self._should_ask_another(request, answer):
-                        last = (answer.status_code, await answer.aread(), answer.headers.get("content-type", "application/json"))
+                        with contextlib.suppress(LostError, httpx.HTTPError, OSError):  # the refusal breaks off
+                            body = await self._wait(request, backend, answer.aread())
+                            last = (answer.status_code, body, answer.headers.get("content-type", "application/json"))
                         continue
                     await self._pass_on(request, backend, answer)
                     return
@@ -221,9 +224,9 @@ class Proxy:
             with counted(backend):
                 try:
                     answer = await self._open(request, backend)
-                except LostError as error:
+                    await self._wait(request, backend, answer.aread())
+                except (LostError, httpx.HTTPError, OSError) as error:
                     raise ApiError(502, f"replica {backend.url} is lost: {error}; the others may have done it") from None
-                await answer.aread()
                 found.append(answer)
         if not found:
             raise ApiError(503, "no replica is healthy; try again later")
