@@ -219,7 +219,6 @@ class Model(ABC):
 
     ignored_weights: ClassVar[tuple[str, ...]] = ()  # regular expressions of checkpoint names that are not loaded
     supports_token_selection: ClassVar[bool] = False  # the last layer computes the `SelectedTokens` alone
-    supports_taps: ClassVar[bool] = False  # adds the hidden states that a batch's `HiddenStateTaps` names
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__()

@@ -188,7 +188,6 @@ class Decoder(CausalLM, nn.Module):
     and `build_mlp`."""
 
     supports_token_selection: ClassVar[bool] = True
-    supports_taps: ClassVar[bool] = True
     ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config
     mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
 
