@@ -112,7 +112,7 @@ async def test_no_route_takes_tensors() -> None:
 FETCHING = ("requests", "urllib.request", "http.client", "aiohttp", "httpx", "ftplib", "huggingface_hub")
 # programs and libraries that connect to a server
 TALKERS = ("cli", "tools.eval", "tools.bench", "offline.remote_client", "router")
-CLIENTS = ("frame.testing", "frame.lang", *(f"frame.entrypoints.{name}" for name in TALKERS))
+CLIENTS = ("frame.testing", "frame.lang", "frame_ray.replicas", *(f"frame.entrypoints.{name}" for name in TALKERS))
 
 
 def test_the_server_fetches_nothing() -> None:
