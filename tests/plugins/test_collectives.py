@@ -23,6 +23,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.collective import Collective, CollectiveContext, LocalGroup
 from frame.entrypoints.configuration.prepare import prepare
+from frame.kernels import peer_sum
 from frame.plugins.collectives import P2pOptions, p2p
 from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.loader import load_registry
@@ -91,22 +92,24 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Nccl, "__init__", Collective.__init__)
     monkeypatch.setattr(Nccl, "all_reduce", noted("nccl", 1))
     monkeypatch.setattr(p2p, "open_store", lambda context: None)
-    monkeypatch.setattr(p2p.P2p, "_share_memory", lambda self, size: (torch.empty(size, dtype=torch.uint8), None))
-    operations = SimpleNamespace(one_shot_all_reduce_copy=noted("one_shot", 1), two_shot_all_reduce_out=noted("two_shot", 3))
-    monkeypatch.setattr(torch, "ops", SimpleNamespace(symm_mem=operations))
+    monkeypatch.setattr(p2p.P2p, "_register", lambda self: None)
+    shared = SimpleNamespace(buffer_ptrs=[0, 1])
+    monkeypatch.setattr(p2p.P2p, "_share_memory", lambda self, size: (torch.empty(size, dtype=torch.uint8), shared))
+    monkeypatch.setattr(peer_sum, "count_bytes", lambda size: 16)
+    monkeypatch.setattr(peer_sum, "sum_peers", noted("one_shot", 0))
+    monkeypatch.setattr(torch, "ops", SimpleNamespace(symm_mem=SimpleNamespace(two_shot_all_reduce_out=noted("two_shot", 3))))
+    messages = (torch.ones(256), torch.ones(2, 512), torch.ones(2048), torch.ones(7), torch.ones(64, dtype=torch.int64), torch.ones(0))
     for size, expected in (
-        (2, ["one_shot", "two_shot", "nccl", "nccl", "nccl", "nccl"]),
-        (3, ["nccl", "nccl", "nccl", "nccl", "nccl", "nccl"]),
+        (2, ["one_shot", "nccl", "nccl", "nccl", "nccl", "nccl"]),
+        (3, ["one_shot", "nccl", "nccl", "nccl", "nccl", "nccl"]),  # the parts of two shots must be equal
+        (4, ["one_shot", "two_shot", "nccl", "nccl", "nccl", "nccl"]),
     ):
-        calls.clear()
         group = p2p.P2p(CollectiveContext(0, size, "file:///x"), P2pOptions(one_shot_bytes=1024, two_shot_bytes=4096))
-        for x in (torch.ones(256), torch.ones(2, 512), torch.ones(2048), torch.ones(7), torch.ones(64, dtype=torch.int64), torch.ones(0)):
+        calls.clear()
+        for x in messages:
             assert group.all_reduce(x).shape == x.shape
         assert calls == expected
-    group = p2p.P2p(CollectiveContext(0, 4, "file:///x"), P2pOptions(one_shot_bytes=1024, two_shot_bytes=4096))
-    calls.clear()
-    group.all_reduce(torch.ones(256))
-    assert calls == ["two_shot"]  # one-shot sums of more than two ranks have other bits on each
+    assert group.reduce_add_norm(torch.ones(2, 512), torch.ones(2, 512), torch.ones(512), 1e-5) is None  # above one_shot_bytes
 
 
 RANK = """

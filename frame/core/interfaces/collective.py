@@ -110,6 +110,12 @@ class Collective(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, the same bits on all of them; may be in place; returns the sum."""
 
+    def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """norm(s + residual), where s is the sum over the ranks of `tensor` [rows, size], and
+        norm(x) is x / rms(x) * weight; writes s + residual over `residual`. None, on all ranks,
+        where there is no such kernel for these tensors."""
+        return None
+
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenation over the ranks along `dim`."""

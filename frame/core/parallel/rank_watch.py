@@ -81,6 +81,10 @@ class WatchedGroup(Collective):
         with self._watch.waiting(f"all-reduce ({self._name})"):
             return self._group.all_reduce(tensor)
 
+    def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        with self._watch.waiting(f"all-reduce ({self._name})"):
+            return self._group.reduce_add_norm(tensor, residual, weight, eps)
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         with self._watch.waiting(f"all-gather ({self._name})"):
             return self._group.all_gather(tensor, dim)

@@ -1,8 +1,9 @@
-"""The collective `p2p`: sums of small tensors with kernels that read the other GPUs' memory; all
+"""The collective `p2p`: sums of small tensors with kernels that use the other GPUs' memory; all
 else by NCCL.
 
-The memory is PyTorch's symmetric memory. One-shot: each rank reads all ranks' tensors. Two-shot:
-each rank sums a part, and reads the others' parts. NVLink multicast is not used.
+The memory is PyTorch's symmetric memory. One-shot: each rank writes its tensor to all others
+(`frame.kernels.peer_sum`). Two-shot, for more than two ranks: each rank sums a part, and reads the
+others' parts (PyTorch's kernel). NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -24,55 +25,77 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.collective import CollectiveContext
 
-_DTYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernels add
+_TWO_SHOT_TYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernel adds
 _ALIGNMENT = 16  # bytes of a kernel's accesses
+_MORE_RANKS = 2 << 20  # bytes that a one-shot sum of more than two ranks sends at most, by default
 
 
 class P2p(Nccl):
-    """The buffer has the size of the largest message. Kernels wait for the other ranks before they
-    read and before they return, so that consecutive sums share it."""
+    """All ranks select the same kernel, by the size of the message."""
 
     def __init__(self, context: CollectiveContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._sizes = options if isinstance(options, P2pOptions) else P2pOptions()
+        from frame.kernels import peer_sum
+
+        sizes = options if isinstance(options, P2pOptions) else P2pOptions()
+        self._kernels = peer_sum
         self._name = f"frame {context.address} {context.name}"
         self._store = open_store(replace(context, name=f"{context.name}.p2p"))
-        # a rank's sum starts with its own tensor: for more than two ranks, its bits are its own
-        self._one_shot = self._sizes.one_shot_bytes if self.size == 2 else 0
-        self._two_shot = self._sizes.two_shot_bytes
-        self._memory, self._handle = self._share_memory(max(self._one_shot, self._two_shot))
+        self._unregister = self._register()
+        self._two_shot = sizes.two_shot_bytes if self.size > 2 else 0
+        self._one_shot = sizes.one_shot_bytes if self.size == 2 else min(sizes.one_shot_bytes, _MORE_RANKS // (self.size - 1))
+        self._staging = self._share_memory(self._two_shot)[0] if self._two_shot else None
+        memory, handle = self._share_memory(peer_sum.count_bytes(self.size))
+        peer_sum.clear(memory)
+        self._shared = memory, handle  # as long as the addresses are used
+        addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=memory.device)
+        turns = torch.zeros(peer_sum.CHANNELS, dtype=torch.int32, device=memory.device)
+        self._peers = peer_sum.Peers(self.rank, self.size, addresses, turns)
+        super().all_reduce(turns)  # all ranks have cleared their memory
+        context.platform.synchronize()
+
+    def _register(self) -> weakref.finalize[Any, Any]:
+        """Let PyTorch find this group by its name. -> the way to undo it."""
+        from torch._C import _distributed_c10d as c10d
+
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        memory: Any = c10d._SymmetricMemory  # noqa: SLF001 - torch has no public API for groups that are values
+        # PyTorch finds the group by its name: older releases among these infos, newer ones among
+        # the registered process groups.
+        memory.set_group_info(self._name, self.rank, self.size, self._store)
+        group = register_group(self._name, self._store, self._groups[0], self.context.platform.device)
+        return weakref.finalize(self, unregister_group, self._name, group)
 
     def _share_memory(self, size: int) -> tuple[torch.Tensor, Any]:
         """(this rank's buffer of `size` bytes, the handle of all ranks' buffers). Raises
         RuntimeError if the GPUs cannot read each other's memory."""
         from torch._C import _distributed_c10d as c10d
 
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        memory: Any = c10d._SymmetricMemory  # noqa: SLF001 - torch has no public API for groups that are values
-        # The kernels find the group by its name: older ones among these infos, newer ones among the
-        # registered process groups.
-        memory.set_group_info(self._name, self.rank, self.size, self._store)
-        group = register_group(self._name, self._store, self._groups[0], self.context.platform.device)
-        self._unregister = weakref.finalize(self, unregister_group, self._name, group)
+        memory: Any = c10d._SymmetricMemory  # noqa: SLF001
         buffer = memory.empty_strided_p2p((size,), (1,), torch.uint8, self.context.platform.device, self._name)
         return buffer, memory.rendezvous(buffer, self._name)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.numel() * tensor.itemsize
-        if tensor.dtype not in _DTYPES or not size or size % _ALIGNMENT or size > self._memory.numel():
+        if size > max(self._one_shot, self._two_shot):
             return super().all_reduce(tensor)
-        flat = tensor.contiguous().view(-1)
-        if flat.storage_offset() * flat.itemsize % _ALIGNMENT:
-            flat = flat.clone()
-        buffer = self._memory[:size].view(tensor.dtype)
-        if size <= self._one_shot:
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, flat, "sum", self._name).view(tensor.shape)
-        if size > self._two_shot or size % (_ALIGNMENT * self.size):
+        if size <= self._one_shot and self._kernels.can_sum(tensor):
+            return self._kernels.sum_peers(_align(tensor), self._peers)
+        if size > self._two_shot or size % (_ALIGNMENT * self.size) or not size or tensor.dtype not in _TWO_SHOT_TYPES:
             return super().all_reduce(tensor)
-        buffer.copy_(flat)
-        out = torch.empty_like(flat)
-        torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, out)
-        return out.view(tensor.shape)
+        return self._sum_in_two_shots(_align(tensor), size)
+
+    def _sum_in_two_shots(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        buffer = self._staging[:size].view(tensor.dtype)  # type: ignore[index]
+        buffer.copy_(tensor.view(-1))
+        out = torch.empty_like(tensor)
+        torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, out.view(-1))
+        return out
+
+    def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        if tensor.numel() * tensor.itemsize > self._one_shot or not self._kernels.can_add_norm(tensor, residual):
+            return None
+        return self._kernels.sum_add_norm(tensor, residual, weight, eps, self._peers)
 
     def close(self) -> None:
         self._unregister()  # first: a registered group outlives `_groups`
@@ -95,3 +118,9 @@ def unregister_group(name: str, group: Any) -> None:
     """Undo `register_group`, whose result is `group`."""
     registry: Any = dist.distributed_c10d
     registry._unregister_process_group(name)  # noqa: SLF001
+
+
+def _align(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and at an address that kernels take."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % _ALIGNMENT else tensor

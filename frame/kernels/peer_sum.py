@@ -1,0 +1,173 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Sums over the GPUs of one host, each of which writes its values to the memory of the others, with
+the residual addition and RMSNorm of the next layer if wanted.
+
+There is no barrier: the values themselves are the signal. A rank waits until each place of its
+memory no longer holds `EMPTY`, and writes `EMPTY` back. Two halves of the memory take turns, by a
+counter of each program in device memory, so that captured graphs can be replayed. A rank that
+writes to a half again has read the other half, whose values the readers sent after they had cleared
+the first one.
+
+The collective `p2p` uses it. References: `Collective.all_reduce`,
+`frame.models.layers.norm.RMSNorm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels.launch import PreparedLaunch, ceil_div, choose_warps, launch_dependents, next_power_of_2, wait_for_previous
+
+CHANNELS = 256  # programs of a launch: all of them must run at the same time
+REGION = 16 << 10  # bytes that a channel receives from a rank
+LARGEST = CHANNELS * REGION  # bytes of one launch
+MULTIPLE = 16  # a message has a multiple of so many elements
+_LEAST = 2 << 10  # bytes of a program, so that small messages use few
+_EMPTY = -0x8000  # int16: negative zero of 16-bit types; a float32 of two such halves is about -4.6e-41
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peers:
+    """The memory that the ranks share. `addresses`: int64 [ranks], of each rank's memory as this
+    device sees it; `turns`: int32 [CHANNELS], zeros at the start."""
+
+    rank: int
+    size: int
+    addresses: torch.Tensor
+    turns: torch.Tensor
+
+
+def count_bytes(size: int) -> int:
+    """The bytes of each rank's memory for `size` ranks."""
+    return 2 * size * LARGEST
+
+
+def clear(memory: torch.Tensor) -> None:
+    """Prepare memory, uint8 [count_bytes(size)], before any rank uses it."""
+    memory.view(torch.int16).fill_(_EMPTY)
+
+
+def can_sum(x: torch.Tensor) -> bool:
+    """Whether the kernels take this tensor."""
+    return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.numel() > 0 and x.numel() % MULTIPLE == 0
+
+
+def sum_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """The sum of all ranks' contiguous `x`, in float32 and rounded, the same bits on every rank.
+
+    Negative zeros become zeros. A tensor of more than `LARGEST` bytes takes several launches.
+    """
+    out = torch.empty_like(x)
+    flat, results, most = x.view(-1), out.view(-1), LARGEST // x.itemsize
+    for start in range(0, len(flat), most):
+        part = flat[start : start + most]
+        piece = min(max(next_power_of_2(ceil_div(len(part), CHANNELS)), _LEAST // x.itemsize), REGION // x.itemsize)
+        launch = _prepared(peers.rank, peers.size, piece, 0, (x.dtype, x.dtype), x.device)
+        target = results[start : start + most]
+        launch((ceil_div(len(part), piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (len(part), 0.0))
+    return out
+
+
+def can_add_norm(x: torch.Tensor, residual: torch.Tensor) -> bool:
+    """Whether `sum_add_norm` takes these tensors."""
+    rows, size = x.shape
+    fits = 0 < rows <= CHANNELS and size % MULTIPLE == 0 and size * x.itemsize <= REGION
+    return fits and can_sum(x) and x.is_contiguous() and residual.is_contiguous() and residual.dtype == x.dtype
+
+
+def sum_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers) -> torch.Tensor:
+    """norm(s + residual) for the sum s of all ranks' `x` [rows, size]; s + residual is written over
+    `residual`. Rounds as `sum_peers` and `add_rms_norm` do."""
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    launch = _prepared(peers.rank, peers.size, size, size, (x.dtype, weight.dtype), x.device)
+    launch((rows, 1, 1), (x, residual, weight, out, peers.turns, peers.addresses), (x.numel(), eps))
+    return out
+
+
+@lru_cache(maxsize=256)
+def _prepared(rank: int, size: int, piece: int, norm: int, types: tuple[torch.dtype, torch.dtype], device: torch.device) -> PreparedLaunch:
+    dtype, weight = types
+    block = next_power_of_2(piece)
+    sizes = {"PIECE": piece, "BLOCK": block, "NORM": norm > 0, "REGION": REGION // dtype.itemsize, "CHANNELS": CHANNELS}
+    bits, empty = (tl.int32, _EMPTY * 0x10001 + 0x10000 * (_EMPTY < 0)) if dtype.itemsize == 4 else (tl.int16, _EMPTY)
+    constants = {**sizes, "RANK": rank, "RANKS": size, "BITS": bits, "EMPTY": empty}
+    example = (dtype, dtype, weight, dtype, torch.int32, torch.int64, MULTIPLE, 0.0)
+    return PreparedLaunch(_sum_peers, example, constants, device, choose_warps(block))
+
+
+@triton.jit
+def _sum_peers(
+    x,
+    residual,
+    weight,
+    out,
+    turns,
+    addresses,
+    count,
+    eps,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    REGION: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BITS: tl.constexpr,
+    EMPTY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: pieces of `count` elements. A rank's memory is [2 turns, RANKS, CHANNELS, REGION]."""
+    launch_dependents(PDL)
+    channel = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    places = channel * PIECE + columns
+    inside = (columns < PIECE) & (places < count)
+    memories = ()
+    for rank in tl.static_range(RANKS):
+        memories = memories + (tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(BITS)), 16),)  # type: ignore[assignment]  # noqa: RUF005
+    if NORM:
+        scale = tl.load(weight + columns, mask=columns < PIECE, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    turn = tl.load(turns + channel)
+    own = tl.load(x + places, mask=inside, other=0.0)
+    bits = own.to(BITS, bitcast=True)
+    bits = tl.where(bits == EMPTY, 0, bits)
+    half = ((turn & 1) * RANKS * CHANNELS + channel) * REGION
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(memories[peer] + half + RANK * CHANNELS * REGION + columns, bits, mask=inside)
+    if NORM:
+        stream = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+    received = memories[RANK] + half + columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for source in tl.static_range(RANKS):
+        if source == RANK:
+            found = bits
+        else:
+            found = _receive(received + source * CHANNELS * REGION, inside, EMPTY)
+        total += found.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+    tl.store(turns + channel, turn + 1)  # after `_receive`, in which all threads meet: they have read it
+    result = total.to(x.dtype.element_ty)
+    if NORM:
+        rounded = (stream + result.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(residual + places, rounded, mask=inside)
+        stream = rounded.to(tl.float32)
+        mean = tl.sum(stream * stream, 0) / PIECE
+        result = (stream * tl.rsqrt(mean + eps) * scale).to(x.dtype.element_ty)
+    tl.store(out + places, result, mask=inside)
+
+
+@triton.jit
+def _receive(places, inside, EMPTY: tl.constexpr):
+    """Wait for the values of another rank, and clear their places."""
+    found = tl.load(places, mask=inside, other=0, volatile=True)
+    while tl.max((found == EMPTY).to(tl.int32), 0) != 0:
+        found = tl.load(places, mask=inside, other=0, volatile=True)
+    tl.store(places, tl.full(found.shape, EMPTY, found.dtype), mask=inside)
+    return found

@@ -1,0 +1,145 @@
+"""Sums over ranks that write to each other's memory: several calls of different sizes in a row,
+with and without residual addition and norm.
+
+Run by `test_interpreted.py` under TRITON_INTERPRET=1, with a process for each rank, and by
+tests/gpu, with a stream of one GPU for each rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from frame.kernels import INTERPRETED, peer_sum
+from frame.kernels.elementwise.norm import add_rms_norm
+from frame.kernels.peer_sum import Peers
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+EPS = 1e-5
+Results = list[list[torch.Tensor]]  # of each call
+TOLERANCE = {  # the interpreter cuts bfloat16 instead of rounding
+    torch.bfloat16: {"rtol": 1e-2, "atol": 5e-2}, torch.float16: {"rtol": 2e-3, "atol": 2e-3}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}
+}  # fmt: skip
+CALLS = ((8192, 0), (96, 3), (2048 * 5 + 16, 0), (160, 2), (64, 4), (16, 0), (512, 1))  # (elements or columns, rows; 0: no norm)
+
+
+def make(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's summand, with values that the kernel must tell from empty memory."""
+    columns, rows = CALLS[call]
+    x = torch.randn(columns * max(rows, 1), generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
+    x[:3] = torch.tensor([-0.0, float("inf"), 0.0])
+    return (x.view(rows, columns) if rows else x).to(DEVICE)
+
+
+def residual_of(call: int, dtype: torch.dtype) -> torch.Tensor:
+    columns, rows = CALLS[call]
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(call)).to(dtype).to(DEVICE)
+
+
+def weight_of(columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(columns) % 7 / 8 + 0.5).to(dtype).to(DEVICE)
+
+
+def prepare(rank: int, dtype: torch.dtype) -> Callable[[Peers], Results]:
+    """All calls of a rank, with their arguments on the device."""
+    arguments = []
+    for call, (columns, rows) in enumerate(CALLS):
+        others = (residual_of(call, dtype), weight_of(columns, dtype)) if rows else ()
+        arguments.append((make(rank, call, dtype), *others))
+
+    def act(peers: Peers) -> Results:
+        found: Results = []
+        for x, *others in arguments:
+            if not others:
+                found.append([peer_sum.sum_peers(x, peers)])
+            else:
+                residual = others[0].clone()
+                found.append([peer_sum.sum_add_norm(x, residual, others[1], EPS, peers), residual])
+        return found
+
+    return act
+
+
+def expect(call: int, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
+    """The results by the separate steps."""
+    columns, rows = CALLS[call]
+    total = sum(make(rank, call, dtype).float() for rank in range(ranks)).to(dtype)  # type: ignore[union-attr]
+    if not rows:
+        return [total]
+    return list(add_rms_norm(total, residual_of(call, dtype), weight_of(columns, dtype), EPS))
+
+
+def make_peers(ranks: int) -> list[Peers]:
+    memories = [torch.zeros(peer_sum.count_bytes(ranks), dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
+    turns = [torch.zeros(peer_sum.CHANNELS, dtype=torch.int32, device=DEVICE) for _ in range(ranks)]
+    for memory in memories:
+        if INTERPRETED:
+            memory.share_memory_()
+        peer_sum.clear(memory)
+    addresses = torch.tensor([memory.data_ptr() for memory in memories], device=DEVICE)
+    peers = [Peers(rank, ranks, addresses, turns[rank]) for rank in range(ranks)]
+    made.extend(memories)
+    return peers
+
+
+made: list[torch.Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> None:
+    made.clear()
+
+
+def on_processes(peers: list[Peers], dtype: torch.dtype) -> list[Results]:
+    """The results of all ranks, each in a process that shares the memory."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in peers]
+
+    def run(rank: int) -> None:
+        results = prepare(rank, dtype)(peers[rank])
+        pipes[rank][1].send([[part.float().tolist() for part in parts] for parts in results])
+
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(len(peers))]
+    for process in processes:
+        process.start()
+    found = []
+    for ours, _ in pipes:
+        assert ours.poll(60), "a rank waits for another"
+        found.append([[torch.tensor(part) for part in parts] for parts in ours.recv()])
+    for process in processes:
+        process.join()
+    return found
+
+
+def on_streams(peers: list[Peers], dtype: torch.dtype) -> list[Results]:
+    """The results of all ranks, each a graph on a stream of one GPU, after three replays."""
+    graphs, found = [torch.cuda.CUDAGraph() for _ in peers], []
+    for each, graph in zip(peers, graphs, strict=True):
+        act = prepare(each.rank, dtype)
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            found.append(act(each))
+    streams = [torch.cuda.Stream() for _ in peers]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    return [[[part.float().cpu() for part in parts] for parts in results] for results in found]
+
+
+@pytest.mark.parametrize(("dtype", "ranks"), [(torch.bfloat16, 2), (torch.float32, 3), (torch.float16, 2)])
+def test_calls_in_a_row_give_the_sums_of_all_ranks(dtype: torch.dtype, ranks: int) -> None:
+    found = (on_processes if INTERPRETED else on_streams)(make_peers(ranks), dtype)
+    for call in range(len(CALLS)):
+        expected = expect(call, dtype, ranks)
+        for rank in range(ranks):
+            for mine, first, right in zip(found[rank][call], found[0][call], expected, strict=True):
+                torch.testing.assert_close(mine.view(-1), first.view(-1), rtol=0, atol=0, equal_nan=True)  # the same bits on all ranks
+                torch.testing.assert_close(mine, right.float().cpu(), **TOLERANCE[dtype], equal_nan=True)
+    for memory in made:
+        half = memory.view(torch.int16)
+        assert (half == half[0]).all()  # all places are empty again
