@@ -51,15 +51,16 @@ def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker"
     """Serve with child processes that run `module`. -> exit code."""
     from frame.entrypoints import logs
     from frame.entrypoints.configuration.prepare import prepare
-    from frame.entrypoints.http.server import configured_layout, serve, stop_while_starting
+    from frame.entrypoints.http.server import configured_layout, serve
+    from frame.entrypoints.processes.start_signals import StartSignals
 
     logs.configure("main", loaded.config.log, logs.LogWriter())
-    stop_while_starting()
+    signals = StartSignals()
     if loaded.config.parallel.node_rank:
         return serve_node(prepare(loaded.config))
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
-        return serve(prepared, configured_layout(prepared.resolved, module), loaded.reread)
+        return serve(prepared, configured_layout(prepared.resolved, module), loaded.reread, signals)
     except RuntimeError as error:  # a child process ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
         return 1

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import time
@@ -51,6 +50,7 @@ from frame.entrypoints.processes.deployment import Deployment, Layout
 from frame.entrypoints.processes.hang_dump import LoopWatchdog
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer, wait_ready
 from frame.entrypoints.processes.resource_monitor import start_monitor
+from frame.entrypoints.processes.start_signals import StartSignals, is_on_terminal
 from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.tls import load_certificate
@@ -71,9 +71,10 @@ STUCK = 10.0  # and without one until the stacks of its threads are written
 FOLD = 5.0  # seconds between two counts of the latency lists
 
 
-def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[], LoadedConfig] | None = None) -> int:
-    """Serve until a signal or a child's death; returns the exit code. `layout` replaces the
-    configured processes; `reread` reads the configuration again."""
+def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals) -> int:
+    """Serve until a signal or a child's death; returns the exit code. `layout`: the processes to
+    start; `reread` reads the configuration again; `signals` that come during the start."""
+    signals.hold()
     resolved = prepared.resolved
     started = time.perf_counter()
     certificate = load_certificate(resolved.user.server)
@@ -83,17 +84,16 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
         make_folder(Path(folder))
     admin = AdminListener(resolved.user.server)
     listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
-    layout = layout or configured_layout(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
     raise_file_limit(resolved.user.server.max_connections)
     deployments: list[Deployment] = []
     try:
         for each in split_layout(layout, resolved.plan.num_replicas):
-            deployments.append(Deployment(resolved, each, prepared.registry))  # noqa: PERF401 - those that started are ended below
+            deployments.append(Deployment(resolved, each, prepared.registry, signals.released))  # noqa: PERF401 - those that started are ended below
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)
             spawned = time.perf_counter()
-            infos = [wait_ready(deployment, replica_report(deployment)) for deployment in deployments]
+            infos = [wait_ready(deployment, replica_report(deployment), signals.check) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned
         clients = _clients(resolved, deployments, tokenizer, infos)
         services = _services(prepared, deployments[0], clients, tokenizer, infos[0])
@@ -112,33 +112,13 @@ def serve(prepared: Prepared, layout: Layout | None = None, reread: Callable[[],
                 deployment.set_log_settings(settings)
 
         reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
-        server = Server(app, replicas, (listener, admin), started, reload)
+        server = Server(app, replicas, (listener, admin), started, reload, signals)
         return _run(server.run())
     finally:
         for deployment in deployments:
             deployment.kill()
         listener.close()
         admin.close()
-
-
-def stop_while_starting() -> None:
-    """From now on, and until the server is up, SIGTERM and SIGINT end the process in order, with
-    exit code 0; SIGHUP does where it means that the terminal is gone."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _give_up)
-    signal.signal(signal.SIGHUP, _give_up if is_on_terminal() else signal.SIG_IGN)
-
-
-def is_on_terminal() -> bool:
-    """Whether the process was started by hand, so that SIGHUP means the end of its terminal."""
-    return os.isatty(0)
-
-
-def _give_up(number: int, frame: object) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    report(f"stopped by {signal.Signals(number).name} while starting")
-    raise SystemExit(EXIT_OK)  # by way of every `finally`: children and sockets go
 
 
 def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.processes.worker") -> Layout:
@@ -275,6 +255,7 @@ class Server:
         listeners: tuple[socket.socket, AdminListener],
         started: float,
         reload: Reload,
+        signals: StartSignals,
     ) -> None:
         self._services = services = app.services
         self._replicas = replicas
@@ -287,6 +268,7 @@ class Server:
         limits = ConnectionLimits(server.max_connections, server.client_timeout)
         self._http = HttpServer(app, limits, self._certificate)
         self._reload = reload
+        self._signals = signals
         if app.keys is not None:
             reload.rings.append(app.keys)
 
@@ -296,6 +278,8 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if is_on_terminal() else self._on_hang_up)
+        if self._signals.take():
+            self._on_signal()
         for replica in self._replicas:
             loop.add_reader(replica.deployment.transport.fd, replica.client.receive_messages)
             replica.client.receive_messages()  # the descriptor tells of changes only

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,10 +96,17 @@ class Child:
 
 class Deployment:
     """The children in the order of their start, and the transport to them. A restarted child has
-    the same addresses."""
+    the same addresses. `waiting` is entered while the launcher waits for other hosts."""
 
-    def __init__(self, resolved: Resolved, layout: Layout, registry: Registry) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        layout: Layout,
+        registry: Registry,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self.layout = layout
+        self._waiting = waiting
         try:
             self._sockets = SocketDirectory()
         except OSError as error:
@@ -158,7 +165,8 @@ class Deployment:
         self._sockets.restore()
         if any(child.is_rank for child in children):
             (self._sockets.path / INFLIGHT).unlink(missing_ok=True)
-            self._placement = self._launcher.place()
+            with self._waiting():
+                self._placement = self._launcher.place()
         if any(child.name == "detokenizer" for child in children):
             (self._sockets.path / INFLIGHT_TEXT).unlink(missing_ok=True)
         for child in children:

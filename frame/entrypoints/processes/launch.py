@@ -173,9 +173,10 @@ class ProcessSession:
             self._deployment.stop(CLOSE_TIMEOUT)
 
 
-def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str, Any]:
-    """Wait until every process is ready; returns the data of the engine's `Ready`. Raises
-    ConfigurationError or RuntimeError with the error of a child that failed."""
+def wait_ready(deployment: Deployment, report: Report | None = None, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Wait until every process is ready; returns the data of the engine's `Ready`. `check` is
+    called now and then, and may raise. Raises ConfigurationError or RuntimeError with the error of
+    a child that failed."""
     info: dict[str, Any] = {}
     waiting = set(deployment.names)
     started = time.perf_counter()
@@ -187,6 +188,7 @@ def wait_ready(deployment: Deployment, report: Report | None = None) -> dict[str
                 info = message.data or info
                 if report is not None:
                     report(f"{message.process} ready after {time.perf_counter() - started:.1f} s{_phases(message.data)}")
+        check()
         error = deployment.get_start_error()
         if error is not None:
             raise error

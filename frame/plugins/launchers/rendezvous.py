@@ -159,6 +159,7 @@ class RendezvousLauncher(Launcher):
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._server: asyncio.Server | None = None
         self._is_first, self._is_closing = True, False
         self._key = key or (read_key() if context.num_hosts > 1 else b"")
 
@@ -261,7 +262,8 @@ class RendezvousLauncher(Launcher):
 
     async def _stop(self) -> None:
         self._is_closing = True
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         for node in list(self.nodes.values()):
             node.link.post(frames.BYE)
             await node.link.drain()
