@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 T = TypeVar("T")
 
@@ -39,6 +40,11 @@ class ThreadGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.meeting.exchange(self.rank, tensor)).sum(0)
+
+    def reduce_add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """For norms that have a `scale` on the CPU, which are those with an offset."""
+        residual += self.all_reduce(x)
+        return F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.rank, tensor), dim)

@@ -58,6 +58,22 @@ def test_two_ranks_give_the_logits_of_one(architecture: str, checkpoint: Callabl
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_layer_sums_twice_over_the_ranks(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """Once after attention and once after the experts, routed and shared ones together; and the
+    embeddings."""
+    folder = checkpoint(architecture)
+
+    def act(group: Any) -> tuple[int, int]:
+        session, sums, reduce = open_session(folder, group), [], group.all_reduce
+        group.all_reduce = lambda x: (sums.append(x), reduce(x))[1]
+        session.step(PLAN[0])
+        return len(sums), len(session.model.layers)
+
+    for count, layers in on_ranks(2, act):
+        assert count == 2 * layers + 1
+
+
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "vocab_size": 383}])
 def test_four_ranks_replicate_two_kv_heads(overrides: dict[str, Any], checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("LlamaForCausalLM", **overrides)

@@ -180,6 +180,8 @@ class MoEDispatcher(ABC):
     takes the summands of `run_parts`, [tokens, parts, hidden].
     """
 
+    only_sums: ClassVar[bool] = False  # `combine` is `context.tp.all_reduce`, which the caller may do later
+
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context
 

@@ -109,6 +109,10 @@ class Attention(nn.Module):
         if self.kv_scales.split_heads(self.spec.num_heads) and self.kernel is not None:
             self.kernel.stores = False
 
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.o_proj.defer_sum()
+
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows`: the batch's rows of the rotary table; None where a kernel reads the table by
         position."""

@@ -19,7 +19,7 @@ from torch import nn
 from frame.core.interfaces.batch import HiddenStateTaps, SelectedTokens, StageInput
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.embedding import Head, VocabEmbedding
-from frame.models.layers.linear import HeadLinear
+from frame.models.layers.linear import HeadLinear, RankSum, add_up, defer_sum
 from frame.models.layers.moe import MoE
 from frame.models.layers.norm import LayerNorm, RMSNorm
 from frame.models.layers.parameter import load_parameters
@@ -42,7 +42,7 @@ Norm = RMSNorm | LayerNorm
 
 class DecoderLayer(nn.Module):
     """(x, residual) -> (x, residual). The next norm adds the residual stream, so that one kernel
-    does both."""
+    does both, and the sum over the ranks where it can."""
 
     def __init__(self, input_norm: Norm, attention: nn.Module, post_norm: Norm, mlp: nn.Module) -> None:
         super().__init__()
@@ -51,15 +51,17 @@ class DecoderLayer(nn.Module):
         self.post_norm = post_norm
         self.mlp = mlp
         self._joins_norm = isinstance(mlp, MoE)
+        for part in (attention, mlp):
+            defer_sum(part)
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RankSum,
         residual: torch.Tensor | None,
         rows: torch.Tensor | None,
         batch: ForwardBatch,
         selected: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
         """`selected`: int64 [n], the tokens whose hidden states are returned; for the others only
         keys and values are computed. None: all tokens."""
         x, residual = self.input_norm.add_residual(x, residual)
@@ -69,7 +71,7 @@ class DecoderLayer(nn.Module):
             if not len(selected):
                 return x, residual
         if self._joins_norm:
-            joined: tuple[torch.Tensor, torch.Tensor] = self.mlp.forward_normed(self.post_norm, x, residual)  # type: ignore[operator]
+            joined: tuple[torch.Tensor | RankSum, torch.Tensor] = self.mlp.forward_normed(self.post_norm, x, residual)  # type: ignore[operator]
             return joined
         x, residual = self.post_norm.add_residual(x, residual)
         return self.mlp(x), residual
@@ -259,23 +261,35 @@ class Decoder(CausalLM, nn.Module):
         reads_table = self.rotary.fused and not torch.compiler.is_compiling()
         rows = {rotary: None if reads_table else rotary.gather_rows(batch.positions) for rotary in dict.fromkeys(self.rotaries)}
         given = batch.get(StageInput)
-        x, residual = self.embed(batch.token_ids) if given is None else given.hidden, None
+        x: torch.Tensor | RankSum = self.embed(batch.token_ids) if given is None else given.hidden
+        residual: torch.Tensor | None = None
         *body, last = zip(self.layers, self.rotaries, strict=True)
         taps, first = batch.get(HiddenStateTaps), self.first_layer
         for index, (layer, rotary) in enumerate(body, first):
-            if taps is not None:
-                taps.add_state(index, x, residual)
+            x = self._add_tap(taps, index, x, residual)
             x, residual = layer(x, residual, rows[rotary], batch)
         selected = batch.get(SelectedTokens) if self.is_last else None
-        if taps is not None:
-            taps.add_state(first + len(body), x, residual)
+        x = self._add_tap(taps, first + len(body), x, residual)
         x, residual = last[0](x, residual, rows[last[1]], batch, None if selected is None else selected.indices)
         if self.norm is None:
+            x = add_up(x)
             return (x if x.dim() == 2 else x.sum(1)) + residual
-        hidden = self.norm.add_residual(x, residual)[0] if len(x) else x
+        hidden = self.norm.add_residual(x, residual)[0] if len(x) else add_up(x)
         if taps is not None:
             taps.add_state(first + len(self.layers), hidden)
         return hidden
+
+    @staticmethod
+    def _add_tap(
+        taps: HiddenStateTaps | None, layer: int, x: torch.Tensor | RankSum, residual: torch.Tensor | None
+    ) -> torch.Tensor | RankSum:
+        """Add the stream before the layer, if it is tapped. -> `x`, summed over the ranks if it was
+        added."""
+        if taps is None or layer not in taps.layers:
+            return x
+        x = add_up(x)
+        taps.add_state(layer, x, residual)
+        return x
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden], the input of the first layer."""

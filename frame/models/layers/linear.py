@@ -8,6 +8,7 @@ and multiplies the values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from frame.models.layers.weights.layer_weight import LayerWeight
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.gemm_kernel import Product
     from frame.core.interfaces.weight_format import LayerKind
 
@@ -112,15 +114,55 @@ class QKVLinear(Linear):
         super().__init__(context, names, Range.whole(input_size), (first, *others), bias)
 
 
+@dataclass(frozen=True, slots=True)
+class RankSum:
+    """A layer's result before the sum over the tensor-parallel ranks, so that the next norm can
+    join the sum, and several parts of a layer need one.
+
+    `part` [tokens, hidden]: this rank's summand. All ranks of the group have one.
+    """
+
+    part: torch.Tensor
+    group: Collective
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def index_select(self, dim: int, index: torch.Tensor) -> RankSum:
+        """Those rows of the sum."""
+        return RankSum(self.part.index_select(dim, index), self.group)
+
+
+def add_up(x: torch.Tensor | RankSum) -> torch.Tensor:
+    """The tensor, or the sum over the ranks."""
+    if not isinstance(x, RankSum):
+        return x
+    return x.group.all_reduce(x.part) if len(x) else x.part
+
+
+def defer_sum(module: nn.Module) -> None:
+    """Let a module return its result as a `RankSum`, if it can."""
+    defer = getattr(module, "defer_sum", None)
+    if defer is not None:
+        defer()
+
+
 class RowLinear(Linear):
-    """Inputs split over the ranks; the result is summed over the ranks."""
+    """Inputs split over the ranks; the result is summed over the ranks, here or by the caller."""
 
     def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__(context, (name,), split_range(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
         self.tp = context.tp
+        self._defers = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.product(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self._defers = self.tp.size > 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
+        out: torch.Tensor = self.product(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
+        if self._defers and not torch.compiler.is_compiling():
+            return RankSum(out, self.tp)
         return self.tp.all_reduce(out) if self.tp.size > 1 else out
 
 

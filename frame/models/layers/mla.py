@@ -92,6 +92,10 @@ class LatentAttention(nn.Module):
         self.spec = self.kv_scales.apply_to_spec(self.spec)
         self.folded = fold_projections(self) if self.may_fold else None
 
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.o_proj.defer_sum()
+
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows`: the batch's rows of the rotary table; None where kernels read the table by
         position."""

@@ -62,6 +62,10 @@ class PlainMLP(nn.Module):
         self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
         self.activation = activation
 
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.down_proj.defer_sum()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.up_proj(x)))
 
@@ -79,6 +83,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnLinear(context, names, hidden_size, (inner_size, inner_size), bias)
         self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
         self.kernel = _silu_mul(context.device)
+
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.down_proj.defer_sum()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "gelu_tanh":

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.models.layers.linear import split_range
+from frame.models.layers.linear import RankSum, add_up, defer_sum, split_range
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
@@ -152,34 +152,48 @@ class MoE(nn.Module):
         self.shared = shared
         # otherwise the result is added to, here or on other ranks
         self._returns_parts = shared is None and context.ep_group.size == 1
+        self._defers = False
         # collectives must be issued in the same order on all ranks
         self._overlaps = context.platform.is_asynchronous and context.ep_group.size == 1
+        self._tp = context.tp
         self._platform = context.platform
 
-    def forward_normed(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks: one sum of the routed and the shared experts."""
+        if not self.dispatcher.only_sums or self._tp.size == 1:
+            return
+        self._defers = True
+        if self.shared is not None:
+            defer_sum(self.shared)
+            self._overlaps = self._platform.is_asynchronous and hasattr(self.shared, "defer_sum")  # then neither part has a collective
+
+    def forward_normed(
+        self, norm: RMSNorm, x: torch.Tensor | RankSum, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
         """(this layer of norm(x + residual), x + residual). The first may be [tokens, parts,
         hidden], whose parts the next norm sums."""
-        joined = self.router.compute_normed_logits(norm, x, residual)
-        if joined is None:
-            x, residual = norm.add_residual(x, residual)
-            logits = None
-        else:
-            logits, x, residual = joined
-        return (self._run_experts(x, logits, self.runner.run_parts) if self._returns_parts else self(x, logits)), residual
+        logits, normed = None, norm.join_sum(x, residual) if isinstance(x, RankSum) else None
+        if normed is None:
+            x = add_up(x)
+            joined = self.router.compute_normed_logits(norm, x, residual)
+            if joined is not None:
+                logits, normed = joined[0], joined[1:]
+        inner, residual = norm.add_residual(x, residual) if normed is None else normed
+        return (self._run_experts(inner, logits, self.runner.run_parts) if self._returns_parts else self(inner, logits)), residual
 
-    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor | RankSum:
         """`logits`: the router's logits, if already computed."""
         if self.shared is None:
             return self._run_experts(x, logits)
         if not self._overlaps or len(x) > _OVERLAP_TOKENS:
-            return self._run_experts(x, logits) + self.shared(x)
+            return _add(self._run_experts(x, logits), self.shared(x))
         main, side = self._platform.get_current_stream(), self._platform.get_side_stream()
         side.wait_stream(main)
         with self._platform.use_stream(side):
             shared = self.shared(x)
         out = self._run_experts(x, logits)
         main.wait_stream(side)
-        return out + shared
+        return _add(out, shared)
 
     def get_counts(self) -> torch.Tensor:
         """See `MovableExperts`."""
@@ -198,7 +212,7 @@ class MoE(nn.Module):
             self.routes.set_placement(placement)
         self.experts.weights.derive()
 
-    def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor:
+    def _run_experts(self, x: torch.Tensor, logits: torch.Tensor | None, run: Run | None = None) -> torch.Tensor | RankSum:
         ids, weights = self.router(x, logits)
         if self.router.rule.scales_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
@@ -208,8 +222,12 @@ class MoE(nn.Module):
         if not len(tokens.x):  # none came to this rank
             return self.dispatcher.combine(tokens.x, tokens)
         if self.experts.weights.grouped:
-            return self.dispatcher.combine(self.experts.weights.run(tokens, parts=run is not None), tokens)
-        return self.dispatcher.combine((run or self.runner.run)(tokens, self.experts), tokens)
+            out = self.experts.weights.run(tokens, parts=run is not None)
+        else:
+            out = (run or self.runner.run)(tokens, self.experts)
+        if self._defers and not torch.compiler.is_compiling():
+            return RankSum(out, self._tp)
+        return self.dispatcher.combine(out, tokens)
 
 
 class GatedSharedExpert(nn.Module):
@@ -221,8 +239,20 @@ class GatedSharedExpert(nn.Module):
         self.weight = ShardedParameter(torch.empty(1, hidden_size, dtype=context.dtype))
         self.weight.bind(f"{gate}.weight")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(F.linear(x, self.weight)) * self.expert(x)
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.expert.defer_sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:
+        gate, out = torch.sigmoid(F.linear(x, self.weight)), self.expert(x)
+        return RankSum(gate * out.part, out.group) if isinstance(out, RankSum) else gate * out
+
+
+def _add(routed: torch.Tensor | RankSum, shared: torch.Tensor | RankSum) -> torch.Tensor | RankSum:
+    """The sum of both results, over the ranks too if neither is summed."""
+    if isinstance(routed, RankSum) and isinstance(shared, RankSum):
+        return RankSum(routed.part + shared.part, routed.group)
+    return add_up(routed) + add_up(shared)
 
 
 def is_moe_layer(layer: int, step: int, dense_layers: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.models.layers.linear import RankSum, add_up
 from frame.models.layers.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -70,13 +71,25 @@ class RMSNorm(nn.Module):
         # equals it where the mean is 0, as that of (x, -x) is.
         return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
-    def add_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def join_sum(self, x: RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `add_residual`, in the kernel that sums over the ranks; None where there is none."""
+        if self.scale is None or residual is None or not len(x):
+            return None
+        normed = x.group.reduce_add_norm(x.part, residual, self.scale, self.eps)
+        return None if normed is None else (normed, residual)
+
+    def add_residual(self, x: torch.Tensor | RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), in one kernel where there is one, which writes the
         sum over `residual`.
 
         An `x` of [tokens, parts, size] stands for the sum of its parts, computed in float32 and
         rounded.
         """
+        if isinstance(x, RankSum):
+            joined = self.join_sum(x, residual)
+            if joined is not None:
+                return joined
+            x = add_up(x)
         if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
             return self.kernel(x, residual, self.scale, self.eps)
         if x.dim() == 3:
@@ -105,7 +118,8 @@ class LayerNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
-    def add_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_residual(self, x: torch.Tensor | RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual)."""
+        x = add_up(x)
         stream = x if residual is None else x + residual
         return self(stream), stream

@@ -17,7 +17,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import SelectedTokens
 from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel, DraftModelContext
 from frame.models.layers.decoder import Decoder
-from frame.models.layers.linear import ReplicatedLinear
+from frame.models.layers.linear import ReplicatedLinear, add_up
 from frame.models.layers.parameter import load_parameters
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class PredictionLayer(DraftModel, nn.Module):
         for layer in body:
             x, residual = layer(x, residual, rows, batch)
         x, residual = last(x, residual, rows, batch, None if selected is None else selected.indices)
-        return self.norm.add_residual(x, residual)[0] if len(x) else x
+        return self.norm.add_residual(x, residual)[0] if len(x) else add_up(x)
 
     def compute_logits(self, states: torch.Tensor, place: int) -> torch.Tensor:
         return self._target[0].compute_logits(states)

@@ -7,6 +7,8 @@ own.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +19,8 @@ from frame.plugins.moe_dispatchers.all_reduce import AllReduce
 class AllGatherReduceScatter(AllReduce):
     """Both halves of the sum are collectives of their own. A rank of an attention group gathers
     and gets its share of the group's tokens."""
+
+    only_sums: ClassVar[bool] = False
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
         group, tp = self.context.experts, self.context.tp

@@ -3,6 +3,8 @@ the results are summed over the ranks."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher, select_local
@@ -10,6 +12,8 @@ from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispat
 
 class AllReduce(MoEDispatcher):
     """Moves no token. Does nothing on one rank."""
+
+    only_sums: ClassVar[bool] = True
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> DispatchOutput:
         if placement.ranks > 1:

@@ -85,6 +85,10 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(context, f"{prefix}.norm", Range.whole(sizes.value), sizes.value, sizes.eps)
         self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.value_heads * sizes.value, sizes.hidden)
 
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.out_proj.defer_sum()
+
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` is unused: the order of tokens is in the state."""
         mixed, gate, b, a = self._project(x)

@@ -53,6 +53,10 @@ class KimiDeltaAttention(nn.Module):
         )
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", inner, hidden)
 
+    def defer_sum(self) -> None:
+        """Return a `RankSum` on several ranks."""
+        self.o_proj.defer_sum()
+
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` is unused: the order of tokens is in the state."""
         mixed, beta = self.projections(x).split((3 * self.heads * self.size, self.heads), -1)
