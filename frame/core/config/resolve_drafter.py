@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 MAX_PADDING = 1024  # tokens by which the vocabularies of two sizes of a model may differ
 
 
-def loads_draft_model(resolved: Resolved, records: Mapping[str, Sequence[PluginRecord]]) -> bool:
-    """Whether the drafter's model is that of a model plugin."""
+def find_drafter(resolved: Resolved, records: Mapping[str, Sequence[PluginRecord]]) -> DrafterCapabilities:
+    """What the chosen drafter can do; nothing where there is none."""
     names = [choice.name for choice in resolved.plugins.get("drafter", ())]
     found = [record.capabilities for record in records.get("drafter", ()) if record.name in names]
-    return any(isinstance(each, DrafterCapabilities) and each.loads_model for each in found)
+    return next((each for each in found if isinstance(each, DrafterCapabilities)), DrafterCapabilities())
 
 
 def resolve_draft_model(

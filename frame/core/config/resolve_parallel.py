@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_machine import GIB, count_weights, indivisible
@@ -39,6 +40,9 @@ def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:
     if parallel.node_rank >= plan.hosts:
         remedy = "parallel.node_rank: 0" if plan.hosts == 1 else None
         yield ResolveError(f"parallel.node_rank is {parallel.node_rank}, but parallel.nnodes is {plan.hosts}.", change=remedy)
+    if plan.hosts == 1 and parallel.dist_init_addr is not None:
+        sentence = f"parallel.dist_init_addr is {parallel.dist_init_addr!r}, but parallel.nnodes is 1; set it to the number of hosts."
+        yield ResolveError(sentence, change="parallel.dist_init_addr: null")
     if plan.hosts > 1 and parallel.dist_init_addr is not None and not _ADDRESS.fullmatch(parallel.dist_init_addr):
         yield ResolveError(f"parallel.dist_init_addr is {parallel.dist_init_addr!r}; write the first host's address as HOST:PORT.")
     if plan.hosts > 1 and plan.dp > 1:
@@ -89,10 +93,13 @@ def find_conflicts(
         memory, weights = min(device.memory_bytes for device in devices), count_weights(model_config, chosen_format)
         each = weights // plan.num_ranks
         if each > memory:
+            sizes = range(plan.tp + 1, available // (plan.pp * plan.num_replicas) + 1)
+            holding = (size for size in sizes if weights // (size * plan.pp) <= memory)
+            tp = next((size for size in holding if not indivisible(model_config, replace(plan, tp=size))), None)
             yield ResolveError(
                 f"the weights do not fit: at least {weights / GIB:.0f} GiB / {plan.num_ranks} rank(s) = {each / GIB:.0f} GiB a rank,"
                 f" and a {platform.name} device has {memory / GIB:.0f} GiB.",
-                change=f"parallel.tp: {plan.tp * 2}" if 2 * plan.num_ranks <= available else None,
+                change=f"parallel.tp: {tp}" if tp is not None else None,
             )
 
 

@@ -53,6 +53,7 @@ class DrafterCapabilities:
     runs_on: Literal["host", "device"] = "host"  # host: the scheduler calls it with committed tokens; device: a `DeviceDrafter`
     needs_draft_model: bool = False  # reads `speculative.draft_model_path`
     loads_model: bool = False  # the draft model is that of the model plugin for its architecture
+    head_field: str = ""  # of the draft model's config.json, which the drafter's heads have and other checkpoints do not
     needs_draft_layers: bool = False  # reads layers of the target's checkpoint that only a drafter uses
     keeps_texts: bool = False  # uses texts of ended requests, for requests of the same tenant
 

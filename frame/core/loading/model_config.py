@@ -75,6 +75,16 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     return replace(model_config, sentence=read_sentence_facts(folder))
 
 
+def check_head(path: str, field: str) -> None:
+    """Raise CheckpointError unless `path` is the folder of a head that drafts: its config.json has
+    `field`."""
+    file = Path(path) / "config.json"
+    raw = _read_json(file)
+    if raw is None or field not in raw:
+        problem = "is missing" if raw is None else f"has no {field}"
+        raise CheckpointError(f"speculative.draft_model_path: {file} {problem}; name the folder of a head for speculative.algorithm.")
+
+
 class _Reader:
     """Reads one configuration by synonyms of its keys; errors name the file."""
 

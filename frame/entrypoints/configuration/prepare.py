@@ -13,14 +13,14 @@ from pathlib import Path
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve import resolve
-from frame.core.config.resolve_drafter import loads_draft_model, resolve_draft_model
+from frame.core.config.resolve_drafter import find_drafter, resolve_draft_model
 from frame.core.config.resolve_moves import find_moves
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError, UnknownPluginError, join_conflicts
 from frame.core.errors import ConfigError, ConfigurationError, PluginError
 from frame.core.interfaces.model import ModelCapabilities
-from frame.core.loading.model_config import find_model, read_model_config
+from frame.core.loading.model_config import check_head, find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
 from frame.core.text.chat_template import ChatTemplate, find_template, read_template
 from frame.core.text.tokenizer import read_settings
@@ -75,7 +75,10 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     try:
         resolved = resolve(config, machine, model_config, records)
         path = config.speculative.draft_model_path
-        if path is not None and loads_draft_model(resolved, records):
+        drafter = find_drafter(resolved, records)
+        if path is not None and drafter.head_field:
+            check_head(path, drafter.head_field)
+        if path is not None and drafter.loads_model:
             draft = read_model_config(path, "speculative.draft_model_path")
             resolved = resolve_draft_model(resolved, machine, draft, records)
     except ResolveError as error:

@@ -55,13 +55,13 @@ def register_drafters(registry: KindRegistry) -> None:
     registry.add(
         "eagle3",
         "frame.plugins.drafters.eagle3:Eagle3Drafter",
-        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True),
+        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="draft_vocab_size"),
         summary="Drafts with an EAGLE-3 head: one layer over three hidden states of the model.",
     )
     registry.add(
         "medusa",
         "frame.plugins.drafters.medusa:MedusaDrafter",
-        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True),
+        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="medusa_num_heads"),
         summary="Drafts with Medusa heads over the model's last hidden state.",
     )
     registry.add(

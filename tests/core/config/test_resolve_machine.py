@@ -117,6 +117,15 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: 
     assert sentences == [] if gib is None else f"at least {gib} GiB / 1 rank(s) = {gib} GiB a rank" in sentences[0]
 
 
+@pytest.mark.parametrize(("devices", "gib", "change"), [(8, 80, 2), (8, 40, 4), (8, 24, 8), (4, 24, None), (6, 40, 4)])
+def test_the_change_for_weights_that_do_not_fit_is_one_that_fits(devices: int, gib: int, change: int | None) -> None:
+    """131 GiB of weights, whose 8 KV heads 3, 5, 6 or 7 ranks cannot share."""
+    large = dataclasses.replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, config={"intermediate_size": 28672})
+    machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * devices)
+    (found,) = find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), machine, None)
+    assert found.change == (None if change is None else f"parallel.tp: {change}")
+
+
 @pytest.mark.parametrize(
     ("layers", "hidden", "config", "parameters"),
     [

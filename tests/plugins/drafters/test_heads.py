@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from frame.core.errors import ConfigurationError
+from frame.core.config.schema import FrameConfig
+from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.configuration.prepare import prepare
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.core.drafting.test_draft_graphs import run
 from tests.core.drafting.test_draft_runner import record_drafts
@@ -159,8 +161,20 @@ def test_heads_of_another_model_are_refused(target: tuple[str, Any], eagle: tupl
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
     with pytest.raises(ConfigurationError, match="speculative.num_steps is 3, and the checkpoint has medusa_num_heads 2"):
         make_loop(path=target[0], algorithm="medusa", draft=str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"config\.json is missing"):
         make_loop(path=target[0], algorithm="medusa", draft=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(("algorithm", "field"), [("eagle3", "draft_vocab_size"), ("medusa", "medusa_num_heads")])
+def test_folders_of_no_head_are_refused_without_building(algorithm: str, field: str, tmp_path: Path) -> None:
+    config = {"model": {"path": "frame-tiny"}, "speculative": {"algorithm": algorithm, "draft_model_path": str(tmp_path)}}
+    with pytest.raises(CheckpointError, match=r"config\.json is missing; name the folder of a head"):
+        prepare(FrameConfig.model_validate(config))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(CheckpointError, match=f"has no {field}; name the folder of a head"):
+        prepare(FrameConfig.model_validate(config))
+    (tmp_path / "config.json").write_text(json.dumps({field: 8}))
+    assert prepare(FrameConfig.model_validate(config)).resolved.choice("drafter").name == algorithm
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "medusa"])
