@@ -119,12 +119,12 @@ def _hashed(line: str, path: Path, number: int) -> bytes:
 def check_exposure(server: ServerSection) -> None:
     """Raise ConfigurationError for an address that other machines can reach without a key, and for
     keys that cannot be read."""
-    if load_keys(server) is None and not server.insecure and not _is_local(server.host):
+    if load_keys(server) is None and not server.insecure and not is_local(server.host):
         raise ConfigurationError(
             f"server.host is {server.host}, which other machines can reach, and there is no API key; set --api-key or --api-keys,"
             " listen on 127.0.0.1, or set --insecure to serve every client that can reach it"
         )
-    if server.admin_port is not None and server.admin_key is None and not server.insecure and not _is_local(server.admin_host):
+    if server.admin_port is not None and server.admin_key is None and not server.insecure and not is_local(server.admin_host):
         raise ConfigurationError(
             f"server.admin_host is {server.admin_host}, which others can reach, and there is no admin key; set --admin-key, listen on"
             " 127.0.0.1, or set --insecure"
@@ -133,7 +133,8 @@ def check_exposure(server: ServerSection) -> None:
         ring_of(server.admin_key, "server.admin_key")  # raises for an empty key
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches the address."""
     if host == "localhost":
         return True
     try:

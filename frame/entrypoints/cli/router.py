@@ -22,6 +22,7 @@ def command(
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
     from frame.entrypoints.http.protocol.listening import bound_port
+    from frame.entrypoints.keys import is_local
     from frame.entrypoints.router.server import RouterSettings, check_url, route
 
     urls = tuple(check_url(url) for url in replicas)
@@ -29,5 +30,9 @@ def command(
         raise ConfigError("--replica names a server twice")
     logs.configure("router", LogSection(), logs.LogWriter())
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each request
+    if not is_local(host):
+        logging.getLogger(__name__).warning(
+            "the router listens on %s, which other machines can reach, and checks no API key; start its servers with --api-key", host
+        )
     listener = bound_port(host, port, "--host and --port")
     asyncio.run(route(RouterSettings(urls, health_interval, max_body_bytes, max_connections), listener))

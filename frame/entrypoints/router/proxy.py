@@ -33,6 +33,7 @@ _HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
      b"host", b"content-length", b"expect", b"date")
 )  # fmt: skip
+MOST_HELD = 16  # bodies of the largest size, which all requests together may have
 _REFUSED = (429, 503)  # the replica took nothing
 
 
@@ -61,14 +62,17 @@ class RoutedRequest:
     send: Any
     gone: asyncio.Task[None] | None = None
     tried: set[int] = field(default_factory=set)
+    held: int = 0  # bytes of the body so far
 
 
 class Proxy:
-    """Passes requests to replicas. `max_body`: bytes of a request."""
+    """Passes requests to replicas. `max_body`: bytes of a request. Those of all requests are
+    bounded by `MOST_HELD` times as many; a request beyond is refused with status 503."""
 
     def __init__(self, backends: Backends, client: httpx.AsyncClient, max_body: int) -> None:
         self.backends, self.metrics = backends, RouterMetrics(backends)
         self._client, self._max_body = client, max_body
+        self._held = 0  # bytes of all requests
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -95,7 +99,7 @@ class Proxy:
         try:
             if not target.startswith("/"):  # it would extend the replica's host name
                 raise ApiError(400, f"the request's target is {target[:40]!r}; send a path that begins with /")
-            request.body = await self._read_body(receive)
+            request.body = await self._read_body(request, receive)
             request.gone = asyncio.create_task(_wait_gone(receive))
             await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
         except ClientGoneError:
@@ -104,19 +108,24 @@ class Proxy:
             self.metrics.count("refused")
             await _respond(send, error.status, OPENAI.body(error), retry=error.status == 503)
         finally:
+            self._held -= request.held
             if request.gone is not None:
                 request.gone.cancel()
 
-    async def _read_body(self, receive: Any) -> bytes:
-        parts, size = [], 0
+    async def _read_body(self, request: RoutedRequest, receive: Any) -> bytes:
+        parts = []
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            size += len(message.get("body", b""))
-            if size > self._max_body:
+            part = message.get("body", b"")
+            if request.held + len(part) > self._max_body:
                 raise ApiError(413, f"the body has more than {self._max_body} bytes, the router's --max-body-bytes")
-            parts.append(message.get("body", b""))
+            if self._held + len(part) > MOST_HELD * self._max_body:
+                raise ApiError(503, "the bodies of all requests fill the router's memory; try again later", retry_after=RETRY_AFTER)
+            self._held += len(part)
+            request.held += len(part)
+            parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
 

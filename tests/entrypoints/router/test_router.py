@@ -20,7 +20,7 @@ from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.metrics import RouterMetrics
-from frame.entrypoints.router.proxy import Proxy
+from frame.entrypoints.router.proxy import MOST_HELD, Proxy
 from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.requests import hash_prompt, is_repeatable
 from frame.entrypoints.router.server import check_url
@@ -55,7 +55,10 @@ class FakeReplica:
         self._task.cancel()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = (await receive()).get("body", b"")
+        message = await receive()
+        body = message.get("body", b"")
+        while message.get("more_body"):
+            body += (message := await receive()).get("body", b"")
         if scope["path"] == "/health":
             await self._send(send, self.status if self.status != 429 else 200, b"{}")
             return
@@ -296,6 +299,27 @@ def test_keys_are_passed_on_and_large_bodies_refused() -> None:
             assert answer.status_code == 413
             assert replica.requests == requests
         assert "--max-body-bytes" in answer.json()["error"]["message"]
+
+    run(main)
+
+
+def test_the_bodies_of_all_requests_are_bounded() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, _, _):
+            body = json.dumps({"kind": "hang", "prompt": "x" * 1_000_000})
+            waiting = [asyncio.create_task(client.post("/generate", content=body)) for _ in range(MOST_HELD)]
+            while replica.running < MOST_HELD:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            answer = await client.post("/generate", content=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "fill the router's memory" in answer.text
+            for task in waiting:
+                task.cancel()
+            for _ in waiting:  # the first ones may come before the others have left
+                answer = await client.post("/generate", content=body.replace("hang", "none"))
+                await asyncio.sleep(0.01)
+            assert answer.status_code == 200
 
     run(main)
 
