@@ -33,8 +33,9 @@ from frame.plugins.launchers.authenticated_link import (
     authenticate,
     read_key,
 )  # fmt: skip
-from frame.plugins.launchers.rendezvous import RendezvousLauncher, mask_command, split_address
+from frame.plugins.launchers.rendezvous import MOST_UNPROVEN, RendezvousLauncher, mask_command, split_address
 from frame.plugins.launchers.rendezvous_node import serve_node
+from tests.entrypoints.serving import wait_until
 
 KEY = "a secret of this test"
 
@@ -74,6 +75,23 @@ def test_both_ends_prove_the_secret() -> None:
         assert await node.receive() == (INPUT, 8, b"")
 
     asyncio.run(main())
+
+
+def test_connections_that_prove_nothing_are_bounded(tmp_path: Path) -> None:
+    launcher = RendezvousLauncher(LauncherContext(2, tmp_path, 2, 0, f"127.0.0.1:{free_port()}"), key=b"a" * 16)
+    try:
+        launcher._listen()
+        where = (launcher.host, launcher.port)
+        held = [socket.create_connection(where, 10) for _ in range(MOST_UNPROVEN)]
+        assert all(each.recv(1) for each in held)  # each is asked for the secret
+        with socket.create_connection(where, 10) as refused:
+            assert not refused.recv(1)
+        held[0].close()
+        for each in held[1:]:
+            each.close()
+        wait_until(lambda: launcher._num_unproven == 0, 10)
+    finally:
+        launcher.close()
 
 
 @pytest.mark.parametrize("attack", ["changed", "again", "large", "reflected"])
@@ -212,6 +230,7 @@ def test_a_model_on_two_hosts_survives_the_death_of_a_rank(tmp_path: Path, monke
     ("parallel", "sentence"),
     [
         ({"nnodes": 2, "tp": 2}, "set parallel.dist_init_addr to HOST:PORT"),
+        ({"dist_init_addr": "a:1"}, "parallel.dist_init_addr is 'a:1', but parallel.nnodes is 1"),
         ({"node_rank": 1}, "parallel.node_rank is 1, but parallel.nnodes is 1"),
         ({"nnodes": 2, "dist_init_addr": "a", "tp": 2}, "is 'a'; write the first host's address as HOST:PORT"),
         ({"nnodes": 2, "dist_init_addr": "a:1", "tp": 1}, "does not divide 1 rank"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 FIRST_WAIT, LATER_WAIT = 600.0, 60.0  # seconds for the other hosts, at the first start and at a restart
 REPLY = 30.0  # seconds for a host to start a process
+MOST_UNPROVEN = 64  # connections that have not proved the secret
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ class RendezvousLauncher(Launcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: asyncio.Server | None = None
+        self._num_unproven = 0  # connections
         self._is_first, self._is_closing = True, False
         self._key = key or (read_key() if context.num_hosts > 1 else b"")
 
@@ -228,8 +230,15 @@ class RendezvousLauncher(Launcher):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer, number = writer.get_extra_info("peername"), 0
+        if self._num_unproven >= MOST_UNPROVEN:
+            writer.close()
+            return
         try:
-            link = await authenticate(reader, writer, self._key, is_listener=True)
+            self._num_unproven += 1
+            try:
+                link = await authenticate(reader, writer, self._key, is_listener=True)
+            finally:
+                self._num_unproven -= 1
             _, number, content = await link.receive()
             if not 1 <= number < self.context.num_hosts or number in self.nodes:
                 link.post(frames.FAILED, 0, f"parallel.node_rank {number} is not free".encode())
