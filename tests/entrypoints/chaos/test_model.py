@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from frame.core.loading.model_config import find_model
-from tests.entrypoints.chaos.storm import Storm, processes, restarts
+from tests.entrypoints.chaos.storm import Storm, processes, restarts, strikes
 from tests.entrypoints.serving import RunningServer, wait_until
 
 TEXT = "def add(first, second):\n"
@@ -94,3 +96,24 @@ def test_every_kind_of_answer_survives(tiny: RunningServer, how: signal.Signals)
         assert tiny.post("/check_integrity", {}).status_code == 200
         psutil.wait_procs(family, timeout=5)
         assert not any(child.is_running() for child in family)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_greedy_texts_survive_a_hundred_strikes_at_random_ranks(tiny: RunningServer) -> None:
+    storm = Storm(32, 60)
+    for body in storm.bodies:
+        body["temperature"] = 0.0
+    calm, progress = storm(tiny), storm.progress
+    assert not any(reply.error for reply in calm)
+    ranks = [name for name in processes(tiny) if name.startswith(("scheduler", "follower"))]
+    for number, (victim, how, share) in enumerate(islice(strikes(18, ranks), 100)):
+        before = restarts(tiny)
+        strike = partial(processes(tiny)[victim].send_signal, how)
+        assert storm(tiny, int(share * progress), strike) == calm, (number, victim, how, share)
+        assert restarts(tiny) == before + 1, (number, victim, how, share)
+        wait_until(tiny.ready, 60)
+        wait_until(lambda: tiny.get("/server_info")["outstanding"] == 0)
+        assert tiny.post("/check_integrity", {}).status_code == 200
+        assert tiny.post("/flush_cache", {}).status_code == 200
+        assert tiny.get("/server_info")["used_pages"] == 0
