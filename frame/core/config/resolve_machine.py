@@ -166,17 +166,18 @@ def graph_sizes(
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
     none. Raises ResolveError if the user sets a size where nothing can be captured."""
-    several = f"parallel.pp is {config.parallel.pp}, and stages exchange tensors in the middle of a step" if config.parallel.pp > 1 else ""
+    stages = config.parallel.pp
+    several = f"parallel.pp is {stages}, and stages exchange tensors in the middle of a step" if stages > 1 else ""
     execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
     obstacles = {
-        "cuda_graph_max_bs": several or graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
+        "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": several
         or graph_obstacle(chosen, platform, task, kinds)
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else ""),
     }
-    most = {"cuda_graph_max_bs": min(running, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
+    most = {"cuda_graph_max_bs": min(-(-running // stages), MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
     reasons = {
-        "cuda_graph_max_bs": "all batches: a replay costs the host less than launching each kernel",
+        "cuda_graph_max_bs": f"all {'micro-' if stages > 1 else ''}batches: a replay costs the host less than launching each kernel",
         "prompt_graph_max_tokens": "about as many tokens as the device computes while the host launches a layer",
     }
     wanted = {"cuda_graph_max_bs": execution.cuda_graph_max_bs, "prompt_graph_max_tokens": execution.prompt_graph_max_tokens}

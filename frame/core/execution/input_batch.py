@@ -249,7 +249,8 @@ class InputBatch:
         self._processors = processors
         self.selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
-        self._keeps_step = context.experts is not None  # with groups that do not know each other's prompts
+        # groups do not know each other's prompts; stages get rows in the order of the batch
+        self._keeps_step = context.experts is not None or context.pipeline is not None
         self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
         self._staging = make_staging(context.platform, staged)
         self._mask_staging = make_staging(context.platform, 0)  # for deferred grammar masks

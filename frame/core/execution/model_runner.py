@@ -22,7 +22,7 @@ from frame.core.drafting.draft_runner import DraftRunner
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.collectives import is_true_on_all_ranks
-from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, graph_sizes
+from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
 from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.execution.input_batch import InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
@@ -159,13 +159,18 @@ class TorchModelRunner(ModelRunner):
         """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.
         Raises ConfigurationError if the model or a backend cannot be captured or memory does not
         suffice."""
-        redraw = self._redraw if self.sampler.use_triton else None
-        graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, graph_sizes(max_rows), self.context.platform, redraw)
+        sizes, platform = graph_sizes(max_rows), self.context.platform
+        graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, sizes, platform, self._graph_redraw)
         self._capture(graphs, "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0")
         self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
         if self.drafts is not None:
             problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
             self._capture(self.drafts.make_graphs(graphs), problem)
+
+    @property
+    def _graph_redraw(self) -> Redraw | None:
+        """What draws tokens with filters in a graph; None: nothing does."""
+        return self._redraw if self.sampler.use_triton else None
 
     def capture_piecewise_graphs(self, max_tokens: int) -> None:
         """Capture CUDA graphs of the computations between the attention calls of steps of up to

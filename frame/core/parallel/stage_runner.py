@@ -2,27 +2,32 @@
 stages compute at the same time.
 
 Hidden states go to the next stage, and sampled tokens from the last stage to the first, in
-asynchronous sends. With overlapping steps, the first stage computes the next step's first
-micro-batch while the last stage computes the second one of this step. Must not know a request.
+asynchronous sends; decode graphs hold what is between them. With overlapping steps, the first stage
+computes the next step's first micro-batch while the last stage computes the second one of this
+step. Must not know a request.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from frame.core.execution.input_batch import ForwardInputs
+from frame.core.execution.decode_graphs import DecodeOutputs
+from frame.core.execution.input_batch import ReplayInputs
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import ScheduledBatch, StageInput, StepResult
 from frame.core.interfaces.runner import UnsampledStep
 from frame.core.parallel.micro_batches import MicroBatch, join_results, split_batch, whole_batch
 
 if TYPE_CHECKING:
-    from frame.core.execution.input_batch import StepInputs
+    from frame.core.execution.decode_graphs import Redraw
+    from frame.core.execution.input_batch import ForwardInputs, StepInputs
+    from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.collective import Collective, Transfer
     from frame.core.interfaces.model import Model, ModelConfig
@@ -78,6 +83,7 @@ class StageRunner(TorchModelRunner):
         self._hidden_size = model_config.hidden_size
         self._sends = Sends(stage.tokens, 0) if stage.is_last else Sends(stage.hidden, stage.index + 1)
         self._expected: deque[ExpectedTokens] = deque()
+        self._received = torch.empty(0)  # [rows, hidden]: what the decode graphs read, on stages after the first
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
         # The other ranks of the last stage wait for tokens that are drawn with a deferred mask, and
@@ -98,23 +104,51 @@ class StageRunner(TorchModelRunner):
         if stage.is_first:
             self._receive_tokens(part.number)
         inputs = self.inputs.prepare(part.batch)
-        if not isinstance(inputs, ForwardInputs):
-            raise TypeError("a stage has no decode graphs")
-        self._sends.start(self.forward(self._with_hidden(inputs).batch))
-        if self.inputs.groups is not None:
-            self.inputs.groups.save_states()
+        if isinstance(inputs, ReplayInputs):
+            self._sends.start(self._replay(inputs).logits.clone())  # the next replay writes the original
+        else:
+            self._sends.start(self.forward(self._with_hidden(inputs).batch))
+            if self.inputs.groups is not None:
+                self.inputs.groups.save_states()
         if stage.is_first and len(part.sampling_rows):
             self._expected.append(ExpectedTokens(part.number, part.batch.slots[part.batch.samples].astype(np.int64)))
         return None
+
+    def capture_decode_graphs(self, max_rows: int) -> None:
+        if not self._pipeline.is_first:
+            self._received = torch.zeros(max_rows, self._hidden_size, dtype=self.context.dtype, device=self.context.device)
+        super().capture_decode_graphs(max_rows)
+
+    @property
+    def _graph_redraw(self) -> Redraw | None:
+        return super()._graph_redraw if self._pipeline.is_last else None
+
+    def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
+        """As `TorchModelRunner._decode`; on stages before the last, the hidden states take the
+        place of the logits, and nothing is drawn."""
+        if not self._pipeline.is_first:
+            batch = _add_hidden(batch, self._received[: batch.num_tokens])
+        if self._pipeline.is_last:
+            return super()._decode(batch, params, slots)
+        hidden = self.forward(batch)
+        return DecodeOutputs(batch.token_ids, params["temperature"], hidden)
+
+    def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
+        if not self._pipeline.is_first:
+            self._pipeline.hidden.recv(self._received[: len(inputs.rows.slots)], self._pipeline.index - 1)
+        return super()._replay(inputs)
 
     def _forward_logits(self, inputs: ForwardInputs) -> tuple[torch.Tensor | None, PromptScores | None]:
         return super()._forward_logits(self._with_hidden(inputs))
 
     def _fetch(self, step: int, inputs: StepInputs, sampled: Sampled, prompts: PromptScores | None) -> PendingStep:
         pending = super()._fetch(step, inputs, sampled, prompts)
-        slots = inputs.tensors["sampling_slots" if inputs.plans.verification is None else "verify.slots"]
-        if len(sampled.token_ids):
-            self._sends.start(self.inputs.table.last_token.index_select(0, slots))
+        if not len(sampled.token_ids):
+            return pending
+        if inputs.plans.verification is None:
+            self._sends.start(sampled.token_ids.clone())  # the next replay of a graph writes the original
+        else:
+            self._sends.start(self.inputs.table.last_token.index_select(0, inputs.tensors["verify.slots"]))
         return pending
 
     def _with_hidden(self, inputs: ForwardInputs) -> ForwardInputs:
@@ -124,7 +158,7 @@ class StageRunner(TorchModelRunner):
             return inputs
         hidden = torch.empty(batch.num_tokens, self._hidden_size, dtype=self.context.dtype, device=self.context.device)
         stage.hidden.recv(hidden, stage.index - 1)
-        return replace(inputs, batch=replace(batch, extensions={**batch.extensions, StageInput: StageInput(hidden)}))
+        return replace(inputs, batch=_add_hidden(batch, hidden))
 
     def _receive_tokens(self, number: int) -> None:
         """Store the tokens of all earlier micro-batches of this number in the last-token table."""
@@ -132,6 +166,10 @@ class StageRunner(TorchModelRunner):
             slots = torch.from_numpy(self._expected.popleft().slots).to(self.context.device, non_blocking=True)
             token_ids = self._pipeline.tokens.recv(torch.empty_like(slots), self._pipeline.size - 1)
             self.inputs.table.last_token.index_copy_(0, slots, token_ids)
+
+
+def _add_hidden(batch: ForwardBatch, hidden: torch.Tensor) -> ForwardBatch:
+    return replace(batch, extensions={**batch.extensions, StageInput: StageInput(hidden)})
 
 
 class StageStep:

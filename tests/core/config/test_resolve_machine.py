@@ -41,6 +41,14 @@ def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any
     return resolve(config, H200, model_config, records)
 
 
+def test_stages_capture_micro_batches_of_decodes() -> None:
+    sections: dict[str, Any] = {"model": {"path": EMBEDDED}, "parallel": {"pp": 2}, "execution": {"device": "cuda"}}
+    config = FrameConfig.model_validate(sections | {"scheduler": {"max_running_requests": 33}})
+    found = resolve(config, H200, LLAMA_8B, load_registry(installed=False).all_records())
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (17, 0)
+    assert "stages exchange tensors" in found.reasons["execution.prompt_graph_max_tokens"]
+
+
 def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
     small = dataclasses.replace(LLAMA_8B, hidden_size=1024, num_heads=16, config={"intermediate_size": 3072})
     sparse = {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8}

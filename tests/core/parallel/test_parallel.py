@@ -14,6 +14,7 @@ import pytest
 from frame.core.config.resolve import ResolveError
 from frame.core.config.schema import FrameConfig
 from frame.core.execution.components import build_runner
+from frame.core.execution.decode_graphs import DecodeGraphs
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.platform import HOST
 from frame.core.ipc.results import decode_result, encode_result
@@ -247,6 +248,27 @@ def test_attention_groups_replay_graphs_of_equal_sizes(models: dict[str, Model],
 def test_two_stages(models: dict[str, Model], architecture: str, parallel: Any, overlap: bool, tmp_path: Path) -> None:
     scheduler = {"max_running_requests": 8, "chunked_prefill_size": 32, "overlap": overlap}
     models[architecture].check(tmp_path, 65_536, parallel=parallel, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(("architecture", "parallel"), [("LlamaForCausalLM", {"pp": 2}), ("NemotronHForCausalLM", {"pp": 2})])
+def test_stages_replay_decode_graphs(
+    models: dict[str, Model], architecture: str, parallel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured decodes of micro-batches: a replay reads the hidden states of the stage before."""
+    model, sizes, replay = models[architecture], [], DecodeGraphs.replay
+
+    def noted(graphs: DecodeGraphs, tokens: Any, draws: Any) -> Any:
+        sizes.append(len(tokens.slots))
+        return replay(graphs, tokens, draws)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", noted)
+    sections = {"attention": {"backend": "capturable"}, "cache": {"max_total_tokens": 65_536, "page_size": 16}}
+
+    def act(loop: LocalLoop) -> None:
+        assert loop.generate(PROMPTS, TOKENS) == model.tokens
+
+    generate_with(prepared_for(model.folder, parallel=parallel, **sections), tmp_path, act, graphs=3)
+    assert len(sizes) > 2 * max(map(len, model.tokens)) and max(sizes) == 3  # two stages, two micro-batches a step
 
 
 def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> None:
