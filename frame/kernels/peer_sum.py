@@ -28,7 +28,7 @@ REGION = 16 << 10  # bytes that a channel receives from a rank
 LARGEST = CHANNELS * REGION  # bytes of one launch
 MULTIPLE = 16  # a message has a multiple of so many elements
 _LEAST = 2 << 10  # bytes of a program, so that small messages use few
-_EMPTY = -0x8000  # int16: negative zero of 16-bit types; a float32 of two such halves is about -4.6e-41
+_EMPTY = -0x8000  # int16: negative zero of 16-bit types; a float32 of two such halves, 0x80008000, is about -4.6e-41
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +95,7 @@ def _prepared(rank: int, size: int, piece: int, norm: int, types: tuple[torch.dt
     dtype, weight = types
     block = next_power_of_2(piece)
     sizes = {"PIECE": piece, "BLOCK": block, "NORM": norm > 0, "REGION": REGION // dtype.itemsize, "CHANNELS": CHANNELS}
-    bits, empty = (tl.int32, _EMPTY * 0x10001 + 0x10000 * (_EMPTY < 0)) if dtype.itemsize == 4 else (tl.int16, _EMPTY)
-    constants = {**sizes, "RANK": rank, "RANKS": size, "BITS": bits, "EMPTY": empty}
+    constants = {**sizes, "RANK": rank, "RANKS": size, "WIDE": dtype.itemsize == 4}
     example = (dtype, dtype, weight, dtype, torch.int32, torch.int64, MULTIPLE, 0.0)
     return PreparedLaunch(_sum_peers, example, constants, device, choose_warps(block))
 
@@ -118,11 +117,12 @@ def _sum_peers(
     CHANNELS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    BITS: tl.constexpr,
-    EMPTY: tl.constexpr,
+    WIDE: tl.constexpr,  # values of 32 bits, not of 16
     PDL: tl.constexpr,
 ):
     """Grid: pieces of `count` elements. A rank's memory is [2 turns, RANKS, CHANNELS, REGION]."""
+    BITS: tl.constexpr = tl.int32 if WIDE else tl.int16
+    EMPTY: tl.constexpr = -0x7FFF8000 if WIDE else -0x8000
     launch_dependents(PDL)
     channel = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
