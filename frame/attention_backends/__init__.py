@@ -70,6 +70,7 @@ TRITON = KernelCapabilities(
     kv_dtypes=("fp8_e4m3", "int8"),
     graphs="decode",
     shared_prefixes=True,
+    device_lengths=True,
     measured=MEASURED["triton"],
 )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.interfaces.runner import UnsampledStep
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate, StepTokens
 
@@ -95,7 +96,10 @@ class LocalLoop:
                 in_flight.append((batch, self.runner.launch(batch)))
             if in_flight and (batch is None or len(in_flight) > depth):
                 launched, pending = in_flight.popleft()
-                yield self.scheduler.commit(launched, pending.wait())
+                tokens = self.scheduler.commit(launched, pending.wait())
+                if in_flight and isinstance(step := in_flight[0][1], UnsampledStep):
+                    step.sample(self.scheduler.fill_deferred_mask(in_flight[0][0]))
+                yield tokens
             ended = self.scheduler.drain_outputs()
             if isinstance(ended, StepTokens):
                 yield ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -91,3 +92,13 @@ def test_groups_are_kept_while_the_rows_stay_the_same(monkeypatch: pytest.Monkey
     host.page_table[host.slots[0], 99] += 1  # another request, longer by one, that shares fewer keys
     update(5)
     assert shared.tensor[0, :4].tolist() == [1584] * 4
+
+
+def test_rows_share_no_more_than_their_least_lengths() -> None:
+    from frame.attention_backends.triton.shared_prefixes import group_prefixes
+
+    host = host_of([1700] * 4, ((4, 100),))
+    bounded = replace(host, least_lens=np.array([1585, 1700, 1700, 1700], np.int32))
+    for each, keys in ((host, 1600), (bounded, 1584)):
+        found = group_prefixes(each, 4, PAGE)
+        assert found is not None and (found[0] == keys).all()

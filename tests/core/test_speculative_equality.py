@@ -16,6 +16,7 @@ from msgspec import structs
 from frame.core.config.resolve_drafter import MAX_PADDING
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
@@ -33,14 +34,14 @@ FOLDER = str(find_model(EMBEDDED))
 
 
 def make_loop(**settings: Any) -> LocalLoop:
-    """settings: page_size, tokens, chunk, overlap, algorithm, adaptive, path and draft
+    """settings: page_size, tokens, chunk, overlap, running, algorithm, adaptive, path and draft
     (folders), synthetic."""
     known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, "adaptive": False}
-    known |= {"path": FOLDER, "draft": None, "synthetic": None, **settings}
+    known |= {"running": 16, "path": FOLDER, "draft": None, "synthetic": None, **settings}
     config = {
         "model": {"path": known["path"], "dtype": "float32"},
         "cache": {"page_size": known["page_size"], "max_total_tokens": known["tokens"]},
-        "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
+        "scheduler": {"max_running_requests": known["running"], "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "execution": {"device": "cpu", "threads": 1},
         "speculative": {
             "algorithm": known["algorithm"],
@@ -164,9 +165,10 @@ def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:
         make_loop(algorithm="draft_model", draft=str(make_checkpoint("LlamaForCausalLM", tmp_path)))
 
 
-@pytest.mark.parametrize("algorithm", ["ngram", "mtp"])
-def test_grammars(algorithm: str) -> None:
-    """Requests with and without a grammar."""
+@pytest.mark.parametrize(("algorithm", "overlap"), [("ngram", False), ("mtp", False), ("mtp", True)])
+def test_grammars(algorithm: str, overlap: bool) -> None:
+    """Requests with and without a grammar; with overlap, two run at a time, and a grammar arrives
+    while drafts are in flight."""
     pytest.importorskip("llguidance")
     registry, tokenizer = load_registry(installed=False), Tokenizer.load(FOLDER)
     backend = registry.load(registry.get("grammar_backend", "llguidance"))(GrammarContext(tokenizer, 2048))
@@ -174,14 +176,24 @@ def test_grammars(algorithm: str) -> None:
     compiled = [backend.compile("regex", source) if source else None for source in sources]
     prompts = [[*tokenizer.encode("foo bar aab foo bar aab 000000000"), 6 + number] for number in range(6)]
     params = [SamplingParams(temperature=(0.0, 0.7, 1.0)[number // 2], seed=number, max_tokens=32) for number in range(6)]
-    outputs = []
+    compiled, outputs, is_mixed = compiled * 2, [], False
+    if overlap:
+        compiled.sort(key=lambda each: each is not None)
+        params = [structs.replace(each, max_tokens=16 + 9 * i, frequency_penalty=0.3 * (i % 2)) for i, each in enumerate(params)]
     for each in (None, algorithm):
-        loop = make_loop(algorithm=each)
-        started = (None if one is None else one.start() for one in compiled * 2)
-        add = loop.scheduler.add_request
+        loop = make_loop(algorithm=each, overlap=overlap, running=2 if overlap else 16)
+        started = (None if one is None else one.start() for one in compiled)
+        add, launch = loop.scheduler.add_request, loop.runner.launch
         loop.scheduler.add_request = lambda message, add=add, started=started: add(message, next(started))  # type: ignore[method-assign]
+
+        def watched(batch: ScheduledBatch, launch: Any = launch) -> Any:
+            nonlocal is_mixed
+            is_mixed |= batch.has_deferred_grammar_mask and batch.num_drafts is not None
+            return launch(batch)
+
+        loop.runner.launch = watched  # type: ignore[method-assign]
         outputs.append(loop.generate(prompts, params))
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] and is_mixed == overlap
     assert loop.scheduler.get_load()["accepted_tokens"] > 10
 
 

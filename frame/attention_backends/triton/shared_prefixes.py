@@ -28,7 +28,8 @@ def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | No
     index). Every row keeps at least one key of its own."""
     if rows < MIN_ROWS:
         return None
-    pages = (host.seq_lens[:rows].astype(np.int64) - 1) // page_size  # pages that a row can share
+    lens = host.seq_lens if host.least_lens is None else host.least_lens
+    pages = (lens[:rows].astype(np.int64) - 1) // page_size  # pages that a row can share
     found = np.zeros((FIELDS, rows), np.int32)
     free, taken = np.arange(rows), 0
     for _ in range(ROUNDS):
@@ -114,7 +115,7 @@ class SharedPrefixes:
     def update_groups(self, host: HostView, rows: int, page_size: int) -> None:
         """Describe the first `rows` rows, by a copy on the current stream if they differ from those
         of the previous step."""
-        slots, seq_lens = host.slots[:rows], host.seq_lens[:rows]
+        slots, seq_lens = host.slots[:rows], (host.seq_lens if host.least_lens is None else host.least_lens)[:rows]
         # Detects a slot that now holds another request: between two steps of one request its length
         # grows by one (a padding row's stays 1), and its shared pages stay.
         goes_on = len(slots) == len(self._slots) and bool(

@@ -148,7 +148,7 @@ class DraftGraphs:
 
         slots = numbers(size).fill_(self._drafter.table.padding_slot)
         temperature = torch.zeros(size, dtype=torch.float32, device=states.device)
-        keys = numbers(size, 2 * self._num_steps)
+        keys = numbers(size, 3 * self._num_steps)  # with a draft of the step, and one of the step before
         return DraftRows(slots, numbers(size) + 1, numbers(size), numbers(size), torch.zeros_like(states), numbers(size), temperature, keys)
 
     def _draw(self, rows: DraftRows) -> tuple[torch.Tensor, ...]:

@@ -31,14 +31,15 @@ class DraftRunner:
     """Runs on the runner's stream and in inference mode. In a step: `add_taps`, `begin_step` after
     the target's forward pass, then `draft` once its tokens are drawn and verified."""
 
-    def __init__(self, passes: DraftPasses, num_steps: int) -> None:
-        """num_steps: most tokens of a draft."""
+    def __init__(self, passes: DraftPasses, num_steps: int, *, is_alone: bool = True) -> None:
+        """num_steps: most tokens of a draft. is_alone: no other rank drafts the same tokens."""
         self.model = passes.model
         self._passes = passes
         self._num_steps = num_steps
         self._graphs: DraftGraphs | None = None
         self._step: tuple[ForwardBatch, torch.Tensor] | None = None
         self._has_failed = False
+        self._is_alone = is_alone
 
     def add_taps(self, batch: ForwardBatch) -> None:
         """Ask the target for the hidden states that the model reads."""
@@ -68,7 +69,8 @@ class DraftRunner:
         """Fill the model's cache with the step, and draft. token_ids: int64 [samples], drawn.
         counts: int64 [sampling rows], the samples of each row that are output; None: 1 each.
         tensors: the plan's arrays. -> int64 [sampling rows, plan.num_tokens]; None without a token
-        to draft, and after an error of the model, which ends its use."""
+        to draft, and after an error of the model, which ends its use. With other ranks, which wait
+        for this one's tokens, the error is raised."""
         if self._has_failed:
             return None
         try:
@@ -76,6 +78,8 @@ class DraftRunner:
         except torch.AcceleratorError:
             raise  # the device has failed
         except Exception as error:
+            if not self._is_alone:
+                raise
             self._has_failed = True
             problem = f"{type(error).__name__}: {error}"
             log.error("%s failed and is not used any more: %s; %s", describe(self.model), problem, remedy(self.model), exc_info=error)
@@ -96,7 +100,8 @@ class DraftRunner:
         if not plan.num_tokens:
             return None
         ids, positions = token_ids.index_select(0, last), tensors["draft.positions"] + skipped
-        rows = DraftRows(tensors["draft.slots"], tensors["draft.limits"], ids, positions, states, skipped)
+        columns = skipped + tensors["draft.columns"] if "draft.columns" in tensors else skipped
+        rows = DraftRows(tensors["draft.slots"], tensors["draft.limits"], ids, positions, states, columns)
         if plan.num_drawn:
             rows.temperature, rows.keys = tensors["draft.temperature"], tensors["draft.key"]
         if self._graphs is not None and len(ids) <= self._graphs.most:

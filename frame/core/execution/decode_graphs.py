@@ -195,12 +195,14 @@ class DecodeGraphs:
             for size in reversed(self._sizes):
                 self.steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
 
-    def replay(self, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
+    def replay(
+        self, tokens: TokenRows, draws: Mapping[str, np.ndarray], settle: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+    ) -> DecodeOutputs:
         """Run at most `most` rows of one token each, whose pages and ids are in the table. -> the
         outputs of the sampling rows.
 
         draws: temperature and key of each sampling row, and all filters if a row has one; empty if
-        only the logits are used.
+        only the logits are used. settle: called with the inputs on the device, which it may change.
         """
         rows = len(tokens.slots)
         step = self.steps[self._smallest[rows]]
@@ -216,7 +218,11 @@ class DecodeGraphs:
             **draws,
         }
         padded = self._buffers.write(arrays, size)
-        host = HostView(padded["request_slots"], self._ones[:size], padded["seq_lens"], step.batch.host.page_table)
+        lens, least = padded["seq_lens"], None
+        if settle is not None:
+            settle(self._buffers.tensors)
+            lens, least = lens + np.int32(tokens.unsettled), lens
+        host = HostView(padded["request_slots"], self._ones[:size], lens, step.batch.host.page_table, least)
         self.replayed = size, host
         for view in step.views:
             self._backend.replay_plan(view.plan, replace(view, host=replace(host, page_table=view.host.page_table)))

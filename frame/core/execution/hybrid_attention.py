@@ -256,7 +256,13 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
         seq_lens=batch.seq_lens[rows],
         query_lens=batch.query_lens[rows],
         query_starts=query_starts,
-        host=HostView(host.slots[rows], host.query_lens[rows], host.seq_lens[rows], host.page_table),
+        host=HostView(
+            host.slots[rows],
+            host.query_lens[rows],
+            host.seq_lens[rows],
+            host.page_table,
+            None if host.least_lens is None else host.least_lens[rows],
+        ),
         extensions=extensions,
     )
 

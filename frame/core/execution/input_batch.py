@@ -8,15 +8,16 @@ to the device in one copy. Must not know a request, a model or the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from frame import kernels
+from frame.core.drafting.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
@@ -152,6 +153,7 @@ class TokenRows:
     kv_slots: np.ndarray
     num_sampling: int
     places: Mapping[str, np.ndarray]  # `GroupInputs.find_places`; empty for a model with one cache group
+    unsettled: int = 0  # tokens by which lengths and positions may be greater
 
 
 @dataclass(slots=True)
@@ -165,21 +167,23 @@ class StepPlans:
     verification: VerificationPlan | None = None  # None: no row has a draft
     rounds: tuple[SampleRound, ...] = ()  # of a step with drafts and logits processors, whose `processing` is None
     drafting: DraftingPlan | None = None  # None: there is no device drafter
+    unsettled: UnsettledPlan | None = None  # None: the host has all ids and lengths
 
     def later_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the verification and the device drafter read on the device, by name."""
-        plans = (self.verification, self.drafting)
+        """The arrays that the verification, the device drafter and `UnsettledRows` read on the
+        device, by name."""
+        plans = (self.verification, self.drafting, self.unsettled)
         return {name: array for plan in plans if plan is not None for name, array in plan.arrays.items()}
 
     def extra_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the sampler, the logits processors, the prompt log-probabilities, the
-        verification and the device drafter read on the device, by name."""
+        """The arrays that the sampler, the logits processors, the prompt log-probabilities and
+        `later_inputs` have, by name."""
         arrays = self.sampling.arrays
         if self.processing is not None:
             arrays = {**arrays, **self.processing.arrays}
         if self.prompts is not None:
             arrays = {**arrays, "prompt_targets": self.prompts.targets}
-        if self.verification is not None or self.drafting is not None:
+        if self.verification is not None or self.drafting is not None or self.unsettled is not None:
             arrays = {**arrays, **self.later_inputs()}
         for each in self.rounds:
             arrays = {**arrays, **each.arrays}
@@ -207,15 +211,17 @@ class ForwardInputs:
 class ReplayInputs:
     """A step that a decode graph replays.
 
-    tensors: as in `ForwardInputs`; where the graph draws the tokens, those of the verification
-    and the device drafter alone. draws: parameters of the draw inside of the graph, one entry a
-    sample; empty: the sampler draws from the graph's logits.
+    tensors: as in `ForwardInputs`; where the graph draws the tokens, those of `later_inputs`
+    alone. draws: parameters of the draw inside of the graph, one entry a sample; empty: the sampler
+    draws from the graph's logits. settle: changes the graph's inputs before its replay; None:
+    nothing to change.
     """
 
     plans: StepPlans
     tensors: dict[str, torch.Tensor]
     rows: TokenRows
     draws: Mapping[str, np.ndarray]
+    settle: Callable[[Mapping[str, torch.Tensor]], None] | None
 
 
 StepInputs = ForwardInputs | ReplayInputs
@@ -244,6 +250,7 @@ class InputBatch:
         )  # None: the model has one cache group
         self.sampling = SamplingTable(limits.max_running_requests, by_row=kernels.can_use_triton(context.device))
         self.synthetic: SyntheticAcceptance | None = None
+        self.unsettled = UnsettledRows(self.table)
         self.max_graph_rows = 0
         self.placement: TokenPlacement | None = None
         self._processors = processors
@@ -258,6 +265,7 @@ class InputBatch:
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Sets up and releases slots, plans the step, and moves its inputs to the device."""
         self.update_slots(batch)
+        batch = shorten_rows(batch)
         layout = compute_layout(batch)
         sampling = self.sampling.plan(batch, layout)
         plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
@@ -269,8 +277,12 @@ class InputBatch:
             if plans.processing is not None:
                 rounds = plan_rounds(layout, layout.drafts, self.sampling, self._processors, sampling.slots, batch.grammar_mask)
                 plans.processing, plans.rounds = None, rounds
+        if batch.num_unsettled is not None:
+            self.table.write_host(batch.new_pages)
+            plans.unsettled = self.unsettled.plan(batch, batch.num_unsettled, layout, self.sampling, self.synthetic)
         if batch.draft_order is not None:
-            plans.drafting = plan_drafting(batch, batch.draft_order, layout, self.sampling)
+            more = 0 if plans.unsettled is None else plans.unsettled.width
+            plans.drafting = plan_drafting(batch, batch.draft_order, layout, self.sampling, more)
         if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
             return self._prepare_replay(batch, layout, plans)
         return self._prepare_forward(batch, layout, plans)
@@ -314,6 +326,8 @@ class InputBatch:
         if decodes:
             # a step that may still be in flight samples these ids, so the host does not have them
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
+        self.unsettled.read_tokens(tensors, tensors["token_ids"][decodes:])
+        self.unsettled.settle_tokens(tensors, tensors)
         if selects_tokens:
             extensions[SelectedTokens] = SelectedTokens(tensors["logits_indices"])
         fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays if not name.startswith("group_")}
@@ -321,7 +335,7 @@ class InputBatch:
             num_decodes=decodes,
             page_table=table.pages,
             kv=self.kv,
-            host=HostView(batch.slots, batch.num_scheduled, arrays["seq_lens"], table.host_pages),
+            host=self._view_host(batch, arrays["seq_lens"]),
             extensions=extensions,
             **fields,
         )
@@ -329,6 +343,12 @@ class InputBatch:
             forward = self.groups.make_views(forward, tensors, self.backend.plan)
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("group_")}
         return replace(forward, plan=self.backend.plan(forward)), tensors
+
+    def _view_host(self, batch: ScheduledBatch, lens: np.ndarray) -> HostView:
+        """lens: the least lengths; on a CPU, where `settle_tokens` changed them, the true ones."""
+        if batch.num_unsettled is None or self.table.is_shared:
+            return HostView(batch.slots, batch.num_scheduled, lens, self.table.host_pages)
+        return HostView(batch.slots, batch.num_scheduled, lens + batch.num_unsettled, self.table.host_pages, lens)
 
     def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
         """A deferred grammar mask, int32 [sampling rows, ceil(vocab / 32)], as the tensors that the
@@ -347,6 +367,8 @@ class InputBatch:
             return False  # a state is read and written by one row of a step
         if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
             return False  # the first pass of the drafter reads the drawn tokens only
+        if batch.num_unsettled is not None:  # in `UnsettledPlan`, tokens are in the order of the batch
+            return len(layout.sample_rows) == layout.num_tokens
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
             return given <= GIVEN_TOKENS
         if given > MAX_SINGLE_TOKEN_ROWS:
@@ -360,7 +382,21 @@ class InputBatch:
             tensors, draws = self._stage(batch, plans.later_inputs()), self.sampling.draws(sampling)
         else:  # the sampler replaces the tokens that the graph draws
             tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
-        return ReplayInputs(plans, tensors, self._token_rows(batch, layout), draws)
+        drafted = None if plans.unsettled is None else plans.unsettled.arrays.get("unsettled.sources")
+        rows, settle = self._token_rows(batch, layout, drafted), None
+        if plans.unsettled is not None:
+            settle = partial(self._settle_rows, plans.unsettled, tensors)
+            rows = replace(rows, unsettled=plans.unsettled.width)
+        else:
+            self.unsettled.settle_samples(None, tensors)
+        return ReplayInputs(plans, tensors, rows, draws, settle)
+
+    def _settle_rows(self, plan: UnsettledPlan, tensors: dict[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
+        """rows: the inputs of a decode graph."""
+        self.unsettled.settle_tokens(tensors, rows)
+        keys = self.unsettled.settle_samples(plan, tensors)
+        if keys is not None:
+            rows["key"][: len(keys)].copy_(keys)
 
     def _prepare_forward(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ForwardInputs:
         placement, tokens, used = self.placement, layout.num_tokens, len(layout.logits_indices)
@@ -369,14 +405,15 @@ class InputBatch:
         is_selected = placement is None and self.selects_tokens and 2 * used <= tokens
         forward, tensors = self.build_forward_batch(batch, layout, plans.extra_inputs(), placement, selects_tokens=is_selected)
         tensors.setdefault("sampling_slots", forward.request_slots)
+        self.unsettled.settle_samples(plans.unsettled, tensors)
         all_sample = len(layout.sample_rows) == used == tokens  # every token samples, in order
         indices = None if is_selected or all_sample else forward.logits_indices
         return ForwardInputs(plans, tensors, forward, indices, placement is not None)
 
     def _stage(self, batch: ScheduledBatch, extra_inputs: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Writes the batch's pages and prompt tokens into the table. -> the `extra_inputs` as
-        tensors."""
-        given = len(batch.token_ids)
+        """Writes the batch's pages on the device, and its given tokens into the table. -> the
+        `extra_inputs` as tensors."""
+        given = len(batch.token_ids) if batch.num_unsettled is None else 0
         if given:
             extra_inputs = {**extra_inputs, "given_tokens": batch.token_ids.astype(np.int64)}
         has_moves = self.groups is not None and self.groups.has_moves(batch)
@@ -391,15 +428,16 @@ class InputBatch:
             self.table.last_token[first : first + given].copy_(tensors.pop("given_tokens"))
         return tensors
 
-    def _token_rows(self, batch: ScheduledBatch, layout: BatchLayout) -> TokenRows:
-        """The step's tokens one by one. The ids of prompt tokens are where `_stage` writes them."""
+    def _token_rows(self, batch: ScheduledBatch, layout: BatchLayout, drafted: np.ndarray | None) -> TokenRows:
+        """The step's tokens one by one. The ids of given tokens are where `_stage` writes them.
+        drafted: `UnsettledPlan` says where those of rows with drafts are."""
         slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, layout.sample_rows
         table, total = self.table, layout.num_tokens
         every, positions = self._token_slots(batch, layout, slots)
         sources = every
         if decodes < total:
             sources = every.copy()
-            sources[decodes:] = table.first_given + np.arange(total - decodes)
+            sources[decodes:] = table.first_given + np.arange(total - decodes) if drafted is None else drafted
         kv_slots = self.table.find_kv_slots(batch, every, positions)
         places = {} if self.groups is None else self.groups.find_places(batch, slots, every, positions)
         if total == len(sampling):

@@ -218,7 +218,7 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
         if self.decode_graphs is None:
             raise RuntimeError("a decode step was prepared for a graph, but no graph is captured")
-        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws)
+        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws, inputs.settle)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         return outputs
@@ -288,8 +288,12 @@ class TorchModelRunner(ModelRunner):
             counts, sampled = verified.counts, replace(sampled, token_ids=verified.token_ids)
             if self.inputs.groups is not None:
                 self.inputs.groups.store_drafted(counts)
+            if self.drafts is not None:
+                self.inputs.unsettled.store_counts(inputs.tensors["verify.slots"], counts)
         if plans.drafting is not None and self.drafts is not None:
             drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors)
+            if drafts is not None:
+                self.inputs.table.drafts[:, : drafts.shape[1]].index_copy_(0, inputs.tensors["draft.slots"], drafts)
         output = StepOutput(step, sampled, plans.sampling, prompts, self.processors.find_faults(plans.sampling.slots), counts, drafts)
         return fetch(output, self.context.platform)
 
@@ -314,7 +318,8 @@ class TorchModelRunner(ModelRunner):
     def set_drafter(self, model: DraftModel, num_steps: int, attention: AttentionBackend | None = None) -> None:
         """Draft up to `num_steps` tokens with this model after each step that asks for drafts.
         attention: the backend of its layers; None: that of the target."""
-        self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps)
+        self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps, is_alone=self._tp.size == 1)
+        self.inputs.table.set_draft_width(num_steps)
         self.inputs.selects_tokens &= not model.reads_next  # else the model reads the hidden states of all tokens
 
     def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:

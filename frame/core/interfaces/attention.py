@@ -114,6 +114,7 @@ class AttentionCapabilities:
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
     batch_invariant: bool = False
     shared_prefixes: bool = False  # decodes read a prefix that rows share once
+    device_lengths: bool = False  # lengths are read on the device; those of `HostView` may be bounds
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
     compiles_at_start: bool = False  # `prepare` may take minutes the first time; another backend may serve meanwhile
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal

@@ -78,6 +78,10 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     state_saves: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied after the step
     num_drafts: np.ndarray | None = None  # int32 [rows]; drafted tokens at the row's end; the row samples one more; None: all 0
     draft_order: DraftOrder | None = None  # None: there is no device drafter
+    # int32 [rows]: the row's drafted tokens in the step in flight, which `num_computed` counts as
+    # if all were accepted. The ids of drafts are then on the device, and those in `token_ids` have
+    # no meaning. None: all lengths and ids are known.
+    num_unsettled: np.ndarray | None = None
     grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
     # Of an engine with attention groups: the batch of each group, None for one without rows. The
@@ -149,8 +153,9 @@ class HostView:
 
     slots: np.ndarray  # int32 [rows]
     query_lens: np.ndarray  # int32 [rows]
-    seq_lens: np.ndarray  # int32 [rows]; cached tokens after this step
+    seq_lens: np.ndarray  # int32 [rows]; cached tokens after this step; for backends with `device_lengths` upper bounds
     page_table: np.ndarray  # int32 [slots, max pages]; the whole table, read-only, row = request slot
+    least_lens: np.ndarray | None = None  # int32 [rows]; lower bounds of these tokens; None: `seq_lens` are exact
 
 
 @dataclass(frozen=True, slots=True)

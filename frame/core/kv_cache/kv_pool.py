@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import Limits
     from frame.core.kv_cache.geometry import KVGeometry
 
-GIVEN_TOKENS = 256  # most tokens of a step that come from the host
+GIVEN_TOKENS = 1024  # most tokens of a step that come from the host
 _FP8_MAX = 448.0
 _ALIGNMENT = 64
 _INT8_MAX = 127.0
@@ -153,9 +153,9 @@ class PageTable:
 
 
 class DeviceTable(PageTable):
-    """The page table of the `tokens` group, and the last sampled tokens, int64 [slots + 1 +
-    GIVEN_TOKENS], by request slot. `last_token` from index `first_given` on holds tokens of a step
-    that come from the host."""
+    """The page table of the `tokens` group, and the last sampled tokens by request slot, int64.
+    `last_token` from index `first_given` on holds tokens of a step that come from the host, then
+    the drafts by slot, and last a cell with -1."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.num_slots = limits.max_running_requests
@@ -164,7 +164,15 @@ class DeviceTable(PageTable):
         # more step.
         super().__init__(self.num_slots + 1, -(-limits.max_context // limits.page_size) + 1, limits.page_size, device)
         self.first_given = self.num_slots + 1
-        self.last_token = torch.zeros(self.first_given + GIVEN_TOKENS, dtype=torch.int64, device=device)
+        self.first_drafted = self.first_given + GIVEN_TOKENS
+        self.set_draft_width(0)
+
+    def set_draft_width(self, width: int) -> None:
+        """Make room for drafts of `width` tokens. Called before the first step."""
+        rows, end = self.num_slots + 1, self.first_drafted
+        self.last_token = torch.zeros(end + rows * width + 1, dtype=torch.int64, device=self.pages.device)
+        self.last_token[-1] = -1
+        self.drafts = self.last_token[end:-1].view(rows, width)
 
 
 def _by_token(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,17 +31,18 @@ class DraftingPlan:
 
     num_tokens: int  # to draft for each row
     num_drawn: int  # rows with a temperature above 0
-    width: int  # most samples of a row
+    width: int  # most samples of a row, and tokens by which its positions may be greater
     arrays: dict[str, np.ndarray]
 
 
-def plan_drafting(batch: ScheduledBatch, order: DraftOrder, layout: BatchLayout, table: SamplingTable) -> DraftingPlan:
-    """The plan of a step with this order."""
+def plan_drafting(batch: ScheduledBatch, order: DraftOrder, layout: BatchLayout, table: SamplingTable, more: int = 0) -> DraftingPlan:
+    """The plan of a step with this order. more: tokens by which the positions may be greater."""
     if layout.drafts is None:
         rows = layout.sample_rows
         first, width = np.arange(len(rows)), 1
     else:
         rows, first, width = layout.drafts.rows, layout.drafts.first, int(layout.drafts.num_samples.max(initial=1))
+    width += more
     num_samples = len(layout.sample_rows)
     next_ids = np.zeros(layout.num_tokens, np.int64)
     next_ids[batch.num_decodes : -1] = batch.token_ids[1:]

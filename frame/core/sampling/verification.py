@@ -129,9 +129,15 @@ class RoundSampler:
         targets = tensors["verify.targets"]
         token_ids, best = torch.empty_like(targets), logits.new_empty(len(logits), dtype=torch.float32)
         is_output = torch.ones_like(tensors["verify.first"], dtype=torch.bool)
+        masked = "grammar_mask" in tensors  # a deferred mask, which the rounds do not have
+        if masked:
+            allowed = tensors["grammar_mask"].new_full((len(targets), tensors["grammar_mask"].shape[1]), -1)
+            allowed.index_copy_(0, tensors["grammar_rows"], tensors["grammar_mask"])
         for each in rounds:
             own = each.select(tensors)
             samples, rows = own["samples"], own["rows"]
+            if masked:
+                own |= {"grammar_rows": torch.arange(len(samples), device=samples.device), "grammar_mask": allowed.index_select(0, samples)}
             drawn = self._sampler.sample(logits.index_select(0, samples), each.sampling, each.processing, own)
             ids = self._agree(drawn.token_ids)
             token_ids.index_copy_(0, samples, ids)

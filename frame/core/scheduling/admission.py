@@ -37,6 +37,7 @@ class SchedulerConfig:
     request_timeout: float = 600.0  # seconds from arrival
     seed: int = 0  # of the seeds drawn for requests that bring none
     overlap: bool = False  # a batch may be scheduled while another one is in flight
+    overlaps_drafts: bool = False  # also a batch with the drafts of a device drafter, while one with drafts is in flight
     # Tokens of output growth that are kept free for each running request when another one is
     # admitted. The reserve starts at this value, doubles with a preemption, and halves after
     # RESERVE_DECAY_STEPS steps without one, down to half of this value.

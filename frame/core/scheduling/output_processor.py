@@ -83,7 +83,7 @@ class OutputProcessor:
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(record, result.prompt_logprobs)
         sampled = self._select_live_rows(record, result)
-        num_committed = self._commit_tokens(sampled) if sampled.runs is None else self._commit_runs(sampled, sampled.runs, record)
+        num_committed = self._commit_tokens(sampled) if sampled.runs is None else self._commit_runs(sampled, sampled.runs)
         if self._speculation.is_active:
             self._observe_tokens(sampled, record, result)
         self._find_finished(sampled, num_committed, result)
@@ -138,22 +138,23 @@ class OutputProcessor:
         runs = Runs(tokens, counts, drafted, np.minimum(accepted, counts), firsts)
         return SampledRows(slots, result.token_ids[entries], entries, rows, is_new, runs)
 
-    def _commit_runs(self, sampled: SampledRows, runs: Runs, record: StepRecord) -> np.ndarray:
-        """Commit the new tokens of a step with drafts, and set the counters of its rows back to
-        what was accepted. -> committed tokens of each request, int32 [n]."""
+    def _commit_runs(self, sampled: SampledRows, runs: Runs) -> np.ndarray:
+        """Commit the new tokens of a step with drafts, and set the counters of its rows, and of
+        their rows in flight, back to what was accepted. -> committed tokens of each request, int32
+        [n]."""
         a, is_new = self._table.arrays, sampled.is_new
         for offset in range(runs.tokens.shape[1]):
             chosen = is_new & (runs.counts > offset)
             self._table.append_tokens(sampled.slots[chosen], runs.tokens[chosen, offset])
         self.num_generated += int(runs.counts[is_new].sum())
         has_draft = runs.num_drafts > 0
-        slots, rows = sampled.slots[has_draft], sampled.rows[has_draft]
-        num_committed = a.num_committed_tokens[sampled.slots]
-        a.num_computed_tokens[slots] = record.num_computed[rows] + runs.counts[has_draft]
-        a.num_tokens[slots] = num_committed[has_draft]
-        a.can_decode[slots] = num_committed[has_draft] < a.max_num_tokens[slots]
+        slots, rejected = sampled.slots[has_draft], (runs.num_drafts + 1 - runs.counts)[has_draft]
+        a.num_computed_tokens[slots] -= rejected
+        a.num_tokens[slots] -= rejected
+        a.can_decode[slots] = a.num_tokens[slots] < a.max_num_tokens[slots]
+        self._running.take_back(slots, rejected)
         self._speculation.count(sampled.slots, runs.num_drafts, runs.accepted)
-        return num_committed
+        return a.num_committed_tokens[sampled.slots]
 
     def _observe_tokens(self, sampled: SampledRows, record: StepRecord, result: StepResult) -> None:
         """Pass the new tokens to the drafter, and the drafts that the device made after them."""
@@ -164,6 +165,8 @@ class OutputProcessor:
         if result.drafts is not None:
             sampling_rows = (np.cumsum(record.samples) - 1)[sampled.rows[chosen]]
             self._speculation.store(sampled.slots[chosen], result.drafts[sampling_rows])
+        elif record.num_ordered and record.samples.any():
+            self._speculation.store(sampled.slots, None)
 
     def _commit_tokens(self, sampled: SampledRows) -> np.ndarray:
         """Commit the new tokens. -> committed tokens of each request, int32 [n]."""

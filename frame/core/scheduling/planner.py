@@ -43,6 +43,7 @@ class StepPlan:
     chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
     budget: int = 0  # prompt tokens that may still be added
     is_retry: bool = False  # one request runs alone because a step with it failed
+    has_device_drafts: bool = False  # the tokens of `drafts` are on the device
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or self.decode_slots.size > 0 or self.drafts is not None
@@ -170,11 +171,10 @@ class StepPlanner:
         return slots
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
-        """Add drafted tokens to the scheduled decodes, as far as pages are available without a
-        preemption. The counters of these slots advance as if every draft were accepted; the commit
-        sets them back."""
-        slots = plan.decode_slots
-        drafts = self.speculation.propose(slots)
+        """Add drafted tokens to the decodes, as far as pages are available without a preemption.
+        Counters advance as if every draft were accepted; the commit sets them back."""
+        slots, plan.has_device_drafts = plan.decode_slots, self.speculation.overlaps
+        drafts = self.speculation.count_device_drafts(slots) if plan.has_device_drafts else self.speculation.propose(slots)
         if drafts is None:
             return
         a, page_size = self._running.table.arrays, self._config.page_size
@@ -189,7 +189,7 @@ class StepPlanner:
         chosen, counts = slots[has_draft], drafts.counts[has_draft]
         a.num_computed_tokens[chosen] += counts
         a.num_tokens[chosen] += counts
-        a.can_decode[chosen] = False
+        a.can_decode[chosen] = plan.has_device_drafts & (a.num_tokens[chosen] < a.max_num_tokens[chosen])
         plan.decode_slots, plan.draft_slots = slots[~has_draft], chosen
         plan.drafts = Drafts(drafts.token_ids, counts)
 

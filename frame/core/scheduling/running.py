@@ -35,6 +35,7 @@ class StepRecord:
     is_retry: bool = False  # see `StepPlan.is_retry`
     num_drafts: np.ndarray | None = None  # int32 [rows]; see `ScheduledBatch.num_drafts`
     draft_length: int = 0  # most drafted tokens of a row
+    num_ordered: int = 0  # tokens that a device drafter drafts for each row that samples
     deferred_pages: list[np.ndarray] = field(default_factory=list)  # freed when the step is committed
     deferred_slots: list[int] = field(default_factory=list)  # recycled when the step is committed
 
@@ -157,6 +158,23 @@ class RunningSet:
             self.kv_manager.allocator.free(pages)
         for slot in record.deferred_slots:
             self._recycle(slot)
+
+    def count_drafts_in_flight(self, slots: np.ndarray) -> np.ndarray:
+        """The drafted tokens of these slots in the step in flight, int32 [n]."""
+        found = np.zeros(self.table.num_slots, np.int32)
+        for record in self.in_flight:
+            if record.num_drafts is not None:
+                found[record.slots] = record.num_drafts
+        return found[slots]
+
+    def take_back(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Of these slots so many tokens are rejected that the steps in flight count as
+        computed."""
+        if self.in_flight and counts.any():
+            rejected = np.zeros(self.table.num_slots, np.int32)
+            rejected[slots] = counts
+            for record in self.in_flight:
+                record.num_computed = record.num_computed - rejected[record.slots]
 
     def take_setups(self) -> list[SlotSetup]:
         """Return the slots to set up on the device since the last call."""

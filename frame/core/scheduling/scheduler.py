@@ -82,7 +82,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._admission = Admission(config)
         self._grammars = GrammarCalls(config.vocab_size)
-        speculation = Speculation(table, config.vocab_size, self._grammars)
+        speculation = Speculation(table, config.vocab_size, self._grammars, may_overlap=config.overlaps_drafts)
         self._planner = StepPlanner(config, self._running, self._queue, policy, speculation)
         self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars, speculation)
         self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
@@ -151,7 +151,8 @@ class Scheduler:
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
-        if self._running.in_flight and self._planner.speculation.may_draft:
+        speculation = self._planner.speculation
+        if self._running.in_flight and speculation.may_draft and not speculation.overlaps:
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
@@ -166,9 +167,9 @@ class Scheduler:
         return batch
 
     def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
-        """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [sampling rows,
-        words]; None if no row has a grammar. All earlier steps must be committed."""
-        mask = self._fill_masks(batch.slots[batch.samples])
+        """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [samples, words];
+        None if no row has a grammar. All earlier steps must be committed."""
+        mask = self._fill_masks(_list_sampling_slots(batch.slots, batch.samples, batch.num_drafts))
         self._hold_slow_grammars()
         return mask
 
@@ -317,10 +318,18 @@ class Scheduler:
             skip_kv_store = rereads if rereads.any() else None
         setups, released = running.take_setups(), running.take_released()
         draft_length = self._planner.speculation.update(setups, released)
-        sampling_slots = slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)
+        sampling_slots = _list_sampling_slots(slots, samples, num_drafts)
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
+        unsettled = None
+        if self.config.overlaps_drafts:
+            unsettled = running.count_drafts_in_flight(slots)
+            unsettled[len(slots) - len(plan.chunks) :] = 0  # what a chunk begins after is known
+            unsettled = unsettled if plan.has_device_drafts or unsettled.any() else None
+        has_order = self._planner.speculation.needs_order(has_prompts=bool(plan.chunks))
+        order = self._order_drafts(plan, slots) if has_order else None
+        self._planner.speculation.note_order(slots[samples], order)
         groups = running.kv_manager.groups
         loads, saves = groups.take_states() if groups is not None else (None, None)
         batch = ScheduledBatch(
@@ -340,14 +349,14 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             skip_kv_store=skip_kv_store,
             num_drafts=num_drafts,
-            draft_order=self._order_drafts(plan, slots)
-            if self._planner.speculation.needs_order(has_prompts=bool(plan.chunks))
-            else None,
+            draft_order=order,
+            num_unsettled=unsettled,
             grammar_mask=None if waits else self._fill_masks(sampling_slots),
             has_deferred_grammar_mask=waits,
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
-        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length)
+        num_ordered = 0 if order is None else order.num_tokens
+        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length, num_ordered)
 
     def _order_drafts(self, plan: StepPlan, slots: np.ndarray) -> DraftOrder:
         """What the device drafter does after the step, whose rows have these slots."""
@@ -401,3 +410,8 @@ class Scheduler:
         self._queue.usage.remove_request(request.tenant)
         if self._on_finish is not None:
             self._on_finish(request, finish)
+
+
+def _list_sampling_slots(slots: np.ndarray, samples: np.ndarray, num_drafts: np.ndarray | None) -> np.ndarray:
+    """The slot of each sample of a step."""
+    return slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)

@@ -18,7 +18,7 @@ import numpy as np
 from frame.core.blame import describe, remedy
 from frame.core.drafting.draft_lengths import DraftLengths
 from frame.core.grammars.grammar_masks import GrammarCalls
-from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.batch import DraftOrder, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts
 from frame.core.scheduling.request_slots import RequestTable
@@ -52,11 +52,14 @@ class Speculation:
     """The drafter and the slots that it drafts for. Without a drafter `is_active` is false, and no
     method is called."""
 
-    def __init__(self, table: RequestTable, vocab_size: int, grammars: GrammarCalls) -> None:
+    def __init__(self, table: RequestTable, vocab_size: int, grammars: GrammarCalls, *, may_overlap: bool = False) -> None:
+        """may_overlap: see `SchedulerConfig.overlaps_drafts`."""
         self.stats = SpeculationStats()
         self._lengths = DraftLengths(table.num_slots, 0, is_adaptive=False)
         self._length: int | None = None  # the draft length of the next step; None: not chosen yet
         self._committed: tuple[int, int, float] | None = None  # the last step, if it had decodes only: number, length, time
+        self._may_overlap = may_overlap
+        self._on_device = np.zeros(table.num_slots, np.int32)  # by slot: tokens of the draft after its last scheduled token
         self._table = table
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -116,6 +119,12 @@ class Speculation:
         return self.num_ahead > 0 and (self._choose_length() > 0 or has_prompts or not self._lengths.is_idle)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether steps with drafts overlap now: their ids stay on the device, where no grammar can
+        check them."""
+        return self._may_overlap and self.num_ahead > 0 and not self._table.num_grammars
+
+    @property
     def may_draft(self) -> bool:
         """Whether the next step has drafts."""
         return self._drafter is not None and self._choose_length() > 0
@@ -149,6 +158,20 @@ class Speculation:
         counts[chosen] = drafts.counts
         return Drafts(drafts.token_ids, counts)
 
+    def note_order(self, slots: np.ndarray, order: DraftOrder | None) -> None:
+        """The slots that sample in the step being scheduled, and what the drafter does after it."""
+        self._on_device[slots] = 0 if order is None else order.num_tokens
+
+    def count_device_drafts(self, slots: np.ndarray) -> Drafts | None:
+        """As `propose`, of drafts that stay on the device: the counts alone. The tokens before them
+        may be in flight."""
+        if not slots.size or not self._choose_length():
+            return None
+        a, length = self._table.arrays, self._choose_length()
+        limits = np.minimum(np.minimum(self._lengths.limit(slots), self._wanted[slots]), length)
+        counts = np.minimum(np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], limits), self._on_device[slots]).clip(0)
+        return Drafts(np.zeros(int(counts.sum()), np.int32), counts.astype(np.int32)) if counts.any() else None
+
     def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
         """The token ids of rows with drafts, int32: of each its last committed token, then its
         draft."""
@@ -174,10 +197,12 @@ class Speculation:
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
 
-    def store(self, slots: np.ndarray, drafts: np.ndarray) -> None:
+    def store(self, slots: np.ndarray, drafts: np.ndarray | None) -> None:
         """The drafts of a device drafter after the tokens that `observe` was called with: int32 [n,
-        k]."""
-        if isinstance(self._drafter, DeviceDrafter):
+        k]. None: it made none of those that were ordered, since its model has failed."""
+        if drafts is None:
+            self._may_overlap = False
+        elif isinstance(self._drafter, DeviceDrafter):
             self._drafter.store_drafts(slots, drafts)
 
     def record_step(self, record: StepRecord, now: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import EvictionContext, PrefixCacheCapabilities, PrefixCacheContext
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.scheduling import SchedulingContext
@@ -77,6 +78,7 @@ def build_scheduler(
         request_timeout=user.scheduler.request_timeout,
         seed=user.model.seed,
         overlap=resolved.overlap,
+        overlaps_drafts=_overlaps_drafts(resolved, registry, len(pools)),
         pools=resolved.pooling is not None,
         whole_prompts=resolved.computes_whole_prompts,
         preemption=user.scheduler.preemption,
@@ -91,6 +93,16 @@ def build_scheduler(
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.enable_speculation(drafter, speculative.num_steps, is_adaptive=speculative.adaptive)
     return scheduler
+
+
+def _overlaps_drafts(resolved: Resolved, registry: Registry, num_pools: int) -> bool:
+    """Whether a step with drafts may be planned before the one before it has its lengths. On a CPU
+    a step has ended when it is launched."""
+    if not resolved.overlap or num_pools > 1 or resolved.plan.num_groups > 1:
+        return False
+    chosen = {choice.name for choice in resolved.plugins.get("attention_backend", ())}
+    found = [record.capabilities for record in registry.records("attention_backend") if record.name in chosen]
+    return resolved.device == "cpu" or all(isinstance(each, AttentionCapabilities) and each.device_lengths for each in found)
 
 
 def _check_groups(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> None:

@@ -42,13 +42,15 @@ class CapturableAttention(PlainAttention):
         return super().plan(replace(batch, host=host))
 
 
-def run(most: int, algorithm: str, path: str = FOLDER, draft: str | None = None) -> tuple[list[list[int]], Any]:
+def run(
+    most: int, algorithm: str, path: str = FOLDER, draft: str | None = None, *, overlap: bool = False
+) -> tuple[list[list[int]], Any]:
     """The output, and each draft with the tokens that it follows. most: rows of the largest
     graph."""
     config = {
         "model": {"path": path, "dtype": "float32"},
         "cache": {"max_total_tokens": 2048},
-        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64, "overlap": False},
+        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64, "overlap": overlap},
         "attention": {"backend": "capturable"},
         "execution": {"device": "cpu", "threads": 1},
         "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": draft},
@@ -68,3 +70,20 @@ def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: st
     captured = run(20, algorithm, draft=draft)
     assert captured == run(0, algorithm, draft=draft)
     assert len(captured[1]) > 12
+
+
+@pytest.mark.parametrize(("algorithm", "most"), [("mtp", 20), ("draft_model", 20), ("mtp", 0)])
+def test_overlapping_steps_take_their_lengths_from_the_device(algorithm: str, most: int) -> None:
+    draft = FOLDER if algorithm == "draft_model" else None
+    outputs, found = run(most, algorithm, draft=draft, overlap=True)
+    expected, alone = run(0, algorithm, draft=draft)
+    assert outputs == expected
+    drafts = {tuple(tokens): draft for tokens, draft in alone}
+    wholes = [prompt + output for prompt, output in zip(make_requests(6, seed=5)[0], outputs, strict=True)]
+    common = 0
+    for tokens, draft in found:
+        left = max(len(whole) for whole in wholes if whole[: len(tokens)] == tokens) - len(tokens)  # no pages for what comes after
+        if (other := drafts.get(tuple(tokens))) is not None:
+            common += 1
+            assert draft[:left] == other[:left]
+    assert common > 10

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from frame.core.drafting.draft_runner import DraftRunner
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.batch_layout import compute_layout
-from frame.core.sampling.draft_plan import plan_drafting
+from frame.core.sampling.draft_plan import DraftingPlan, plan_drafting
 from frame.core.sampling.sampling_metadata import SamplingTable, draw_keys
 from scripts.train_frame_tiny.export import load_model
 from scripts.train_frame_tiny.model import FrameTiny, rope_tables
@@ -112,3 +113,17 @@ def test_keys_of_a_draft_are_those_of_its_positions() -> None:
     assert arrays["draft.positions"].tolist() == [10, 21] and arrays["draft.limits"].tolist() == [16, 32]
     keys = [draw_keys(np.full(4, seed), first + np.arange(4)) for seed, first in ((41, 11), (40, 22))]
     assert (arrays["draft.key"] == np.array(keys)).all()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_error_of_the_model_beside_other_ranks_is_raised(is_alone: bool) -> None:
+    """They wait for this rank's tokens."""
+    runner: Any = make_loop(algorithm="mtp").runner
+    drafts = DraftRunner(runner.drafts._passes, STEPS, is_alone=is_alone)
+    slot = torch.zeros(1, dtype=torch.int64)
+    arguments = (slot, None, DraftingPlan(1, 0, 1, {}), {"draft.first": slot})
+    if is_alone:
+        assert drafts.draft(*arguments) is None
+    else:
+        with pytest.raises(RuntimeError, match="its forward pass is not known"):
+            drafts.draft(*arguments)

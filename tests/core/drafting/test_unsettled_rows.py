@@ -1,0 +1,58 @@
+"""A step that is planned before its lengths are known has the inputs of one that is planned
+after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, SlotSetup
+from frame.core.interfaces.sampling_params import SamplingParams
+from tests.core.test_speculative_equality import make_loop
+
+LENGTH, DRAFT, REJECTED = 5, [41, 42, 43], 1  # of slot 0, whose step in flight has as many drafted tokens
+
+
+def make_batch(setups: list[SlotSetup]) -> ScheduledBatch:
+    """Rows without a draft and with two drafted tokens."""
+    pages = [(slot, place, 1 + 3 * slot + place) for slot in range(2) for place in range(3)]
+    return ScheduledBatch(
+        step=0,
+        num_decodes=1,
+        slots=np.array([1, 0], np.int32),
+        num_computed=np.array([5, LENGTH], np.int32),
+        num_scheduled=np.array([1, 3], np.int32),
+        token_ids=np.array([40, *DRAFT[:2]], np.int32),
+        samples=np.array([True, True]),
+        new_pages=np.array(pages, np.int32),
+        num_drafts=np.array([0, 2], np.int32),
+        draft_order=DraftOrder(2, np.full(2, 12, np.int32), np.zeros(2, np.int32)),
+        setups=setups,
+    )
+
+
+def test_inputs_are_those_of_known_lengths() -> None:
+    inputs: Any = make_loop(algorithm="mtp", page_size=4).runner.inputs  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=1.0, frequency_penalty=0.5)
+    expected = inputs.prepare(make_batch([SlotSetup(slot, params, 5 + slot, 2, np.array([3, 4], np.int32)) for slot in range(2)]))
+    inputs.table.last_token[:2] = torch.tensor([40, 7])
+    inputs.table.drafts[0] = torch.tensor(DRAFT)
+    inputs.unsettled.store_counts(torch.tensor([1, 0]), torch.tensor([1, 1 + len(DRAFT) - REJECTED]))
+    batch = msgspec.structs.replace(make_batch([]), token_ids=np.zeros(3, np.int32))
+    for unsettled, more in ((len(DRAFT), REJECTED), (0, 0)):  # then nothing is in flight, and no count of before is added
+        late = np.array([0, unsettled], np.int32)
+        found = inputs.prepare(msgspec.structs.replace(batch, num_computed=batch.num_computed + np.array([0, more]), num_unsettled=late))
+        assert found.batch.token_ids.tolist() == [7, 40, *DRAFT[:2]]
+        for name in ("positions", "kv_slots", "seq_lens", "request_slots", "logits_indices"):
+            assert torch.equal(getattr(found.batch, name), getattr(expected.batch, name)), name
+        names = ["verify.targets", "draft.positions", *(name for name in expected.tensors if name.startswith("round."))]
+        assert any(name.endswith(".positions") for name in names[2:]) and any(name.endswith(".key") for name in names)
+        for name in names:
+            assert torch.equal(found.tensors[name], expected.tensors[name]), name
+        columns = found.tensors["draft.columns"] if unsettled else torch.zeros(2, dtype=torch.int64)
+        for row, column in enumerate(columns.tolist()):  # from here on the keys of a row are those of its positions
+            assert torch.equal(found.tensors["draft.key"][row, column : column + 3], expected.tensors["draft.key"][row, :3])
+        assert found.batch.host.seq_lens.tolist() == expected.batch.host.seq_lens.tolist()
