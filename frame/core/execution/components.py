@@ -281,6 +281,21 @@ class _Drafter:
 
 def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: BuildContext) -> _Drafter | None:
     """Build and load the model of a device drafter, if there is one."""
+    if (prepared := prepare_drafter(resolved, parts, target, build)) is None:
+        return None
+    make, own, checkpoint = prepared
+    model, report = load_model(make, own, checkpoint)
+    groups = model_geometry(model, KVGeometry((), 1, build.dtype)).groups
+    if any(group.kind != "tokens" for group in groups) or (parts.draft is not None and not groups):
+        raise ConfigurationError("speculative.draft_model_path has layers with a window or a state; name a draft model without")
+    return _Drafter(model, report.bytes, own.attention)
+
+
+def prepare_drafter(
+    resolved: Resolved, parts: Parts, target: Model, build: BuildContext
+) -> tuple[Callable[[], DraftModel], BuildContext, Checkpoint] | None:
+    """What builds the model of a device drafter, its context, whose attention backend is None if it
+    is the target's, and its checkpoint; None where no drafter runs on the device."""
     if parts.drafter is None:
         return None
     drafter, source, attention, make = parts.drafter.build(resolved.drafter_context), parts.weight_source, None, None
@@ -292,11 +307,7 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
     context = DraftModelContext(target, ModelContext.from_build(build, config), resolved.model.num_layers, make)
     checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
     # the target's layers have prepared its backend
-    model, report = load_model(partial(drafter.build_model, context), replace(build, attention=attention), checkpoint)
-    groups = model_geometry(model, KVGeometry((), 1, build.dtype)).groups
-    if any(group.kind != "tokens" for group in groups) or (make is not None and not groups):
-        raise ConfigurationError("speculative.draft_model_path has layers with a window or a state; name a draft model without")
-    return _Drafter(model, report.bytes, attention)
+    return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint
 
 
 def _plan_memory(resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory) -> MemoryPlan | None:

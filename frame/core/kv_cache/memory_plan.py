@@ -39,6 +39,9 @@ class MemoryPlan:
     bytes_per_token: int
     tokens: int  # that the KV cache holds
     is_shared: bool  # the host's memory
+    window_bytes: int = 0  # of one token in all layers with a window
+    state_bytes: int = 0  # of a sequence's recurrent states
+    drafter: int = 0  # a part of `weights`
 
     @property
     def used(self) -> int:
@@ -83,6 +86,8 @@ def plan_memory(
         bytes_per_token=geometry.bytes_per_token,
         tokens=tokens,
         is_shared=before.is_shared,
+        window_bytes=sum(geometry.count_bytes(index) for index, pool in enumerate(pools) if pool.kind == "window"),
+        state_bytes=sum(geometry.count_bytes(index) for index, pool in enumerate(pools) if pool.kind == "snapshot"),
     )
 
 

@@ -48,8 +48,9 @@ def command(
 
 def _format(plan: dict, device: str, machine: str | None) -> str:  # type: ignore[type-arg]
     rows = [f"{plan['model']} ({plan['config']}) on {machine or 'this machine'}, {device}: {plan['parallel']}", "", "memory of a rank, GiB"]
-    names = ("others", "weights", "activations", "graphs", "workspaces", "cache", "used", "total")
-    notes = {"others": "driver and other processes", "graphs": "part of the activations", "cache": f"{plan['max_total_tokens']:,} tokens"}
+    names = ("others", "weights", "drafter", "activations", "graphs", "workspaces", "cache", "used", "total")
+    notes = {"others": "driver and other processes", "drafter": "part of the weights", "graphs": "part of the activations"}
+    notes["cache"] = f"{plan['max_total_tokens']:,} tokens"
     seen: list[dict[str, int]] = []
     for rank in plan["ranks"]:
         if rank not in seen:

@@ -67,12 +67,12 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
-        drafter=_load_device_drafter(resolved, registry),
+        drafter=load_device_drafter(resolved, registry),
         draft=None if resolved.draft is None else load_parts(resolved.draft, registry),
     )
 
 
-def _load_device_drafter(resolved: Resolved, registry: Registry) -> Loaded[Any] | None:
+def load_device_drafter(resolved: Resolved, registry: Registry) -> Loaded[Any] | None:
     """The drafter, if it runs on the device."""
     for choice in resolved.plugins.get("drafter", ()):
         capabilities = registry.get("drafter", choice.name).capabilities

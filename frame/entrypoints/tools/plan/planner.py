@@ -17,7 +17,7 @@ import torch
 
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.execution.components import Loaded, Parts, build_context
+from frame.core.execution.components import Loaded, Parts, build_context, prepare_drafter
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.collective import CollectiveContext, LocalGroup
 from frame.core.interfaces.model import ModelContext
@@ -29,6 +29,7 @@ from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import count_bytes
 from frame.core.loading.model_config import find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.processes.build_engine import load_device_drafter
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.moe import DispatchOutput
-    from frame.core.kv_cache.geometry import KVGeometry
+    from frame.plugins.registry import Registry
 
 PUBLISHED = Path(__file__).with_name("published")  # folders with the config.json of known checkpoints
 CONTEXT_BYTES = 640 << 20  # of a process on a CUDA device, before its first tensor
@@ -124,34 +125,45 @@ class DeploymentPlan:
 
     @cached_property
     def cost(self) -> ModelCost | None:
-        """The model's sizes, with the real bytes of a weight; None where they are unknown, or where
-        layers store different things."""
-        cost = ModelCost.of(self.resolved.model)
-        if cost is None or cost.window is not None or cost.state:
+        """The target's sizes, with the real bytes of a weight; None where they are unknown."""
+        cost, plan = ModelCost.of(self.resolved.model), self.resolved.plan
+        if cost is None:
             return None
-        values = sum(part.count * (part.dense + part.experts * part.expert) for part in cost.layers) + 2 * cost.head
-        return replace(cost, weight_bytes=sum(stage.weights for stage in self.stages) * self.resolved.plan.tp / values)
+        copies = {part: part.experts + plan.redundant_experts if part.experts else 0 for part in cost.layers}
+        values = sum(part.count * (part.dense + copies[part] * part.expert) for part in cost.layers) + 2 * cost.head
+        return replace(cost, weight_bytes=sum(stage.weights - stage.drafter for stage in self.stages) * plan.tp / values)
 
     def bound_decode(self, rows: int, context: int) -> Phase | None:
-        """The lower bound of a decode step of `rows` sequences; None without rates."""
-        plan = self.resolved.plan
-        in_stage = max(1, rows // plan.pp)  # one micro-batch; a token passes all stages
-        tokens = in_stage * context * sum(stage.bytes_per_token for stage in self.stages)
-        return self._bound(f"decode, batch {rows}", in_stage, rows, tokens, in_stage)
+        """The lower bound of a decode step of `rows` sequences without drafts; None without
+        rates."""
+        if (cost := self.cost) is None:
+            return None
+        in_stage = max(1, rows // self.resolved.plan.pp)  # one micro-batch; a token passes all stages
+        in_window = min(context, cost.window.tokens) if cost.window is not None else 0
+        cached = sum(
+            context * stage.bytes_per_token + in_window * stage.window_bytes + 2 * stage.state_bytes  # read and written
+            for stage in self.stages
+        )
+        return self._bound(f"decode, batch {rows}", in_stage, rows, in_stage * cached, in_stage)
 
     def bound_prefill(self) -> Phase | None:
         """The lower bound of a prefill step of a whole chunk; None without rates."""
+        if (cost := self.cost) is None:
+            return None
         rows = self.resolved.chunked_prefill_size
-        pairs = rows * rows / 2  # causal
-        return self._bound(f"prefill, chunk {rows}", rows, rows * self.resolved.plan.pp, head_rows=1, pairs=pairs)
+        mixing = cost.pair * rows * rows / 2  # causal
+        if cost.window is not None:
+            mixing += cost.window.pair * cost.window.pairs(rows)
+        return self._bound(f"prefill, chunk {rows}", rows, rows * self.resolved.plan.pp, head_rows=1, mixing=mixing)
 
-    def _bound(self, name: str, rows: int, finished: int, cache_bytes: float = 0, head_rows: int = 0, pairs: float = 0) -> Phase | None:
+    def _bound(self, name: str, rows: int, finished: int, cache_bytes: float = 0, head_rows: int = 0, mixing: float = 0) -> Phase | None:
+        """`mixing`: operations of attention."""
         cost, card, tp = self.cost, self.card, self.resolved.plan.tp
         if cost is None or card is None:
             return None
         met = sum(part.met for part in cost.layers)
         weights = cost.weight_bytes * (sum(part.read(rows) for part in cost.layers) + cost.head) / tp
-        operations = (2 * (rows * met + head_rows * cost.head) + pairs * cost.pair) / tp
+        operations = (2 * (rows * met + head_rows * cost.head) + rows * cost.recurrence + mixing) / tp
         rate = card.ceilings.operations * (2 if card.has_fp8 and cost.weight_bytes < 1.5 else 1)
         num_sums = _SUMS_A_LAYER * self.resolved.model.num_layers if tp > 1 else 0
         sent = rows * self.resolved.model.hidden_size * 2 * 2 * (tp - 1) / tp  # bytes of one sum, by rank
@@ -251,27 +263,20 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
     if not (weights := count_bytes(model)):
         name = registry.get("model", resolved.choice("model").name).name
         raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
-    geometry: KVGeometry = model_geometry(model, kv_geometry(resolved.model, plan.attention_tp, resolved.page_size, resolved.kv_dtype))
-    return plan_memory(resolved, context.limits, context.dtype, geometry, weights, memory)
+    draft: Any = None
+    if (drafter := prepare_drafter(resolved, parts, model, context)) is not None:
+        with torch.device("meta"):
+            draft = drafter[0]()
+    draft_bytes = 0 if draft is None else count_bytes(draft)
+    uniform = kv_geometry(resolved.model, plan.attention_tp, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, uniform, draft)
+    return replace(plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, memory), drafter=draft_bytes)
 
 
 def _build_context(prepared: Prepared, stage: int) -> tuple[Parts, Any]:
     """The plugins that decide the sizes of a model, and a rank's context on the meta device."""
-    resolved, registry = prepared.resolved, prepared.registry
-    plan = resolved.plan
-
-    def load(kind: str) -> Any:
-        return Loaded(*registry.choose(resolved.choice(kind))) if resolved.plugins.get(kind) else None
-
-    capabilities = registry.get("attention_backend", resolved.choice("attention_backend").name).capabilities
-    parts = Parts(
-        model=load("model"),
-        weight_source=load("weight_source"),
-        attention=Loaded(lambda context, _: PlannedAttention(context, capabilities)),
-        weight_format=load("weight_format"),
-        moe_runner=Loaded(PlannedRunner) if resolved.plugins.get("moe_runner") else None,
-        moe_dispatcher=load("moe_dispatcher"),
-    )
+    resolved, plan = prepared.resolved, prepared.resolved.plan
+    parts = _load_parts(resolved, prepared.registry)
     tp = LocalGroup(CollectiveContext(0, plan.attention_tp))
     experts = LocalGroup(CollectiveContext(0, plan.tp)) if plan.num_groups > 1 else None
     pipeline = None
@@ -280,3 +285,22 @@ def _build_context(prepared: Prepared, stage: int) -> tuple[Parts, Any]:
         layers = plan.find_layers(stage, resolved.model.num_layers)
         pipeline = Pipeline(index=stage, size=plan.pp, layers=layers, hidden=others, tokens=others)
     return parts, build_context(resolved, parts, tp, PlannedPlatform(PlatformContext()), pipeline, experts)
+
+
+def _load_parts(resolved: Resolved, registry: Registry) -> Parts:
+    """The plugins that decide the sizes of a model."""
+
+    def load(kind: str) -> Any:
+        return Loaded(*registry.choose(resolved.choice(kind))) if resolved.plugins.get(kind) else None
+
+    capabilities = registry.get("attention_backend", resolved.choice("attention_backend").name).capabilities
+    return Parts(
+        model=load("model"),
+        weight_source=load("weight_source"),
+        attention=Loaded(lambda context, _: PlannedAttention(context, capabilities)),
+        weight_format=load("weight_format"),
+        moe_runner=Loaded(PlannedRunner) if resolved.plugins.get("moe_runner") else None,
+        moe_dispatcher=load("moe_dispatcher"),
+        drafter=load_device_drafter(resolved, registry),
+        draft=None if resolved.draft is None else _load_parts(resolved.draft, registry),
+    )

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from frame.core.config.schema import FrameConfig
+from frame.core.config.schema import FrameConfig, SpeculativeSection
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.tools.plan.machines import CARDS, parse_machine, recognise
 from frame.entrypoints.tools.plan.planner import DeploymentPlan, Target, plan_deployment, try_plans
+from frame.testing.checkpoints import make_checkpoint
 
 DEEPSEEK = {"model": {"path": "/nowhere/DeepSeek-V3.1"}, "parallel": {"tp": 8}, "cache": {"page_size": 64}}
 
@@ -102,3 +103,55 @@ def test_the_command_prints_the_plan() -> None:
     refused = runner.invoke(cli, ["plan", "--requests", "4"])
     assert refused.exit_code == 78
     assert "--machine" in refused.output
+
+
+def test_the_model_of_a_drafter_is_counted(tmp_path: Path) -> None:
+    """An EAGLE-3 head: one layer over two inputs, three hidden states joined to one, and a head of
+    its own vocabulary."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA_70B, "num_hidden_layers": 1, "draft_vocab_size": 32000}))
+    config, machine = llama(tmp_path, tp=4), parse_machine("4xh100")
+    plain = plan_deployment(config, machine)
+    drafting = config.model_copy(update={"speculative": SpeculativeSection(algorithm="eagle3", draft_model_path=str(folder))})
+    planned = plan_deployment(drafting, machine)
+    hidden, inner, keys = 8192, 28672, 1024
+    joined, vocabulary = 3 * hidden * hidden, 32000 * hidden / 4
+    layer = (2 * hidden * (hidden + 2 * keys) + hidden * hidden + 3 * hidden * inner) / 4
+    rotations = 4 * 131072 * 128  # bytes of the table
+    assert planned.memory.drafter == pytest.approx(2 * (joined + vocabulary + layer) + rotations, rel=0.001)
+    assert planned.memory.weights == plain.memory.weights + planned.memory.drafter
+    assert planned.memory.bytes_per_token == plain.memory.bytes_per_token * 81 / 80
+    assert planned.cost == plain.cost
+
+
+def test_redundant_experts_take_memory_and_no_time(tmp_path: Path) -> None:
+    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True, "head_dim": 128}
+    config = {**LLAMA_70B, **sizes, "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 8, "decoder_sparse_step": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plans = []
+    for redundant in (0, 8):
+        given = {"model": {"path": str(tmp_path), "skip_tokenizer_init": True}}
+        parallel = {"tp": 4, "ep": 4, "redundant_experts": redundant}
+        plans.append(plan_deployment(FrameConfig.model_validate({**given, "parallel": parallel}), parse_machine("4xh100")))
+    more = plans[1].memory.weights - plans[0].memory.weights
+    assert more == pytest.approx(8 / 4 * 8 * 3 * 8192 * 1536 * 2, rel=0.01)
+    costs = [plan.cost for plan in plans]
+    assert costs[0] is not None and costs[1] is not None
+    assert costs[1].weight_bytes == pytest.approx(costs[0].weight_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("architecture", "is_recurrent"), [("Gemma3ForCausalLM", False), ("Qwen3NextForCausalLM", True)])
+def test_windows_and_states_have_lower_bounds(architecture: str, is_recurrent: bool, tmp_path: Path) -> None:
+    """Beyond the window a longer context reads more keys in the layers of full attention alone."""
+    given = {"model": {"path": str(make_checkpoint(architecture, tmp_path))}, "cache": {"max_total_tokens": 4096}}
+    plan = plan_deployment(FrameConfig.model_validate(given), parse_machine("h200"))
+    assert (plan.memory.state_bytes > 0, plan.memory.window_bytes > 0) == (is_recurrent, not is_recurrent)
+    cost = plan.cost
+    assert cost is not None
+    window = cost.window.tokens if cost.window is not None else 0
+    near, far = plan.bound_decode(4, window + 1), plan.bound_decode(4, window + 1001)
+    assert near is not None and far is not None and plan.bound_prefill() is not None
+    assert far.seconds - near.seconds == pytest.approx(4 * 1000 * plan.memory.bytes_per_token / 4.39e12, rel=1e-6)
+    if cost.window is not None:
+        assert plan.memory.window_bytes / plan.memory.bytes_per_token == cost.window.cached / cost.cached
