@@ -7,7 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import httpx
@@ -76,6 +78,18 @@ def find_servers() -> list[psutil.Process]:
     return found
 
 
+def follow_stream(url: str, name: str, begun: Semaphore) -> str:
+    """Read a long stream to its end. -> its last event. Releases `begun` after the first one."""
+    request = {"model": "frame-tiny", "prompt": name, "max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
+    last = ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, headers={"x-request-id": name}, timeout=90) as stream:
+        for line in stream.iter_lines():
+            if line and not last:
+                begun.release()
+            last = line or last
+    return last
+
+
 def test_ranks_of_two_workers_survive_the_death_of_one_and_of_its_actor(cluster: Cluster) -> None:
     """Greedy tokens equal those of one process; the second worker's actor has two ranks."""
     keys: dict[str, Any] = {"max_total_tokens": 256, "threads": 1, "dtype": "float32", "device": "cpu"}
@@ -116,7 +130,17 @@ def test_two_replicas_answer_and_one_is_replaced(cluster: Cluster) -> None:
         text = first.json()["choices"][0]["text"]
         with httpx.stream("POST", f"{url}/v1/completions", json={**request, "stream": True}, timeout=60) as stream:
             assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
-        servers[0].kill()
+        with ThreadPoolExecutor(8) as pool:
+            begun = Semaphore(0)
+            streams = [pool.submit(follow_stream, url, f"stream-{number}", begun) for number in range(8)]
+            for _ in streams:
+                assert begun.acquire(timeout=60)
+            servers[0].kill()
+            ends = [stream.result(90) for stream in streams]
+        broken = [number for number, end in enumerate(ends) if end != "data: [DONE]"]
+        assert 0 < len(broken) < 8
+        for number in broken:
+            assert "error" in ends[number] and f"request stream-{number}" in ends[number]
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline and not (len(now := find_servers()) == 2 and servers[0] not in now):
             time.sleep(0.2)
