@@ -48,6 +48,7 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import FakeRunner
 from frame.testing.scheduler_rig import OldestFirst
+from tests.entrypoints.submitting import submit_request
 from tests.fuzz.mutations import mutated, spoiled
 
 VOCAB = 64
@@ -161,7 +162,7 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
     answers = []
     for client in clients:
         client.reserve_sequences(1)
-        answers.append(client.submit_request([[5]], [SamplingParams(max_tokens=50)], rid="r"))
+        answers.append(submit_request(client, [[5]], [SamplingParams(max_tokens=50)], rid="r"))
     sent = list(packets(seed, count))
     with pushing(inbox) as socket:
         for data in sent:

@@ -230,7 +230,7 @@ class SparseKeys:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateTaps:
-    """Extension for models of `Decoder`: hidden states that a drafter reads.
+    """Extension for models with a residual stream: hidden states that a drafter reads.
 
     Tap i is the residual stream [tokens, hidden_size] that layer i gets; tap 0 is the embedding,
     and tap `num_layers` what `forward` returns. The model adds each of `layers` to `states`.

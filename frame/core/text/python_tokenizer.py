@@ -44,10 +44,6 @@ class PythonTokenizer:
     def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
-    def id_to_token(self, token_id: int) -> str | None:
-        token: str | None = self._made.convert_ids_to_tokens(token_id)
-        return token
-
     def token_to_id(self, text: str) -> int | None:
         found: int | None = self.get_vocab().get(text)
         return found

@@ -140,29 +140,6 @@ class EngineClient:
         """Raise InvalidRequestError for a prompt that exceeds the context."""
         check_prompt(self.limits, prompt, params)
 
-    def submit_request(
-        self,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
-        *,
-        priority: int = 0,
-        namespace: str = "",
-        rid: str | None = None,
-        owner: str = "",
-        deadline: float | None = None,
-        second_text_starts: Sequence[int] = (),
-    ) -> RequestState:
-        """Start every prompt `params.n` times: `prepare_request`, then `start_sequence` for each
-        sequence."""
-        request = self.prepare_request(prompts, params, rid, owner, second_text_starts)
-        try:
-            for sequence in request.sequences:
-                self.start_sequence(sequence, priority, namespace, deadline)
-        except BaseException:
-            self.cancel_request(request)
-            raise
-        return request
-
     def prepare_request(
         self,
         prompts: Sequence[list[int]],

@@ -43,6 +43,7 @@ from frame.entrypoints.engine_client.limits import (
     get_child_params,
 )
 from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, ThreadedTokenizer, TokenizerProcesses, tokenize
+from tests.entrypoints.submitting import submit_request
 
 LIMITS = ClientLimits(max_outstanding=4, max_context=32, vocab_size=100, capacity=64)
 
@@ -70,7 +71,7 @@ def make(**more: Any) -> tuple[EngineClient, Link]:
 
 def submit(client: EngineClient, *params: SamplingParams, rid: str = "r") -> Any:
     client.reserve_sequences(sum(own.n for own in params))
-    return client.submit_request([[1, 2, 3]] * len(params), params, rid=rid)
+    return submit_request(client, [[1, 2, 3]] * len(params), params, rid=rid)
 
 
 def rids(link: Link) -> list[str]:

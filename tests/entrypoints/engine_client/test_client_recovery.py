@@ -33,6 +33,7 @@ from frame.entrypoints.engine_client.limits import (
 )
 from frame.entrypoints.engine_client.tokenizing import TokenizerProcesses
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, generated, make, submit, tokens_of
+from tests.entrypoints.submitting import submit_request
 
 
 async def test_requests_continue_after_an_engine_crash() -> None:
@@ -51,7 +52,7 @@ async def test_requests_continue_after_an_engine_crash() -> None:
     link.inbox = [late]
     client.receive_messages()
     client.reserve_sequences(1)
-    waiting = client.submit_request([[5]], [SamplingParams()], rid="new")
+    waiting = submit_request(client, [[5]], [SamplingParams()], rid="new")
     waiting.sequences[0].recovery.expires_at -= LIMITS.request_timeout - 10.0  # the request has waited so long
     assert len(generated(link)) == 1
     client.resume_requests()

@@ -35,6 +35,7 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest, Comple
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
 from tests.core.text.test_detokenizer import byte_fallback
+from tests.entrypoints.submitting import submit_request
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, THOUGHTS, WORDS, WRITERS, damaged, some_calls
 
 CASES, ALL_CASES, BLOCK = 200, 10_000, 500
@@ -218,7 +219,7 @@ def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: boo
         )
         params = pair.constrain_params(params)
     services.client.reserve_sequences(params.n)
-    answer = services.client.submit_request([prompt], [params])
+    answer = submit_request(services.client, [prompt], [params])
     response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, answer)  # type: ignore[arg-type]
     with patch.multiple(completions, wait_complete=services.complete, stream_response=services.stream):
         body = asyncio.run(response.send(services))

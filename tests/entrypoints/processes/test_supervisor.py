@@ -18,6 +18,7 @@ from frame.entrypoints.processes import supervisor as module
 from frame.entrypoints.processes.deployment import Child
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
 from frame.entrypoints.processes.supervisor import RestartPolicy, Supervisor
+from tests.entrypoints.submitting import submit_request
 
 
 class Process:
@@ -127,7 +128,7 @@ class Rig:
 def started(rig: Rig) -> SequenceState:
     """A request that is in the engine."""
     rig.client.reserve_sequences(1)
-    return rig.client.submit_request([[1, 2, 3]], [SamplingParams(max_tokens=8)]).sequences[0]
+    return submit_request(rig.client, [[1, 2, 3]], [SamplingParams(max_tokens=8)]).sequences[0]
 
 
 ALL = ("engine", "rank-1", "detokenizer", "tokenizer-0", "tokenizer-1")
