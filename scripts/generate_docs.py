@@ -235,8 +235,9 @@ def models() -> str:
             shown, checked = "any other decoder", "transformers, some of them"
         else:
             shown = ", ".join(map(code, names))
-            checked = f"transformers: {', '.join(code(name) for name in names if name in TINY)}"
+            checked = f"transformers: {', '.join(code(name) for name in names if name in TINY or able.cross_attention)}"
         groups = ["tokens", *["window"] * (able.windows or names is None), *["snapshot"] * able.recurrent, *["sidecar"] * able.sparse]
+        groups += ["write_once"] * able.cross_attention
         rows.append(
             [
                 code(record.name),
@@ -257,10 +258,10 @@ def models() -> str:
         ("This page is for operators: which checkpoints the built-in model plugins serve. `fallback`: the layers "
         "of the installed transformers, over the paged cache. `tp`: `parallel.tp` above 1. `quantization`: the "
         "weight formats of [quantization](quantization.md). `graphs`: CUDA graphs. `cache groups`: what layers may store, keys "
-        "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, or in a sidecar the keys of an "
-        "indexer. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. `checked against`: "
+        "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, in a sidecar the keys of an "
+        "indexer, or in write_once the keys and values of an encoder's output. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. `checked against`: "
         "tests compare the logits and the greedy tokens of small random checkpoints in float32. A "
-        "`ForConditionalGeneration` checkpoint is served without its image and audio encoders."),
+        "`ForConditionalGeneration` checkpoint other than [Whisper](speech.md) is served without its image and audio encoders."),
         table(head, rows),
     ]) + "\n"  # fmt: skip
 

@@ -45,6 +45,7 @@ class Generate(Message, frozen=True):
     namespace: str = ""  # of the prefix cache: requests share prefixes within one namespace only
     deadline: float | None = None  # seconds from arrival; None: the engine's request timeout
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
+    encoder_input: bytes = b""  # of an encoder-decoder model: float32 of the shape `ModelConfig.encoder_input`
     trace: str = ""
 
 

@@ -107,6 +107,13 @@ def register_models(registry: KindRegistry) -> None:
         capabilities = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     registry.add(
+        "whisper",
+        "frame.models.whisper:WhisperForConditionalGeneration",
+        capabilities=ModelCapabilities(("WhisperForConditionalGeneration",), cross_attention=True, graphs=False),
+        summary="Whisper: transcription and translation of speech",
+        rank=10,
+    )
+    registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
         capabilities=ModelCapabilities(None, tasks=("generate",), graphs=False),

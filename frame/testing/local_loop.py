@@ -37,15 +37,18 @@ class LocalLoop:
         self.stats = {"steps": 0, "mixed": 0, "decode": 0, "extend": 0, "cached": 0}
         self._number = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
-        """The output tokens of every prompt. Raises RuntimeError when a request is refused or does
-        not end."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], encoder_inputs: Sequence[bytes] = ()
+    ) -> list[list[int]]:
+        """The output tokens of every prompt; encoder_inputs: one for each, for encoder-decoder
+        models. Raises RuntimeError when a request is refused or does not end."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         rids = []
-        for prompt, wanted in zip(prompts, each, strict=True):
+        for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
             self._number += 1
             rids.append(f"r{self._number}")
-            refusal = self.scheduler.add_request(Generate(rid=rids[-1], token_ids=list(prompt), params=wanted))
+            given = encoder_inputs[index] if encoder_inputs else b""
+            refusal = self.scheduler.add_request(Generate(rid=rids[-1], token_ids=list(prompt), params=wanted, encoder_input=given))
             if refusal is not None:
                 raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}

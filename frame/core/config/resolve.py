@@ -290,14 +290,14 @@ class _Solver:
     def _model(self, task: Task) -> Pooling | None:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
-        requirements = ModelRequirements(self.model_config.architecture, self.config.parallel.tp, task, self.config.parallel.pp)
+        given, compiles = self.config.parallel, self.config.execution.torch_compile
+        requirements = ModelRequirements(self.model_config.architecture, given.tp, task, given.pp, self.plan.num_groups > 1, compiles)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
-            capabilities = record.capabilities
-            return (isinstance(capabilities, ModelCapabilities) and capabilities.architectures is None, *by_rank(record))
+            return (getattr(record.capabilities, "architectures", ()) is None, *by_rank(record))
 
         subject = f"No model plugin serves {requirements.architecture} for {task} on {requirements.tp} tensor-parallel rank(s)"
-        subject += f" and {requirements.pp} stages" if requirements.pp > 1 else ""
+        subject += f" and {given.pp} stages" if given.pp > 1 else ""
         found = self._select("model", requirements, self.config.model.implementation, subject, exact_first)
         capabilities = found.record.capabilities
         if self.model_config.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
@@ -430,8 +430,9 @@ class _Solver:
                 f"speculative.algorithm is {config.algorithm}, but no tokens are drawn for model.task {task}.",
                 change="speculative.algorithm: null",
             )
-        if self.plan.num_groups > 1:
-            sentence = f"speculative.algorithm is {config.algorithm}, and attention groups (parallel.dp_attention) verify no drafts."
+        if self.plan.num_groups > 1 or self.model_config.encoder_length:
+            what = "encoder-decoder models" if self.model_config.encoder_length else "attention groups (parallel.dp_attention)"
+            sentence = f"speculative.algorithm is {config.algorithm}, and {what} verify no drafts."
             raise ResolveError(sentence, change="speculative.algorithm: null")
         requirements = DrafterRequirements(
             device=self.device,

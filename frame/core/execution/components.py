@@ -146,7 +146,7 @@ def build_context(
         kv_dtype=DTYPES[resolved.kv_dtype],
         plan=resolved.plan,
     )
-    built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model.sliding_window is not None)}
+    built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model)}
     if parts.weight_format is not None:
         stored = resolved.model.config.get("quantization_config")
         built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
@@ -157,9 +157,11 @@ def build_context(
     return replace(base, **built)
 
 
-def _build_attention(parts: Parts, base: BuildContext, has_windows: bool) -> AttentionBackend:
+def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig) -> AttentionBackend:
+    has_tables = model_config.sliding_window is not None or model_config.encoder_length > 0  # of groups besides `tokens`
+
     def build(part: Loaded[AttentionBackend]) -> AttentionBackend:
-        return GroupAttention(partial(part.build, base)) if has_windows else part.build(base)
+        return GroupAttention(partial(part.build, base)) if has_tables else part.build(base)
 
     if parts.decode_attention is None:
         return build(parts.attention)

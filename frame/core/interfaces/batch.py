@@ -41,6 +41,7 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: there is one text
     rid: str = ""  # request id, set for traced requests
     tenant: str = ""  # the owner of the request's cache namespace
+    encoder_input: np.ndarray | None = None  # float32; of an encoder-decoder model, whose encoder runs in this step
 
 
 class DraftOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +73,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
     skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
     # Of each cache group besides `tokens`: writes to its own page table, as `new_pages`. Of a
-    # `snapshot` group, entry 0 of a slot is the page of its state.
+    # `snapshot` or `write_once` group, entry 0 of a slot is the page of its state or block.
     group_pages: list[np.ndarray] = []
     state_loads: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied before the step, all at once; 0: the initial state
     state_saves: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied after the step
@@ -163,6 +164,15 @@ class TokenTypes:
     """Extension for encoders with pairs of texts."""
 
     types: torch.Tensor  # int64 [tokens]; 0: first text of the pair, 1: second text
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """Extension for encoder-decoder models: what the encoder gets in this step. The model writes
+    the keys and values of each encoder position to the layers of kind `write_once`."""
+
+    features: torch.Tensor  # float32 [n, *ModelConfig.encoder_input]
+    kv_slots: torch.Tensor  # int64 [n, positions]; where the positions are stored
 
 
 @dataclass(frozen=True, slots=True)

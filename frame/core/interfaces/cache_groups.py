@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-GroupKind = Literal["tokens", "window", "snapshot", "sidecar"]
+GroupKind = Literal["tokens", "window", "snapshot", "sidecar", "write_once"]
 """How long a group keeps what its layers store.
 
 - `tokens`: every token of the sequence, in pages. The first group of a model, even without layers.
 - `window`: the tokens that later ones can still attend to; pages before them are freed.
 - `snapshot`: one recurrent state a sequence, overwritten by each step; a page is one state.
 - `sidecar`: further tensors of every token, in the pages of the `tokens` group (indexer keys).
+- `write_once`: one block a sequence, written when the sequence starts and only read afterwards
+  (keys and values of an encoder's output). The prefix cache does not hold it.
 """
 
 CHECKPOINT_TOKENS = 64  # a decoding sequence saves its state about every so many tokens
@@ -30,7 +32,7 @@ CHECKPOINT_TOKENS = 64  # a decoding sequence saves its state about every so man
 class CacheTensor:
     """One tensor of a layer's cache on this rank."""
 
-    shape: tuple[int, ...]  # of one token; of `snapshot`: of one sequence
+    shape: tuple[int, ...]  # of one token; of `snapshot`: of one sequence; of `write_once`: of one position
     dtype: torch.dtype | None = None  # None: the dtype of the KV cache
 
 
@@ -47,6 +49,7 @@ class LayerCache:
     kind: GroupKind
     tensors: tuple[CacheTensor, ...]
     window: int | None = None  # of kind `window`: tokens, the query's own position included
+    length: int = 0  # of kind `write_once`: positions of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class PagePool:
 
     kind: GroupKind
     num_pages: int  # the reserved page 0 included
-    page_size: int  # tokens; of `snapshot` 0: a page holds the state of one sequence
+    page_size: int  # tokens; of `snapshot` and `write_once` 0: a page holds the state or the block of one sequence
     window: int | None = None  # tokens
 
     @property

@@ -114,6 +114,16 @@ class ModelConfig:
         return next((int(self.config[name]) for name in names if self.config.get(name)), 0)
 
     @property
+    def encoder_length(self) -> int:
+        """Positions of an encoder-decoder model's encoder output; 0 for other models."""
+        return int(self.config["max_source_positions"]) if self.config.get("is_encoder_decoder") else 0
+
+    @property
+    def encoder_input(self) -> tuple[int, int]:
+        """The shape of an encoder-decoder model's encoder input: mel bins, and frames."""
+        return int(self.config["num_mel_bins"]), 2 * self.encoder_length
+
+    @property
     def num_labels(self) -> int:
         return max(1, len(self.labels))
 
@@ -138,6 +148,7 @@ class ModelCapabilities:
     sparse: bool = False  # its layers attend to selected keys
     recurrent: bool = False  # some layers keep a state for each sequence instead of keys
     windows: bool = False  # layers may have sliding windows
+    cross_attention: bool = False  # an encoder-decoder model: layers attend to an encoder's output
     draft_layers: bool = False  # checkpoints may have a multi-token-prediction module, for a drafter
     biased_experts: bool = False  # its experts have biases or an activation of their own, see `MoERunner`
     graphs: bool = True
@@ -153,6 +164,10 @@ class ModelCapabilities:
             reasons.append(Reason("has no pipeline parallelism", "parallel.pp: 1"))
         if requirements.pp > 1 and requirements.task != "generate":
             reasons.append(Reason(f"has no pipeline parallelism for the task {requirements.task}", "parallel.pp: 1"))
+        if requirements.attention_groups and self.cross_attention:
+            reasons.append(Reason("has no attention groups", "parallel.dp_attention: false"))
+        if requirements.torch_compile and self.cross_attention:
+            reasons.append(Reason("is not compiled by torch.compile", "execution.torch_compile: false"))
         if requirements.task not in self.tasks:
             reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {requirements.task}", f"model.task: {self.tasks[0]}"))
         return reasons
@@ -166,6 +181,8 @@ class ModelRequirements:
     tp: int = 1  # tensor-parallel ranks
     task: Task = "generate"
     pp: int = 1  # stages
+    attention_groups: bool = False
+    torch_compile: bool = False
 
 
 def is_classifier(architecture: str) -> bool:

@@ -125,7 +125,8 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
 
     A window group gets what the running requests can hold, but not more than a quarter of the
     tokens or one request's need, whichever is more. States get a third of the memory, at most two
-    for each running request: one is overwritten, the other one is a checkpoint.
+    for each running request: one is overwritten, the other one is a checkpoint. A `write_once`
+    group has a block for each running request, if the tokens suffice for half a context of each.
     """
     pools = []
     has_states = any(group.kind == "snapshot" for group in geometry.groups)
@@ -137,6 +138,8 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
             all_running = limits.max_running_requests * (group.window + spare) + limits.max_tokens_per_step
             tokens = min(num_tokens + spare, max(one, min(all_running, num_tokens // WINDOW_PART)))
             pages = -(-tokens // group.page_size)
+        elif group.kind == "write_once":
+            pages = min(limits.max_running_requests, -(-2 * num_tokens // limits.max_context))
         else:
             half = geometry.bytes_per_token // 2
             each = geometry.count_bytes(index)  # 0 in a pipeline stage without recurrent layers

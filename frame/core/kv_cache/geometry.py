@@ -39,9 +39,10 @@ class CacheGroup:
 
     kind: GroupKind
     layers: tuple[LayerCache, ...]
-    page_size: int  # tokens; of `snapshot` 0: a page holds the state of one sequence
+    page_size: int  # tokens; of `snapshot` and `write_once` 0: a page holds the state or the block of one sequence
     pool: int  # index of the group whose pages it uses: its own, or for `sidecar` 0
     window: int | None = None  # tokens
+    length: int = 0  # of `write_once`: positions of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,16 @@ class KVGeometry:
         return sum(group.pool == index for index, group in enumerate(self.groups))
 
     def count_bytes(self, pool: int) -> int:
-        """Bytes of one token in a pool, or of one state."""
+        """Bytes of one token in a pool, of one state, or of one block."""
         layers = (layer for group in self.groups if group.pool == pool for layer in group.layers)
-        return sum(self._count_tensor(tensor) for layer in layers for tensor in layer.tensors)
+        each = sum(self._count_tensor(tensor) for layer in layers for tensor in layer.tensors)
+        pages = self.count_block_pages(self.groups[pool])
+        return each * pages * self.page_size if pages else each
+
+    def count_block_pages(self, group: CacheGroup) -> int:
+        """Pages of `page_size` positions that a block of a `write_once` group takes; 0 for other
+        groups."""
+        return -(-group.length // self.page_size)
 
     def dtype_of(self, tensor: CacheTensor) -> torch.dtype:
         return self.dtype if tensor.dtype is None else tensor.dtype
@@ -126,11 +134,18 @@ def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtyp
     members: dict[GroupKey, list[LayerCache]] = {("tokens", None): [], **{key: [] for key in first}}
     for _, layer in sorted(by_index.items()):
         members.setdefault((layer.kind, layer.window), []).append(layer)
-    own = {key: found for key, found in members.items() if key[0] != "sidecar"}
-    sidecars = {key: found for key, found in members.items() if key[0] == "sidecar"}
+    last = ("write_once", "sidecar")  # the prefix cache sees the pools before these
+    ordered = sorted(members.items(), key=lambda item: last.index(item[0][0]) + 1 if item[0][0] in last else 0)
     groups = [
-        CacheGroup(kind, tuple(found), 0 if kind == "snapshot" else page_size, 0 if kind == "sidecar" else index, window)
-        for index, ((kind, window), found) in enumerate((own | sidecars).items())
+        CacheGroup(
+            kind,
+            tuple(found),
+            0 if kind in ("snapshot", "write_once") else page_size,
+            0 if kind == "sidecar" else index,
+            window,
+            max((layer.length for layer in found), default=0),
+        )
+        for index, ((kind, window), found) in enumerate(ordered)
     ]
     return KVGeometry(tuple(groups), page_size, dtype)
 

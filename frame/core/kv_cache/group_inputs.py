@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import DraftedStates, SequenceStates
+from frame.core.kv_cache.encoder_blocks import EncoderBlocks
 from frame.core.kv_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ class GroupInputs:
     def __init__(self, pool: KVPool, table: DeviceTable, device: torch.device) -> None:
         geometry = pool.geometry
         self._pool = pool
-        self._groups = geometry.groups[1 : geometry.num_pools]
-        rows = table.num_slots + 1
+        groups, rows = geometry.groups[1 : geometry.num_pools], table.num_slots + 1
+        self._blocks = EncoderBlocks(geometry, groups[-1], rows, device) if groups[-1].kind == "write_once" else None
+        self._groups = groups if self._blocks is None else groups[:-1]
         self._tables = [
             PageTable(rows, table.max_pages, table.page_size, device) if group.page_size else PageTable(rows, 1, 0, device)
             for group in self._groups
@@ -51,6 +53,8 @@ class GroupInputs:
         """Write the batch's pages to the host's tables."""
         for table, writes in zip(self._tables, batch.group_pages, strict=False):
             table.write_host(writes)
+        if self._blocks is not None and batch.group_pages:
+            self._blocks.table.write_host(self._blocks.expand_writes(batch.group_pages[-1]))
 
     @property
     def has_windows(self) -> bool:
@@ -80,14 +84,16 @@ class GroupInputs:
     def find_places(
         self, batch: ScheduledBatch, slots: np.ndarray, token_slots: np.ndarray, positions: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Where each token is stored in a window group, int64 [tokens], and the page of each row's
-        state, int64 [rows]. `slots`: int64 [rows]; `token_slots`, `positions`: int64 [tokens]."""
-        return {
+        """Where each token is stored in a window group, int64 [tokens], the page of each row's
+        state, int64 [rows], and `EncoderBlocks.list_inputs`. `slots`: int64 [rows]; `token_slots`,
+        `positions`: int64 [tokens]."""
+        places = {
             self._name(index): table.find_kv_slots(batch, token_slots, positions)
             if table.page_size
             else table.host_pages[slots, 0].astype(np.int64)
             for index, table in enumerate(self._tables)
         }
+        return places if self._blocks is None else places | self._blocks.list_inputs(batch, token_slots)
 
     def find_drafted(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         """The arrays of `DraftedStates`, and of the rows with drafts: their pages, `query_starts`
@@ -112,6 +118,10 @@ class GroupInputs:
             if not table.is_shared and batch.group_pages and len(batch.group_pages[index]):
                 writes = table.flat_writes(batch.group_pages[index])
                 arrays |= {f"{self._name(index)}_{name}": array for name, array in writes.items()}
+        blocks = self._blocks
+        if blocks is not None and not blocks.table.is_shared and batch.group_pages and len(batch.group_pages[-1]):
+            writes = blocks.table.flat_writes(blocks.expand_writes(batch.group_pages[-1]))
+            arrays |= {f"{self._name(len(self._tables))}_{name}": array for name, array in writes.items()}
         for name, copies in (("group_loads", batch.state_loads), ("group_saves", batch.state_saves)):
             if copies is not None:
                 arrays[name] = np.ascontiguousarray(copies.T, np.int64)
@@ -123,7 +133,7 @@ class GroupInputs:
         if (loads := tensors.pop("group_loads", None)) is not None:
             self._copy_states(loads)
         self._saves = tensors.pop("group_saves", None)
-        for index, table in enumerate(self._tables):
+        for index, table in enumerate(self._tables if self._blocks is None else [*self._tables, self._blocks.table]):
             self._write_device(index, table, tensors)
 
     def make_views(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]) -> ForwardBatch:
@@ -142,6 +152,9 @@ class GroupInputs:
             view = replace(batch, kv_slots=places[self._name(index)], page_table=table.pages, host=host, group=index + 1)
             view = replace(view, plan=plan(view))
             views |= dict.fromkeys((layer.layer for layer in group.layers), view)
+        if self._blocks is not None:
+            view = self._blocks.make_view(batch, places)
+            views |= dict.fromkeys(self._blocks.layers, replace(view, plan=plan(view)))
         return replace(batch, views=views)
 
     @staticmethod

@@ -34,7 +34,8 @@ class KVPool:
     """The KV pool (`KVCache`): the tensors of every layer, pages first.
 
     `num_pages` counts the pages of each pool of the geometry, the reserved page 0 included; a
-    single number is that of all pools. Memory is zeroed, so that a masked read of a page without
+    single number is that of all pools. A block of a `write_once` group is as many pages in a row as
+    it fills. Memory is zeroed, so that a masked read of a page without
     data yields finite numbers, and page 0 of a `snapshot` pool is the initial state. Pools of
     states have one page more, which no sequence uses.
     """
@@ -48,6 +49,8 @@ class KVPool:
         for group in geometry.groups:
             count = self.num_pages[group.pool]
             pages = (count, group.page_size) if group.page_size else (count + 1,)
+            if span := geometry.count_block_pages(group):
+                pages = (count * span, geometry.page_size)
             for layer in group.layers:
                 self._layers[layer.layer] = tuple(
                     _zeros((*pages, *tensor.shape), geometry.dtype_of(tensor), device) for tensor in layer.tensors
@@ -60,7 +63,7 @@ class KVPool:
         self._rows = {
             layer.layer: tuple(map(_by_token, self._layers[layer.layer]))
             for group in geometry.groups
-            if group.page_size
+            if group.kind != "snapshot"
             for layer in group.layers
         }
 

@@ -92,5 +92,5 @@ def plan_memory(
 
 
 def _count_entries(pool: PagePool) -> int:
-    """Tokens or states that a pool has memory for, the reserved ones included; see `KVPool`."""
-    return pool.num_pages * pool.page_size if pool.page_size else pool.num_pages + 1
+    """Tokens, states or blocks that a pool has memory for, with the reserved ones; see `KVPool`."""
+    return pool.num_pages * pool.page_size if pool.page_size else pool.num_pages + (pool.kind == "snapshot")

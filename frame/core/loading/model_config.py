@@ -19,13 +19,17 @@ from frame.core.loading.sentence_transformers import read_sentence_facts
 
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
 
+WHISPER = "WhisperForConditionalGeneration"
 EMBEDDED = "frame-tiny"  # the model that ships with the package
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "model_max_length")
+_CONTEXT = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "model_max_length",
+    "max_target_positions",
+)  # fmt: skip
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
@@ -41,6 +45,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
 }
+_DECODER_SIZES: Mapping[str, str] = {
+    "num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads", "intermediate_size": "decoder_ffn_dim",
+}  # fmt: skip
 # Without the key, a family's default applies; of these families it is not "no window".
 _DEFAULT_WINDOW = {"mistral": 4096}
 _WINDOW_IS_OPT_IN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -71,6 +78,8 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
     text = {**_DEFAULTS.get(str(text.get("model_type")), {}), **text}
+    if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
+        text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
     return replace(model_config, sentence=read_sentence_facts(folder))
 
@@ -95,10 +104,13 @@ class _Reader:
     def model_config(self, eos: tuple[int, ...]) -> ModelConfig:
         config = self.config
         if config.get("is_encoder_decoder"):
-            raise CheckpointError(
-                f"{self.file}: {self._architecture()} is an encoder-decoder model, whose encoder output the KV cache does not hold; "
-                "only decoders and encoders are served."
-            )
+            if self._architecture() != WHISPER:
+                raise CheckpointError(
+                    f"{self.file}: {self._architecture()} is an encoder-decoder model, of which only {WHISPER} is served; "
+                    "all others must be decoders or encoders."
+                )
+            for name in ("max_source_positions", "num_mel_bins", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"):
+                self._count((name,))
         heads = self._count(_HEADS)
         hidden = self._count(_HIDDEN)
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)

@@ -2,7 +2,8 @@
 
 A row of a `window` group has as many entries as the request's row of the page table; the leading
 ones are 0 once no later token attends to them. A request holds one state of a `snapshot` group, and
-checkpoints of it until they are inserted into the prefix cache. Used by `KVCacheManager`, for
+checkpoints of it until they are inserted into the prefix cache; and one block of a `write_once`
+group, which the prefix cache does not hold. Used by `KVCacheManager`, for
 models with several groups only. Must not know policies, budgets or messages.
 """
 
@@ -53,13 +54,16 @@ class GroupRows:
     allocator; `take_writes` and `take_states` return them as numbers in their pool."""
 
     def __init__(self, table: RequestTable, cache: PrefixCache, allocator: GroupedAllocator) -> None:
-        pools = allocator.pools
+        blocks = next((index for index, pool in enumerate(allocator.pools) if pool.kind == "write_once"), None)
+        self.block_pool = blocks  # its number in the allocator; None: the model has no `write_once` group
+        pools = allocator.pools[:blocks]
         shape = table.arrays.page_table.shape
         self.cache = cache
         self.allocator = allocator
         self.page_size = pools[0].page_size
         self.snapshot = next((index for index, pool in enumerate(pools[1:]) if pool.kind == "snapshot"), None)
         self.states = np.zeros(shape[0], np.int32)  # by slot; 0: none
+        self.blocks = np.zeros(shape[0], np.int32)  # by slot; 0: none
         self.interval = -(-CHECKPOINT_TOKENS // self.page_size) * self.page_size
         # a request may end one step before the one that was scheduled, and its last state is older
         spare = 1 + (self.interval // self.page_size if self.snapshot is not None else 0)
@@ -67,9 +71,14 @@ class GroupRows:
         self._pools = pools
         self._table = table
         self._checkpoints: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by slot: (tokens, page)
-        self._writes: list[list[np.ndarray]] = [[] for _ in pools[1:]]
+        self._writes: list[list[np.ndarray]] = [[] for _ in allocator.pools[1:]]
         self._loads: dict[int, int] = {}  # by target: source
         self._saves: list[tuple[int, int]] = []
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the prefix cache holds pages of these groups."""
+        return bool(self.windows) or self.snapshot is not None
 
     # room -----------------------------------------------------------------------------------------
 
@@ -87,6 +96,8 @@ class GroupRows:
         which may grow by `growth` tokens. `num_cached`: pages of its locked prefix."""
         if self.snapshot is not None and not self.count_available(self.snapshot):
             return False
+        if self.block_pool is not None and not self.allocator.count_free(self.block_pool):
+            return False
         a = self._table.arrays
         slots = np.flatnonzero(a.num_pages)
         tokens = np.minimum(a.num_tokens[slots] + growth, a.max_num_tokens[slots])
@@ -102,7 +113,7 @@ class GroupRows:
         """The pages of each group, as `Heartbeat.groups`."""
         load = []
         for index, pool in enumerate(self.allocator.pools[1:]):
-            total, evictable = pool.num_pages - 1, self.cache.count_evictable(index)
+            total, evictable = pool.num_pages - 1, 0 if index + 1 == self.block_pool else self.cache.count_evictable(index)
             used = total - self.allocator.count_free(index + 1) - evictable
             load.append({"group": pool.name, "used_pages": used, "total_pages": total, "evictable_pages": evictable})
         return load
@@ -125,6 +136,12 @@ class GroupRows:
             rows.pages[slot] = 0
             rows.first[slot] = max(0, len(found) - rows.width)
             self._write(rows, slot, 0, found)
+        if self.block_pool is not None:
+            block = self.allocator.alloc_in(self.block_pool, 1)
+            if block is None:
+                raise RuntimeError("a request is started without a free block")
+            self.blocks[slot] = block[0]
+            self._writes[self.block_pool - 1].append(np.array([[slot, 0, block[0]]], np.int32))
         if self.snapshot is None:
             return
         pages = self._allocate(self.snapshot, 1)
@@ -220,6 +237,8 @@ class GroupRows:
             freed.append(np.array([page for _, page in self._checkpoints.pop(slot, [])], np.int32))
             freed.append(self.states[slot : slot + 1].copy())
             self.states[slot] = 0
+        freed.append(self.blocks[slot : slot + 1].copy())
+        self.blocks[slot] = 0
         pages = np.concatenate(freed)
         return pages[pages > 0]
 
@@ -228,7 +247,7 @@ class GroupRows:
         begin, end = int(self._table.arrays.num_shared[slot]), int(self._table.arrays.num_pages[slot])
         windows = [rows.pages[slot, max(int(rows.first[slot]), begin) : end] for rows in self.windows]
         checkpoints = np.array([page for _, page in self._checkpoints.get(slot, ())], np.int32)
-        pages = np.concatenate([self.states[slot : slot + 1], *windows, checkpoints])
+        pages = np.concatenate([self.states[slot : slot + 1], self.blocks[slot : slot + 1], *windows, checkpoints])
         return pages[pages > 0]
 
     def shared_pages(self, slot: int) -> np.ndarray:
@@ -321,6 +340,8 @@ class GroupRows:
             self._write(rows, slot, 0, rows.pages[slot, : self._table.arrays.num_pages[slot]].copy())
         if self.snapshot is not None and self.states[slot]:
             self._writes[self.snapshot].append(np.array([[slot, 0, self.states[slot]]], np.int32))
+        if self.block_pool is not None and self.blocks[slot]:
+            self._writes[self.block_pool - 1].append(np.array([[slot, 0, self.blocks[slot]]], np.int32))
 
     def _number(self, index: int, pages: np.ndarray) -> np.ndarray:
         """Numbers within the pool; 0 stays 0."""

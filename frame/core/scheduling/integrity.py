@@ -103,6 +103,8 @@ def _check_groups(running: RunningSet) -> None:
     stateless = [request.rid for request in running.requests if groups.snapshot is not None and not groups.states[request.slot]]
     if stateless:
         raise RuntimeError(f"request {stateless[0]} runs without a state")
+    if groups.block_pool is not None and (bare := [each.rid for each in running.requests if not groups.blocks[each.slot]]):
+        raise RuntimeError(f"request {bare[0]} runs without a block")
 
 
 def _lost_slots(running: RunningSet) -> list[int]:

@@ -147,7 +147,7 @@ class KVCacheManager:
         the cache already had, which the row no longer uses."""
         a, slot = self._table.arrays, request.slot
         shared, whole = int(a.num_shared[slot]), num_computed // self.page_size
-        if self.groups is not None:
+        if self.groups is not None and self.groups.is_cached:
             return self._cache_groups(request, self.groups, num_computed)
         if whole <= shared or not self.cache.reuses:
             return NO_WRITES[:0, 0]
@@ -193,16 +193,16 @@ class KVCacheManager:
         row, shared = a.page_table[slot, : a.num_pages[slot]].copy(), int(a.num_shared[slot])
         whole = num_computed // self.page_size
         freed = row[shared:]
-        if self.groups is not None:
-            if whole:
-                freed = self._keep_groups(request, self.groups, tokens, num_computed)
-            else:
+        if self.groups is not None and self.groups.is_cached and whole:
+            freed = self._keep_groups(request, self.groups, tokens, num_computed)
+        else:
+            if whole > shared:
+                kept = tokens[: whole * self.page_size]
+                inserted = self.cache.insert(kept, row[:whole], request.namespace, request.priority)
+                duplicates = row[shared : max(shared, inserted.num_cached // self.page_size)]
+                freed = np.concatenate((duplicates, row[whole:]))
+            if self.groups is not None:
                 freed = np.concatenate((freed, self.groups.release_rows(slot, 0)))
-        elif whole > shared:
-            kept = tokens[: whole * self.page_size]
-            inserted = self.cache.insert(kept, row[:whole], request.namespace, request.priority)
-            duplicates = row[shared : max(shared, inserted.num_cached // self.page_size)]
-            freed = np.concatenate((duplicates, row[whole:]))
         self.unlock_prefix(request)
         a.num_pages[slot] = a.num_shared[slot] = 0
         return freed

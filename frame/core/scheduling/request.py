@@ -93,6 +93,7 @@ class Request:
     first_token_at: float = 0.0  # seconds, monotonic; 0: not yet
     admitted_at: float = 0.0  # seconds, monotonic; the first admission; 0: not yet
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
+    encoder_input: np.ndarray | None = None  # float32; kept, because a preempted request is encoded again
     wants_prompt_logprobs: bool = False  # they are still to be sent
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # one entry for each computed chunk of the prompt
 

@@ -76,7 +76,7 @@ class RunningSet:
         insort(self.requests, request, key=attrgetter("index"))
         self.num_of_tenant[request.tenant] += 1
         self.extending[request.slot] = self.prefilling[request.slot] = request
-        self._setups.append(_setup(request))
+        self._setups.append(_setup(request, request.encoder_input))
 
     def extend_request(self, request: Request, tokens: list[int]) -> None:
         """Append two or more tokens that a grammar forces. The request's row in flight, which
@@ -196,7 +196,7 @@ class RunningSet:
         self._released.append(slot)
 
 
-def _setup(request: Request) -> SlotSetup:
+def _setup(request: Request, encoder_input: np.ndarray | None = None) -> SlotSetup:
     rid = request.rid if request.trace else ""
-    identity = (request.second_text_start, rid, request.tenant)
+    identity = (request.second_text_start, rid, request.tenant, encoder_input)
     return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, *identity)

@@ -203,6 +203,7 @@ class EngineClient:
             namespace=namespace,
             deadline=deadline,
             second_text_start=sequence.request.get_second_text_start(sequence),
+            encoder_input=sequence.recovery.encoder_input,
             trace=TRACE.get(),
         )
         self._outstanding.reserved -= 1

@@ -36,13 +36,14 @@ class RecoveryState:
     """
 
     __slots__ = (
-        "crash_num_prefilled", "crash_num_tokens", "engine_rid", "expires_at", "generate", "is_aborted", "num_accepted", "num_admissions",
-        "num_crashes", "num_rejected", "num_text_crashes", "output_ids", "text_crash_num_tokens",
+        "crash_num_prefilled", "crash_num_tokens", "encoder_input", "engine_rid", "expires_at", "generate", "is_aborted", "num_accepted",
+        "num_admissions", "num_crashes", "num_rejected", "num_text_crashes", "output_ids", "text_crash_num_tokens",
     )  # fmt: skip
 
     def __init__(self, rid: str) -> None:
         self.engine_rid = rid
         self.output_ids = array("i")  # every token so far
+        self.encoder_input = b""  # of an encoder-decoder model
         self.num_accepted = self.num_rejected = 0  # drafted tokens so far
         self.generate: Generate | None = None  # the message of the first admission; None until the sequence is started
         self.num_admissions = 0

@@ -107,9 +107,7 @@ class RequestContext:
         """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more
         than they may."""
         first, whole = b"", bytearray()
-        async for piece in self.pieces():
-            self._bodies.take(len(piece))
-            self._held += len(piece)
+        async for piece in self.held_pieces():
             if not whole and not first:
                 first = piece
                 continue
@@ -117,6 +115,18 @@ class RequestContext:
                 whole += first
             whole += piece
         return bytes(whole) if whole else first
+
+    async def held_pieces(self) -> AsyncIterator[bytes]:
+        """`pieces`, which count as held until the request is over. Raises as `body`."""
+        async for piece in self.pieces():
+            self.hold(len(piece))
+            yield piece
+
+    def hold(self, size: int) -> None:
+        """Count `size` bytes as held until the request is over. Raises ApiError 503 where all
+        requests together hold more than they may."""
+        self._bodies.take(size)
+        self._held += size
 
     async def _piece(self, until: float) -> MutableMapping[str, Any]:
         """What comes next of a body, which must be over at `until` (the loop's time)."""
@@ -154,7 +164,9 @@ class RequestContext:
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
         """Call `act` when the client disconnects, whether or not anything is being sent. The body
-        must have been read."""
+        must have been read. A second call replaces the first."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
 
     async def _watch(self, act: Callable[[], None]) -> None:

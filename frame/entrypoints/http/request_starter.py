@@ -97,6 +97,7 @@ async def start_request(
     longest: int | None = None,
     prefix: str = "",
     refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
+    encoder_inputs: Sequence[bytes] = (),
 ) -> RequestState:
     """Start a request. Its places are taken before any work is spent on it, and the client's
     hang-up ends it. Raises ApiError.
@@ -105,7 +106,7 @@ async def start_request(
     route is for; with other tasks than generating, each prompt yields its sequence's `vector`,
     and texts of more than `longest` tokens are cut. A request without a name gets one that
     begins with `prefix`. `refine` completes the parameters of a prompt once its tokens are
-    known.
+    known. `encoder_inputs`: one a prompt, for encoder-decoder models.
     """
     services.need_task(*tasks)
     deadline = _deadline(services, call, options.timeout)
@@ -142,6 +143,8 @@ async def start_request(
         await paced_map(services.client.check_params, (own for own in _unique(params) if id(own) not in checked))
         space = _namespace(services, call, salt)
         answer = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
+        for sequence in answer.sequences if encoder_inputs else ():
+            sequence.recovery.encoder_input = encoder_inputs[sequence.prompt_index]
         await _start(services, answer, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
         services.client.release_sequences(count)

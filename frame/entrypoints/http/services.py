@@ -75,6 +75,8 @@ class Services:
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     # None where there is no folder for them
     batches: BatchJobRunner | None = field(init=False, default=None)
+    # Held while an audio file is decoded, which may take some hundred megabytes
+    audio_decoding: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(2))
     # Of the model and what runs it: OpenAI's system_fingerprint
     fingerprint: str = field(init=False)
 

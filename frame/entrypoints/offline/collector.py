@@ -73,6 +73,7 @@ class Job:
         self.sequences: list[SequenceOutput] = []
         self.prompts: list[list[int]] = []  # one per sequence
         self.second_text_starts: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
+        self.encoder_inputs: list[bytes] = []  # of encoder-decoder models, one a sequence
         self.num_unfinished = 0
         self.collector: Collector | None = None  # the last one that it was added to
         self.num_crashes = 0  # of engines during this job

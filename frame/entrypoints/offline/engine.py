@@ -18,18 +18,21 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 import numpy as np
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, Control, ControlReply, Generate
+from frame.entrypoints.audio import RATE
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
 from frame.entrypoints.offline.vectors import Vectors, need_task
+from frame.entrypoints.speech import Speech, Transcription, join_segments
 
 if TYPE_CHECKING:
     from frame.core.config.schema import FrameConfig
@@ -171,6 +174,54 @@ class Engine:
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
         return self._vectors.score(texts[0], texts[1], instruction, truncate)
 
+    # audio
+    # ----------------------------------------------------------------------------------------------
+
+    def transcribe(
+        self,
+        audio: str | Path | bytes | np.ndarray,
+        *,
+        language: str | None = None,
+        task: Literal["transcribe", "translate"] = "transcribe",
+        prompt: str = "",
+        temperature: float = 0.0,
+    ) -> Transcription:
+        """The text of speech: a file's path or bytes, or float32 samples [n] of 16 kHz. `language`:
+        its code; None: the model finds it. `prompt`: text that came before. With `translate` the
+        text is English. Audio that is longer than the model's window is cut where it is quiet.
+        """
+        need_task(self._resolved, "generate")
+        speech = Speech(self._resolved, self.tokenizer)
+        speech.check_request(language, task)
+        data = Path(audio).read_bytes() if isinstance(audio, str | Path) else audio
+        duration, windows = speech.split(data)
+        inputs = [speech.encode_window(samples) for _, samples in windows]
+        if language is None and speech.detects_language:
+            (found,) = self._run_speech([speech.plan_detection()], inputs[:1])
+            language = speech.find_language(found.token_ids[0])
+        plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature)
+        outputs = self._run_speech([plan] * len(windows), inputs)
+        segments = []
+        for (start, samples), output in zip(windows, outputs, strict=True):
+            logprobs = output.logprobs.logprobs if output.logprobs is not None else ()
+            segments += speech.read_segments(output.token_ids, start, len(samples) / RATE, logprobs)
+        return join_segments(segments, language, duration)
+
+    def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], inputs: Sequence[bytes]) -> list[Output]:
+        """Run one sequence for each encoder input."""
+        done = threading.Event()
+        job = Job(done.set)
+        for ids, params in plans:
+            check_request(self._session.limits, ids, params)
+            job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", ids, params))
+            job.prompts.append(ids)
+        job.encoder_inputs.extend(inputs)
+        self._run(job, done)
+        outputs = [sequence.output for sequence in job.sequences]
+        if failed := next((output for output in outputs if output.finish_reason not in ("stop", "length")), None):
+            raise EngineError(failed.error or "the request was aborted", outputs)
+        return outputs
+
     # control
     # ----------------------------------------------------------------------------------------------
 
@@ -300,9 +351,12 @@ class Engine:
         except RuntimeError as error:
             raise EngineError(str(error)) from None
         second_text_starts = job.second_text_starts or [0] * len(job.sequences)
+        encoder_inputs = job.encoder_inputs or [b""] * len(job.sequences)
         session.send_all([
-            _message(sequence, prompt, second_text_start)
-            for sequence, prompt, second_text_start in zip(job.sequences, job.prompts, second_text_starts, strict=True)
+            _message(sequence, prompt, second_text_start, given)
+            for sequence, prompt, second_text_start, given in zip(
+                job.sequences, job.prompts, second_text_starts, encoder_inputs, strict=True
+            )
             if sequence.output.finish_reason is None
         ])  # fmt: skip
         if job.is_stopped:  # by another thread, meanwhile
@@ -343,13 +397,20 @@ class Engine:
             job.collector.finish_text(job)
 
 
-def _message(sequence: SequenceOutput, prompt: list[int], second_text_start: int) -> Generate:
+def _message(sequence: SequenceOutput, prompt: list[int], second_text_start: int, encoder_input: bytes) -> Generate:
     """The message that starts a sequence, or continues it from its last token."""
     output, params = sequence.output, sequence.params
     if output.prompt_logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     ids = output.token_ids
-    return Generate(rid=sequence.rid, token_ids=prompt + ids, params=params, output_len=len(ids), second_text_start=second_text_start)
+    return Generate(
+        rid=sequence.rid,
+        token_ids=prompt + ids,
+        params=params,
+        output_len=len(ids),
+        second_text_start=second_text_start,
+        encoder_input=encoder_input,
+    )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:

@@ -51,12 +51,13 @@ def build_scheduler(
     if isinstance(pools, int):
         pools = (PagePool("tokens", pools, resolved.page_size),)
     num_pages = pools[0].num_pages
-    _check_groups(resolved, registry, pools)
+    cached = tuple(pool for pool in pools if pool.kind != "write_once")  # whose pages the prefix cache holds
+    _check_groups(resolved, registry, cached)
     eviction = resolved.plugins.get("eviction_policy")
     eviction_policy = (
         GuardedEvictionPolicy(registry.create(eviction[0], EvictionContext(resolved.page_size, num_pages))) if eviction else None
     )
-    cache_context = PrefixCacheContext(resolved.page_size, num_pages, eviction_policy, tuple(pools))
+    cache_context = PrefixCacheContext(resolved.page_size, num_pages, eviction_policy, cached)
     cache = registry.create(resolved.choice("prefix_cache"), cache_context)
     limits = SchedulingContext(
         max_running_requests=resolved.max_running_requests,
@@ -80,6 +81,7 @@ def build_scheduler(
         overlap=resolved.overlap,
         overlaps_drafts=_overlaps_drafts(resolved, registry, len(pools)),
         pools=resolved.pooling is not None,
+        encoder_input=resolved.model.encoder_input if resolved.model.encoder_length else None,
         whole_prompts=resolved.computes_whole_prompts,
         preemption=user.scheduler.preemption,
         short_prompt_share=user.scheduler.short_prompt_share,

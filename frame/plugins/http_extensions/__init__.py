@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def register_http_extensions(registry: KindRegistry) -> None:
     """Add the in-tree APIs."""
     here = "frame.plugins.http_extensions"
-    registry.add("openai", f"{here}.openai:OpenAIRoutes", summary="The OpenAI API: chat, responses, embeddings, batches.")
+    registry.add("openai", f"{here}.openai:OpenAIRoutes", summary="The OpenAI API: chat, responses, embeddings, audio, batches.")
     registry.add("anthropic", f"{here}.anthropic:AnthropicRoutes", summary="The Anthropic Messages API.")
     registry.add("native", f"{here}.native:NativeRoutes", summary="/generate, /tokenize, reranking, scoring and classification.")
     registry.add("vllm", f"{here}.vllm:VllmRoutes", summary="Further routes of vLLM: batched chat, render, pooling, version, load.")

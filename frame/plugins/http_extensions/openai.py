@@ -1,4 +1,4 @@
-"""The HTTP extension `openai`: the OpenAI API with chat, responses, embeddings and batches."""
+"""The HTTP extension `openai`: the OpenAI API: chat, responses, embeddings, audio, batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.http import HttpExtension
+from frame.entrypoints.http.audio import transcriptions
 from frame.entrypoints.http.openai import batches, completions, conversations, embeddings, moderations, responses
 
 if TYPE_CHECKING:
@@ -17,4 +18,4 @@ class OpenAIRoutes(HttpExtension):
 
     def make_routers(self) -> Sequence[APIRouter]:
         chat = (completions.router, completions.models_router, responses.router, conversations.router)
-        return (*chat, embeddings.router, moderations.router, batches.router)
+        return (*chat, embeddings.router, moderations.router, batches.router, transcriptions.router)

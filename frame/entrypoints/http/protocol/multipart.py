@@ -1,7 +1,7 @@
 """`FormReader`: multipart/form-data (RFC 7578), read piece by piece as it comes. Holds no more than
 a part's head at a time.
 
-Used by the route that takes files. Knows no route and no disk.
+Used by the routes that take files. Knows no route and no disk.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class FormPart(NamedTuple):
 
 
 class FormReader:
-    """One body. `content_type` is its header. Raises ApiError for a header that names no
-    boundary."""
+    """One body. `content_type` is its header; `fields` names what a route takes, for errors. Raises
+    ApiError for a header that names no boundary."""
 
-    def __init__(self, content_type: str) -> None:
+    def __init__(self, content_type: str, fields: str = "file and purpose") -> None:
+        self._fields = fields
         boundary = _BOUNDARY.match(content_type)
         if boundary is None:
-            raise ApiError(400, "the body must be multipart/form-data with the fields file and purpose", "file")
+            raise ApiError(400, f"the body must be multipart/form-data with the fields {fields}", "file")
         self._mark = b"\r\n--" + boundary[1].encode("latin-1")
         self._kept = bytearray(b"\r\n")  # what no one has seen yet; the first mark may be the body's beginning
         self._is_head = False
@@ -74,12 +75,12 @@ class FormReader:
             return False
         end = self._kept.find(b"\r\n\r\n")
         if max(end, len(self._kept) if end < 0 else 0) > LARGEST_HEAD:
-            raise ApiError(400, f"the headers of a part are larger than {LARGEST_HEAD} bytes; send the fields file and purpose", "file")
+            raise ApiError(400, f"the headers of a part are larger than {LARGEST_HEAD} bytes; send the fields {self._fields}", "file")
         if end < 0:
             return False
         self._num_parts += 1
         if self._num_parts > MOST_PARTS:
-            raise ApiError(400, f"the body has more than {MOST_PARTS} parts; send the fields file and purpose", "file")
+            raise ApiError(400, f"the body has more than {MOST_PARTS} parts; send the fields {self._fields}", "file")
         self._part = _part_of(bytes(self._kept[:end]))
         del self._kept[: end + 4]
         self._is_head = False

@@ -342,3 +342,37 @@ class RenderedRequest(TypedDict):
     stream: bool
     cache_salt: str | None
     priority: int
+
+
+class TranscriptionUsage(TypedDict):
+    """`seconds`: of type duration. The numbers of tokens: of type tokens."""
+
+    type: Literal["duration", "tokens"]
+    seconds: NotRequired[float]
+    input_tokens: NotRequired[int]
+    output_tokens: NotRequired[int]
+    total_tokens: NotRequired[int]
+
+
+class TranscriptionSegment(TypedDict):
+    """`avg_logprob` is that of the segment's window."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float | None
+    compression_ratio: float
+
+
+class TranscriptionObject(TypedDict):
+    """A transcription; with `response_format: verbose_json` all fields."""
+
+    text: str
+    usage: TranscriptionUsage
+    task: NotRequired[Literal["transcribe", "translate"]]
+    language: NotRequired[str | None]
+    duration: NotRequired[float]
+    segments: NotRequired[list[TranscriptionSegment]]

@@ -1,0 +1,75 @@
+"""`EncoderBlocks`: the blocks of a `write_once` group on the device, and how cross-attention reads
+them.
+
+Each token of a step becomes a row of one query over all positions of its sequence's block, so that
+every attention backend computes cross-attention as decodes. Used by `GroupInputs`. Must not know a
+request, a model or the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.batch import EncoderInputs, ForwardBatch, HostView
+from frame.core.kv_cache.kv_pool import PageTable
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.kv_cache.geometry import CacheGroup, KVGeometry
+
+
+class EncoderBlocks:
+    """The page table of the group, with a row of `span` pages for each request slot. The scheduler
+    numbers blocks; block b is the pages from b * span on."""
+
+    def __init__(self, geometry: KVGeometry, group: CacheGroup, num_rows: int, device: torch.device) -> None:
+        self.span = geometry.count_block_pages(group)
+        self.length = group.length
+        self.table = PageTable(num_rows, self.span, geometry.page_size, device)
+        self.layers = tuple(layer.layer for layer in group.layers)
+        self._group = group.pool
+
+    def expand_writes(self, writes: np.ndarray) -> np.ndarray:
+        """Writes of (slot, 0, block), int32 [n, 3], as writes of pages, int32 [n * span, 3]."""
+        pages = np.arange(self.span, dtype=np.int32)
+        slots, blocks = np.repeat(writes[:, 0], self.span), writes[:, 2:] * self.span + pages
+        return np.stack((slots, np.tile(pages, len(writes)), blocks.ravel()), axis=1).astype(np.int32)
+
+    def list_inputs(self, batch: ScheduledBatch, token_slots: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays that `make_view` reads on the device. token_slots: int64 [tokens]."""
+        arrays = {"group_queries": token_slots}
+        given = [(setup.slot, setup.encoder_input) for setup in batch.setups if setup.encoder_input is not None]
+        if given:
+            slots, size = np.array([slot for slot, _ in given]), self.table.page_size
+            positions = np.arange(self.length)
+            pages = self.table.host_pages[slots][:, positions // size].astype(np.int64)
+            arrays["group_encoded"] = pages * size + positions % size
+            arrays["group_features"] = np.stack([features for _, features in given])
+        return arrays
+
+    def make_view(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor]) -> ForwardBatch:
+        """The batch as the group's layers read it, without a plan. Adds `EncoderInputs` to the
+        batch where sequences start."""
+        if "group_features" in places:
+            batch.extensions[EncoderInputs] = EncoderInputs(places["group_features"], places["group_encoded"])
+        queries, count = places["group_queries"], batch.num_tokens
+        ones = torch.ones(count, dtype=torch.int32, device=queries.device)
+        slots = np.repeat(batch.host.slots, batch.host.query_lens)
+        host_ones = np.ones(count, np.int32)
+        return replace(
+            batch,
+            num_decodes=count,
+            positions=torch.full_like(queries, self.length - 1),
+            request_slots=queries,
+            seq_lens=ones * self.length,
+            query_lens=ones,
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=queries.device),
+            page_table=self.table.pages,
+            host=HostView(slots, host_ones, host_ones * self.length, self.table.host_pages),
+            group=self._group,
+        )

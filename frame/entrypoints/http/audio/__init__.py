@@ -1,0 +1,1 @@
+"""The audio routes of the OpenAI API."""

@@ -1,0 +1,230 @@
+"""The routes `/v1/audio/transcriptions` and `/v1/audio/translations` of the OpenAI API.
+
+A file is decoded in a thread, two files at a time; its windows are the sequences of one request.
+Must not depend on the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from pydantic import Field, model_validator
+
+from frame.entrypoints.audio import MAX_BYTES, RATE
+from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
+from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import as_api_error, raise_failed
+from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import FILE_BODY, ApiRouter
+from frame.entrypoints.http.protocol.multipart import FormReader
+from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.request_body import parse_body
+from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
+from frame.entrypoints.http.response_models.openai import TranscriptionObject
+from frame.entrypoints.speech import Segment, Speech, Transcription, format_subtitles, join_segments
+
+if TYPE_CHECKING:
+    from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+    from frame.entrypoints.http.request_context import RequestContext
+    from frame.entrypoints.http.services import Services
+
+router = ApiRouter(access=Access.USER)
+
+LARGEST_FIELD = 64 * 1024  # bytes of a field that is no file
+FIELDS = "file, model, language, prompt, response_format, temperature, timestamp_granularities[] and stream"
+
+
+class SpeechFields(RequestOptions):
+    """The fields of a form besides its file."""
+
+    model: str = ""
+    language: str | None = Field(None, pattern="^[a-zA-Z]{2,3}$")
+    prompt: str = ""
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
+    temperature: float = Field(0.0, ge=0, le=1)
+    timestamp_granularities: tuple[Literal["segment"], ...] = ()
+    stream: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> SpeechFields:
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            raise ValueError("timestamp_granularities needs response_format verbose_json")
+        if self.stream and self.response_format not in ("json", "text"):
+            raise ValueError(f"stream needs response_format json or text, not {self.response_format}")
+        return self
+
+    @property
+    def has_stamps(self) -> bool:
+        return self.response_format in ("verbose_json", "srt", "vtt")
+
+
+@router.post("/v1/audio/transcriptions", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject))
+async def transcriptions(context: ContextDep, services: ServicesDep) -> Any:
+    """Transcribe an audio file, as multipart/form-data."""
+    return await _respond(context, services, "transcribe")
+
+
+@router.post("/v1/audio/translations", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject))
+async def translations(context: ContextDep, services: ServicesDep) -> Any:
+    """Translate an audio file to English, as multipart/form-data."""
+    return await _respond(context, services, "translate")
+
+
+async def _respond(context: RequestContext, services: Services, task: str) -> Any:
+    form, file = await read_form(context)
+    services.check_model(form.model)
+    services.need_task("generate")
+    try:
+        speech = Speech(services.resolved, services.need_tokenizer())
+        language = form.language.lower() if form.language else None
+        speech.check_request(language, task)
+        async with services.audio_decoding:
+            duration, windows, inputs = await asyncio.to_thread(_prepare, speech, file)
+    except ValueError as error:
+        raise as_api_error(error) from None
+    context.hold(sum(map(len, inputs)))
+    if language is None and speech.detects_language:
+        detection = await start_request(
+            context, services, *_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_inputs=inputs[:1]
+        )
+        language = speech.find_language((await _finish(services, detection))[0].take_output()[1][0])
+    plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
+    answer = await start_request(context, services, *_each(plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
+    if form.stream:
+        await _stream(context, services, answer)
+        return None
+    segments: list[Segment] = []
+    sequences = await _finish(services, answer)
+    for (start, seconds), sequence in zip(windows, sequences, strict=True):
+        _, ids, parts = sequence.take_output()
+        logprobs = [each for part in parts for each in part.logprobs]
+        segments += speech.read_segments(ids, start, seconds, logprobs, has_stamps=form.has_stamps)
+    found = join_segments(segments, language, duration)
+    if form.response_format in ("json", "verbose_json"):
+        return _write_object(found, task, form, answer)
+    body = found.text + "\n" if form.response_format == "text" else format_subtitles(found.segments, form.response_format)
+    kind = b"text/vtt; charset=utf-8" if form.response_format == "vtt" else b"text/plain; charset=utf-8"
+    await context.respond(body.encode(), headers=((b"content-type", kind),))
+    return None
+
+
+async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
+    """The fields and the file of a form. Raises ApiError."""
+    reader = FormReader(context.header(b"content-type") or "", FIELDS)
+    fields: dict[str, list[bytearray]] = {}
+    size = 0
+    async for piece in context.held_pieces():
+        for part, content in reader.feed(piece):
+            if not content:
+                fields.setdefault(part.name, []).append(bytearray())
+                continue
+            size = size + len(content) if part.name == "file" else size
+            fields[part.name][-1] += content
+            if size > MAX_BYTES or (part.name != "file" and len(fields[part.name][-1]) > LARGEST_FIELD):
+                most = MAX_BYTES if part.name == "file" else LARGEST_FIELD
+                error = ApiError(413, f"{part.name[:50]} has more than {most} bytes; send less", part.name[:50])
+                error.headers = ((b"connection", b"close"),)  # the rest of the body is not read
+                raise error
+    reader.close()
+    values: dict[str, Any] = {}
+    for name, contents in fields.items():
+        plain = name.removesuffix("[]")
+        if plain not in ("file", *SpeechFields.model_fields):
+            raise ApiError(400, f"the field {name[:50]!r} is unknown; send {FIELDS}", name[:50] or None)
+        if plain != "timestamp_granularities" and len(contents) > 1:
+            raise ApiError(400, f"{plain} is given twice; send it once", plain)
+        texts = [] if plain == "file" else [content.decode("utf-8", "replace") for content in contents]
+        values[plain] = contents[0] if plain == "file" else texts if plain == "timestamp_granularities" else texts[0]
+    file = bytes(values.pop("file", b""))
+    if not file:
+        raise ApiError(400, "file is missing; send the audio", "file")
+    return parse_body(SpeechFields, values)[0], file
+
+
+def _prepare(speech: Speech, file: bytes) -> tuple[float, list[tuple[float, float]], list[bytes]]:
+    """The seconds of a file, the start and seconds of its windows, and their encoder inputs."""
+    duration, windows = speech.split(file)
+    return duration, [(start, len(samples) / RATE) for start, samples in windows], [speech.encode_window(samples) for _, samples in windows]
+
+
+def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]]:
+    return [plan[0]] * count, [plan[1]] * count
+
+
+async def _finish(services: Services, answer: RequestState) -> list[SequenceState]:
+    try:
+        sequences = await wait_complete(answer)
+        if any(each.finish is not None and each.finish.reason == "abort" for each in sequences):
+            raise ApiError(503, "the request was aborted before its text was complete; send it again", code="aborted")
+        return sequences
+    finally:
+        services.client.abandon_request(answer)
+
+
+async def _stream(context: RequestContext, services: Services, answer: RequestState) -> None:
+    """Events of the text in the order of the windows; what comes early of a later one waits."""
+    waiting, whole, first = [""] * len(answer.sequences), list[str](), 0
+    ended = set[int]()  # whose last text is in `waiting`
+
+    def write(sequence: SequenceState) -> bytes:
+        nonlocal first
+        raise_failed([sequence])
+        waiting[sequence.index] += sequence.take_output()[0]
+        if sequence.finish is not None:
+            ended.add(sequence.index)
+        events = []
+        while first < len(waiting):
+            if waiting[first]:
+                whole.append(waiting[first])
+                events.append(_event({"type": "transcript.text.delta", "delta": waiting[first]}))
+                waiting[first] = ""
+            if first not in ended:
+                break
+            first += 1
+        return b"".join(events)
+
+    def close() -> bytes:
+        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(answer)})
+
+    try:
+        await stream_response(context, services, answer, write, close)
+    finally:
+        services.client.abandon_request(answer)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _usage(answer: RequestState) -> dict[str, Any]:
+    inputs, outputs = sum(len(each.prompt) for each in answer.sequences), sum(each.num_tokens for each in answer.sequences)
+    return {"type": "tokens", "input_tokens": inputs, "output_tokens": outputs, "total_tokens": inputs + outputs}
+
+
+def _write_object(found: Transcription, task: str, form: SpeechFields, answer: RequestState) -> dict[str, Any]:
+    if form.response_format == "json":
+        return {"text": found.text, "usage": _usage(answer)}
+    segments = [
+        {
+            "id": number,
+            "start": round(each.start, 2),
+            "end": round(each.end, 2),
+            "text": each.text,
+            "tokens": each.token_ids,
+            "temperature": form.temperature,
+            "avg_logprob": each.avg_logprob,
+            "compression_ratio": each.compression_ratio,
+        }
+        for number, each in enumerate(found.segments)
+    ]
+    return {
+        "task": task,
+        "language": found.language,
+        "duration": round(found.duration, 2),
+        "text": found.text,
+        "segments": segments,
+        "usage": {"type": "duration", "seconds": round(found.duration, 2)},
+    }

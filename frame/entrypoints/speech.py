@@ -1,0 +1,170 @@
+"""`Speech`: how Whisper is asked to transcribe, and what its tokens say.
+
+Prompts with the language and the task, suppressed tokens, segments by timestamp tokens, subtitles.
+Used by the offline engine and the HTTP routes, which run the sequences. Must not know either.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.audio import HOP, RATE, extract_features, read_audio, split_windows
+from frame.entrypoints.engine_client.limits import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from frame.core.config.resolved import Resolved
+    from frame.core.text.tokenizer import Tokenizer
+
+STAMP_SECONDS = 0.02  # between two timestamp tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the text. `start` and `end`: seconds from the beginning of the audio."""
+
+    start: float
+    end: float
+    text: str
+    token_ids: list[int] = field(repr=False)
+    avg_logprob: float | None = None  # of its window; None: no log-probabilities were asked for
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of the text for each byte of it compressed; above 2.4 it repeats itself."""
+        data = self.text.encode()
+        return len(data) / len(zlib.compress(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Transcription:
+    """The text of an audio file. `language`: its code, such as "en"; None for models of one
+    language. `duration`: seconds. `segments`: by the model's timestamps, or one a window."""
+
+    text: str
+    language: str | None
+    duration: float
+    segments: list[Segment] = field(repr=False)
+
+
+class Speech:
+    """Raises InvalidRequestError for a model that transcribes nothing, or a checkpoint that lacks
+    its special tokens."""
+
+    def __init__(self, resolved: Resolved, tokenizer: Tokenizer) -> None:
+        if not resolved.model.encoder_length:
+            raise InvalidRequestError(f"the model {resolved.served_name} transcribes no audio; serve a Whisper checkpoint", "model")
+        self.input_shape = resolved.model.encoder_input
+        self.window_seconds = self.input_shape[1] * HOP / RATE
+        self._tokenizer = tokenizer
+        self._context = resolved.max_context
+        self._start = int(resolved.model.config["decoder_start_token_id"])
+        file = Path(resolved.model_path) / "generation_config.json"
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._languages = {name.strip("<|>"): int(found) for name, found in (settings.get("lang_to_id") or {}).items()}
+        self._tasks: dict[str, int] = settings.get("task_to_id") or {}
+        no_stamps = settings.get("no_timestamps_token_id") or tokenizer.find_token_id("<|notimestamps|>")
+        if no_stamps is None:
+            raise InvalidRequestError("the checkpoint's generation_config.json has no no_timestamps_token_id; add it", "model")
+        self._no_stamps = int(no_stamps)
+        self._previous = settings.get("prev_sot_token_id") or tokenizer.find_token_id("<|startofprev|>")
+        self._suppressed = {int(token): -100.0 for token in settings.get("suppress_tokens") or ()}
+
+    def split(self, audio: bytes | np.ndarray) -> tuple[float, list[tuple[float, np.ndarray]]]:
+        """A file, or float32 samples [n] of 16 kHz. -> its seconds, and the start and samples of
+        each window."""
+        samples = read_audio(audio) if isinstance(audio, bytes) else audio
+        return len(samples) / RATE, split_windows(samples, self.window_seconds)
+
+    def encode_window(self, samples: np.ndarray) -> bytes:
+        """A window as `Generate.encoder_input`."""
+        return extract_features(samples, *self.input_shape).tobytes()
+
+    def check_request(self, language: str | None, task: str) -> None:
+        """Raise InvalidRequestError for a language or a task that the model does not have."""
+        if language is not None and self._languages and language not in self._languages:
+            raise InvalidRequestError(f"language is {language[:20]!r}; it must be one of {', '.join(sorted(self._languages))}", "language")
+        if task == "translate" and task not in self._tasks:
+            raise InvalidRequestError("the model translates nothing, because it has one language; use /v1/audio/transcriptions", "model")
+
+    @property
+    def detects_language(self) -> bool:
+        return bool(self._languages)
+
+    def plan_detection(self) -> tuple[list[int], SamplingParams]:
+        """The prompt and parameters whose one token is the language of a window."""
+        wanted = dict.fromkeys(self._languages.values(), 100.0)
+        return [self._start], SamplingParams(max_tokens=1, temperature=0.0, logit_bias=wanted, skip_special_tokens=False)
+
+    def find_language(self, token: int) -> str | None:
+        return next((name for name, found in self._languages.items() if found == token), None)
+
+    def plan_window(
+        self, language: str | None, task: str, prompt: str = "", *, has_stamps: bool, temperature: float = 0.0
+    ) -> tuple[list[int], SamplingParams]:
+        """The prompt and parameters of a window's text."""
+        ids = [self._start]
+        if self._languages and language is not None:
+            ids += [self._languages[language], self._tasks[task]]
+        ids += [] if has_stamps else [self._no_stamps]
+        if prompt and self._previous is not None:  # as in openai/whisper, at most half of the context
+            ids = [self._previous, *self._tokenizer.encode(f" {prompt.strip()}", False)[-(self._context // 2 - 1) :], *ids]
+        bias = dict(self._suppressed)
+        if has_stamps:
+            bias[self._no_stamps] = -100.0
+        return ids, SamplingParams(temperature=temperature, min_tokens=1, logit_bias=bias, logprobs=0)
+
+    def read_segments(
+        self, ids: Sequence[int], start: float, seconds: float, logprobs: Sequence[float | None] = (), *, has_stamps: bool = True
+    ) -> list[Segment]:
+        """The segments of a window that starts at `start` and has `seconds`. Text without a
+        timestamp reaches to the window's end."""
+        segments: list[Segment] = []
+        known = [each for each in logprobs if each is not None]
+        average = sum(known) / len(known) if known else None
+        begin, tokens = 0.0, list[int]()
+
+        def end_segment(end: float) -> None:
+            text = self._tokenizer.decode(tokens)
+            if text.strip():
+                segments.append(Segment(start + begin, start + max(begin, end), text, list(tokens), average))
+            tokens.clear()
+
+        for token in ids:
+            if token <= self._no_stamps:
+                tokens.append(token)
+            if token <= self._no_stamps or not has_stamps:
+                continue
+            at = min(seconds, (token - self._no_stamps - 1) * STAMP_SECONDS)
+            end_segment(at)
+            begin = at
+        end_segment(seconds)
+        return segments
+
+
+def join_segments(segments: Sequence[Segment], language: str | None, duration: float) -> Transcription:
+    """The transcription of all windows' segments."""
+    return Transcription("".join(segment.text for segment in segments).strip(), language, duration, list(segments))
+
+
+def format_subtitles(segments: Sequence[Segment], kind: str) -> str:
+    """The segments as SubRip ("srt") or WebVTT ("vtt")."""
+    mark = "," if kind == "srt" else "."
+    blocks = []
+    for number, each in enumerate(segments, 1):
+        times = f"{_format_time(each.start, mark)} --> {_format_time(each.end, mark)}"
+        text = each.text.strip().replace("-->", "->")
+        blocks.append(f"{number}\n{times}\n{text}\n" if kind == "srt" else f"{times}\n{text}\n")
+    return "\n".join(blocks) if kind == "srt" else "WEBVTT\n\n" + "\n".join(blocks)
+
+
+def _format_time(seconds: float, mark: str) -> str:
+    whole = round(seconds * 1000)
+    return f"{whole // 3_600_000:02}:{whole // 60_000 % 60:02}:{whole // 1000 % 60:02}{mark}{whole % 1000:03}"
