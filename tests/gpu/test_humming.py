@@ -52,6 +52,16 @@ def test_products(scheme: WeightScheme) -> None:
     check(out, x.double() @ dense.t())
 
 
+def test_outputs_that_no_tile_divides() -> None:
+    """320 outputs are 2.5 tiles of the library."""
+    kernel = HummingKernel(build_context("cuda", torch.bfloat16, 16))
+    weight = on_gpu(make_weight(SCHEMES[1], 320, 512, dtype=torch.bfloat16))
+    product, dense = kernel.prepare(weight), weight.dequantize(torch.float32).double()
+    for rows in (1, 100):
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        check(product(x), x.double() @ dense.t())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_products_of_experts(scheme: WeightScheme) -> None:
     kernel = HummingKernel(build_context("cuda", torch.bfloat16, 16))

@@ -18,8 +18,8 @@ from frame.models.layers.weights.expert_activation import activate
 if TYPE_CHECKING:
     from frame.kernels.moe.align import Alignment
 
-_OUTPUTS, _INPUTS = 64, 128  # the library's tiles divide the sizes of a weight; inputs are padded
-_STEP = 32  # what divides the inputs before that
+_TILE = 128  # the library's tiles divide the sizes of a weight, which it pads with zeros
+_OUTPUTS, _STEP = 64, 32  # what divides the outputs and the inputs before that
 _GROUPS = (0, 16, 32, 64, 128, 256)  # inputs that share a scale; 0: all
 _LOCKS = 2048  # counters of the library's split sums
 _NAMES = {"int4": "uint4", "e2m1": "float4e2m1"}
@@ -72,7 +72,8 @@ class HummingProduct:
             weight.inputs,
             schema,
             num_experts=len(weight.codes) if weight.codes.dim() == 3 else None,
-            pad_k_to_multiple=_INPUTS,
+            pad_n_to_multiple=_TILE,
+            pad_k_to_multiple=_TILE,
             torch_dtype=dtype,
             device=device,
         )
