@@ -82,7 +82,7 @@ class PageTableBackend(AttentionBackend):
         limits, rows = self.context.limits, batch.num_rows
         if self._tables is None:
             width = self._width(batch, batch.page_table.shape[1])
-            self._tables = torch.zeros(limits.max_running_requests, width, dtype=torch.int32, device=self.context.device)
+            self._tables = torch.zeros(limits.max_decodes, width, dtype=torch.int32, device=self.context.device)
         part = RowRange(slice(0, rows), self._tables[:rows], batch.seq_lens, batch.query_starts, 1, limits.max_context)
         plan = PageTablePlan(part, None, [])
         self.replay_plan(plan, batch)

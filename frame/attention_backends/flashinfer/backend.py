@@ -92,7 +92,7 @@ class FlashInferBackend(AttentionBackend):
         if self._buffers is None:
             limits = self.context.limits
             pages = -(-limits.max_context // limits.page_size) + 1
-            self._buffers = PageBuffers.create(limits.max_running_requests, pages, self.context.device)
+            self._buffers = PageBuffers.create(limits.max_decodes, pages, self.context.device)
         return self._plan_shapes(StepPlan(batch, self._buffers))
 
     def replay_plan(self, plan: StepPlan, batch: ForwardBatch) -> None:

@@ -42,9 +42,9 @@ class TritonBackend(AttentionBackend):
             )
         shares = options.share_prefixes if isinstance(options, TritonOptions) else True
         device_limits = DeviceLimits.from_device(device)
-        self._prefixes = SharedPrefixes(device, limits.max_running_requests)
+        self._prefixes = SharedPrefixes(device, limits.max_decodes)
         self._shares = shares
-        self._decodes = DecodeLauncher(device, device_limits, limits.max_running_requests, shares)
+        self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares)
         self._extends = ExtendLauncher(device, device_limits)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:

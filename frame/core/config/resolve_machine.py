@@ -175,7 +175,9 @@ def graph_sizes(
         or graph_obstacle(chosen, platform, task, kinds)
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else ""),
     }
-    most = {"cuda_graph_max_bs": min(-(-running // stages), MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
+    drafted = 0 if config.speculative.algorithm is None else config.speculative.num_steps
+    tokens = -(-running // stages) * (1 + drafted)  # a graph has a row for each
+    most = {"cuda_graph_max_bs": min(tokens, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
     reasons = {
         "cuda_graph_max_bs": f"all {'micro-' if stages > 1 else ''}batches: a replay costs the host less than launching each kernel",
         "prompt_graph_max_tokens": "about as many tokens as the device computes while the host launches a layer",

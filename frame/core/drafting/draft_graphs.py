@@ -1,9 +1,9 @@
 """`DraftGraphs`: the passes of a device drafter as CUDA graphs.
 
 For each size of the decode graphs there is a graph of the first pass, over the decode graph's own
-batch, and graphs of a draw and of a further pass, over as many rows. Their inputs have fixed
-addresses; nothing waits for the device. On a CPU a pass is computed again instead of replayed. Used
-by the draft drafter. Must not know a request or a drafter by name.
+batch, and, up to the number of request slots, graphs of a draw and of a further pass over as many
+rows. Their inputs have fixed addresses; nothing waits for the device. On a CPU a pass is computed
+again instead of replayed. Used by the draft runner. Must not know a request or a drafter by name.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ class DraftGraphs:
 
     def capture(self) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
-        pool = self._graphs.platform.create_graph_pool()
+        pool, graphs = self._graphs.platform.create_graph_pool(), self._graphs
+        most_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.most))
         with uncollected():
-            for step in reversed(self._graphs.steps):
-                self._fills[step.batch.num_rows] = fill = self._capture_fill(step, pool)
-                self._passes[step.batch.num_rows] = self._capture_passes(step, fill, pool)
+            for step in reversed(graphs.steps):
+                size = step.batch.num_rows
+                self._fills[size] = fill = self._capture_fill(step, pool)
+                if size <= most_rows:
+                    self._passes[size] = self._capture_passes(step, fill, pool)
 
     def fill(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The first pass of the step that was replayed last, whose tokens all sample. token_ids:

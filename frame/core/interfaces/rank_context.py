@@ -36,6 +36,12 @@ class Limits:
     max_tokens_per_step: int
     max_context: int  # tokens of a sequence, prompt and output
     page_size: int  # tokens
+    max_graph_rows: int = 0  # of a decode graph, which has a row for each drafted token too; 0: none is captured
+
+    @property
+    def max_decodes(self) -> int:
+        """The most rows of one token each."""
+        return max(self.max_running_requests, self.max_graph_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,9 @@ def test_decode_graphs_cover_all_running_requests(running: int) -> None:
     found = resolve(config, H200, LLAMA_8B, records)
     assert found.max_running_requests == running
     assert found.cuda_graph_max_bs == running
+    drafts = {"speculative": {"algorithm": "ngram", "num_steps": 3}}
+    found = resolve(FrameConfig.model_validate({**config.model_dump(), **drafts}), H200, LLAMA_8B, records)
+    assert found.cuda_graph_max_bs == min(4 * running, 1024)  # each token of a draft is a row
 
 
 @pytest.mark.parametrize(("chosen_format", "gib"), [(None, 131), ("none", 131), ("fp8", None), ("int4", None)])
