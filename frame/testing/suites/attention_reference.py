@@ -175,7 +175,7 @@ class Placed:
         batch, host = self.batch, self.batch.host
         weight = {"the projections": self.layer.weight} if self.layer is not None else {}
         device = {name: value for name, value in fields_of(batch).items() if isinstance(value, torch.Tensor)}
-        arrays = {f"host.{name}": value for name, value in fields_of(host).items()}
+        arrays = {f"host.{name}": value for name, value in fields_of(host).items() if value is not None}
         own = {"the latents" if self.layer else ("k", "v")[index]: part for index, part in enumerate(self.own)}
         return {"q": self.q, **own, **weight, **device, **arrays}
 

@@ -251,6 +251,11 @@ class Player:
         return Rows(tuple(row.before for row in step.rows), tuple(row.new for row in step.rows), step.num_decodes)
 
     def plan(self, batch: ForwardBatch) -> object:
+        if self.backend.capabilities.device_lengths:  # bounds within the pages of each row
+            host, size = batch.host, self.case.page_size
+            least = np.maximum(host.query_lens, host.seq_lens - 3).astype(np.int32)
+            host = replace(host, seq_lens=(-(-host.seq_lens // size) * size).astype(np.int32), least_lens=least)
+            batch = replace(batch, host=host)
         host = batch.host
         given = {"host.slots": host.slots, "host.query_lens": host.query_lens, "host.seq_lens": host.seq_lens}
         with unchanged({**given, "host.page_table": host.page_table}, "plan"), no_waiting(self.case.device):
