@@ -2,7 +2,8 @@
 arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 
 Its keys and values are further layers in the target's pages. The first pass of a step reads the
-step's own tokens; the passes after it read the drawn token and the drafted ones.
+step's own tokens; the passes after it read the drawn token and the drafted ones. Used by the model
+runner. Must not know the target's layers or a request.
 """
 
 from __future__ import annotations

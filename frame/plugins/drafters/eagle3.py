@@ -3,6 +3,7 @@
 The head is one decoder layer over two inputs: the embedding of the next token, and three hidden
 states of the target, projected to one. For further tokens it reads its own hidden state in place of
 the target's. It has its own head over a part of the vocabulary; `d2t` maps it to the target's.
+Used by the model runner. Must not know a request.
 """
 
 from __future__ import annotations

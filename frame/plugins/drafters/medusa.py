@@ -1,7 +1,8 @@
 """`medusa`: drafts with Medusa heads (Cai et al. 2024, arXiv 2401.10774).
 
 Head i predicts the token i + 2 places after a token from the target's hidden state there: residual
-blocks, then a layer over the vocabulary. It has no cache and needs no further passes.
+blocks, then a layer over the vocabulary. It has no cache and needs no further passes. Used by the
+model runner. Must not know a request or the target's layers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ arXiv 2412.19437, section 2.2).
 
 The module predicts the token after next from the target's hidden state and the next token. For
 further tokens it reads its own output instead of the target's hidden state. Embedding and head are
-the target's.
+the target's. Used by the model runner. Must not know a request.
 """
 
 from __future__ import annotations

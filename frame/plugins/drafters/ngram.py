@@ -3,7 +3,8 @@ its prompt or output (prompt lookup decoding, Saxena 2023).
 
 A hash table per slot and n-gram length holds the place after each n-gram's latest occurrence, so
 that a lookup does not scan the text. A draft that reaches the end of the text goes on with its own
-first tokens, which continues repetitions.
+first tokens, which continues repetitions. Used by the scheduler. Must not know a model or a
+tokenizer.
 """
 
 from __future__ import annotations

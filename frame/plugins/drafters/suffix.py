@@ -4,6 +4,7 @@ and recent requests of the same tenant (suffix decoding, Oliaro et al. 2024).
 The nodes of a suffix tree, to a fixed depth, are entries of one hash table: the hash of a tenant
 and a suffix leads to the token that followed it last. New entries overwrite old ones, which bounds
 the memory. A draft is no longer than its match, since a long match predicts more tokens.
+Used by the scheduler. Must not know a model or a tokenizer.
 """
 
 from __future__ import annotations
