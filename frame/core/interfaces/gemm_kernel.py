@@ -100,10 +100,12 @@ class GroupedProduct(Protocol):
 class GemmKernel(ABC):
     """Makes the products of packed weights on one device.
 
-    `unpacks`: the kernel dequantizes weights after loading and keeps no codes.
+    `unpacks`: the kernel dequantizes weights after loading and keeps no codes. `in_place`: its
+    products read the codes of the weight itself, so weights that are shared are not copied.
     """
 
     unpacks: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context

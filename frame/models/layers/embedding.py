@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
 from frame.models.layers.weights.plain_product import PlainProduct
@@ -17,7 +18,7 @@ from frame.models.layers.weights.products import build_product
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Product
-    from frame.core.interfaces.weight_format import LayerFormat, PackedWeight
+    from frame.core.interfaces.weight_format import LayerFormat
 
 _ROWS = 16384  # of a tied head that are quantized at a time
 
@@ -73,12 +74,20 @@ class Head(nn.Module):
         if self.weights is not None:
             self.product = self.weights.finish()
         elif self._layout is None or not self._layout.rounds:
-            self.product = PlainProduct(self.weight)
+            self.product = self._share_weight()
         else:
             made = build_product(self._choices, [self._round(self._layout)], self._name)
             if self.product is None or not replace_values(self.product.tensors, made.tensors):
                 self.product = made
             register_tensors(self, "packed", self.product.tensors)
+
+    def _share_weight(self) -> Product:
+        """The product with the embedding's weight, by a kernel that makes no copy of it."""
+        weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
+        for choice in self._choices:
+            if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:
+                return choice.kernel.prepare(weight)
+        return PlainProduct(self.weight)
 
     def _round(self, layout: LayerFormat) -> PackedWeight:
         """The embedding's weight, quantized in parts to need little memory besides."""

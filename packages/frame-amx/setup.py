@@ -1,0 +1,9 @@
+"""Builds `frame_amx/_products`, a shared library that `frame_amx.kernel` opens by ctypes."""
+
+from setuptools import Extension, setup
+
+FLAGS = ["-O3", "-std=c++17", "-march=sapphirerapids", "-fopenmp"]
+
+setup(
+    ext_modules=[Extension("frame_amx._products", ["frame_amx/products.cpp"], extra_compile_args=FLAGS, extra_link_args=["-fopenmp"])]
+)
