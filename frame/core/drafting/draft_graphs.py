@@ -8,7 +8,7 @@ again instead of replayed. Used by the draft runner. Must not know a request or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,11 +90,12 @@ class DraftGraphs:
         count = len(rows.ids)
         passes = self._passes[self._graphs.find_size(count)]
         _copy_rows(rows, passes.rows, self._drafter.table.padding_slot)
-        self._place.zero_()
         num_further = plan.num_tokens
         if passes.first is not None:
             passes.first.replay()
             num_further -= 1
+        else:
+            self._place.zero_()
         if passes.further is not None and num_further:
             self._replay_plan(passes.batch, plan)
             for _ in range(num_further):
@@ -134,8 +135,7 @@ class DraftGraphs:
         batch = drafter.make_batch(rows, np.ones(size, np.int32), step.batch.host.slots)
         first = further = None
         if drafter.model.reads_next or not drafter.model.needs_passes:
-            self._place.zero_()
-            first = capture_step(platform, pool, lambda: self._draw(rows), lambda: self._draw(rows))[1]
+            first = capture_step(platform, pool, lambda: self._draw_first(rows), lambda: self._draw_first(rows))[1]
         if drafter.model.needs_passes:
             plain, planned = (replace(batch, plan=plan(batch)) for plan in (drafter.backend.plan, drafter.backend.capture_plan))
             batch = planned
@@ -153,6 +153,11 @@ class DraftGraphs:
         temperature = torch.zeros(size, dtype=torch.float32, device=states.device)
         keys = numbers(size, 3 * self._num_steps)  # with a draft of the step, and one of the step before
         return DraftRows(slots, numbers(size) + 1, numbers(size), numbers(size), torch.zeros_like(states), numbers(size), temperature, keys)
+
+    def _draw_first(self, rows: DraftRows) -> tuple[torch.Tensor, ...]:
+        """`_draw` from the states of the first pass."""
+        self._place.zero_()
+        return self._draw(rows)
 
     def _draw(self, rows: DraftRows) -> tuple[torch.Tensor, ...]:
         """Draw the next token of each row; without further passes, the whole draft."""
@@ -177,14 +182,15 @@ class DraftGraphs:
 def _copy_rows(source: DraftRows, target: DraftRows, padding_slot: int) -> None:
     """Copy rows to their fixed addresses. The rows after them become padding."""
     count = len(source.ids)
-    for each in fields(source):
-        value, place = getattr(source, each.name), getattr(target, each.name)
-        if value is None:  # greedy rows need no keys
-            if each.name == "temperature":
-                place[:count].zero_()
-        elif each.name == "keys":
-            place[:count, : value.shape[1]].copy_(value)
-        else:
-            place[:count].copy_(value)
+    numbers = ("slots", "limits", "ids", "positions", "columns")
+    torch._foreach_copy_([getattr(target, name)[:count] for name in numbers], [getattr(source, name) for name in numbers])
+    target.states[:count].copy_(source.states)
+    if target.temperature is None or target.keys is None:
+        raise RuntimeError("captured passes draw at any temperature")
+    if source.temperature is None or source.keys is None:  # greedy rows need no keys
+        target.temperature[:count].zero_()
+    else:
+        target.temperature[:count].copy_(source.temperature)
+        target.keys[:count, : source.keys.shape[1]].copy_(source.keys)
     target.slots[count:].fill_(padding_slot)
     target.columns[count:].zero_()

@@ -316,6 +316,13 @@ class NotBatchInvariant(PlainAttention):
         return super().run(spec, q, k, v, batch) * (1 + 1e-6 * batch.num_rows)
 
 
+@mutant.using(capabilities=replace(CAPABILITIES, device_lengths=True))
+class PlansFromBounds(PlainAttention):
+    """States that it reads lengths on the device, and plans from those of the host."""
+
+    capabilities = replace(CAPABILITIES, device_lengths=True)
+
+
 @mutant.using(capabilities=replace(CAPABILITIES, sinks=False))
 class RecordDiffers(PlainAttention):
     """Supports attention sinks and has a record that denies it."""
