@@ -82,7 +82,7 @@ def test_named_groups_meet_at_one_address() -> None:
     assert found == [[11.0, 1111.0]] * 2 + [[1100.0, 1111.0]] * 2
 
 
-def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On this machine without GPUs: which kernel would sum, with the kernels replaced."""
     calls: list[str] = []
 
@@ -110,6 +110,16 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch)
             assert group.all_reduce(x).shape == x.shape
         assert calls == expected
     assert group.reduce_add_norm(torch.ones(2, 512), torch.ones(2, 512), torch.ones(512), 1e-5) is None  # above one_shot_bytes
+
+    def refuse(*arguments: Any) -> Any:
+        raise RuntimeError("CUDA error: peer access is not supported\nmore")
+
+    monkeypatch.setattr(p2p.P2p, "_share_memory", refuse)
+    group = p2p.P2p(CollectiveContext(0, 2, "file:///x"))
+    calls.clear()
+    assert group.reduce_add_norm(torch.ones(2, 16), torch.ones(2, 16), torch.ones(16), 1e-5) is None
+    assert [group.all_reduce(x).shape == x.shape for x in messages] == [True] * 6 and calls == ["nccl"] * 6
+    assert "all sums are by NCCL: CUDA error: peer access is not supported" in caplog.messages[-1]
 
 
 RANK = """

@@ -17,7 +17,7 @@ from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
 from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
 from frame.core.config.resolve_moe import pair_experts
-from frame.core.config.resolve_parallel import find_conflicts, find_host_conflicts, make_plan, require_launcher
+from frame.core.config.resolve_parallel import choose_collective, find_conflicts, find_host_conflicts, make_plan, require_launcher
 from frame.core.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
 from frame.core.config.resolve_plugins import (
     KEYS,
@@ -208,7 +208,8 @@ class _Solver:
         )
         self.conflicts += find_host_conflicts(self.config)
         with self._collect():
-            self._collective()
+            requirements = CollectiveRequirements(self.device, self.plan.num_ranks, self.plan.hosts, compatible=self._compatible)
+            choose_collective(self.chosen, self.records, self.config, requirements, self.hardware.of(self.device))
         with self._collect():
             named, size = self.config.parallel.launcher, self.plan.num_ranks
             self._select("launcher", require_launcher(self.config), named, f"No launcher starts {size} rank(s)")
@@ -318,11 +319,6 @@ class _Solver:
             return max_context
         check_step(self.config, chunk, max_context)
         return chunk
-
-    def _collective(self) -> None:
-        size = self.plan.num_ranks
-        requirements = CollectiveRequirements(self.device, size, self.plan.hosts, compatible=self._compatible)
-        self._select("collective", requirements, self.config.parallel.collective, f"No collective connects {size} rank(s) on {self.device}")
 
     def _quantization(self) -> None:
         stored, named = self.model_config.quantization, self.config.model.quantization

@@ -4,14 +4,16 @@ memory, before a process starts. Pure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from frame.core.config.hardware import Hardware
+from frame.core.config.hardware import Accelerator, Hardware
 from frame.core.config.resolve_machine import GIB, count_weights, indivisible
 from frame.core.config.resolve_platform import get_capabilities
+from frame.core.config.resolve_plugins import KEYS, Choices
 from frame.core.config.schema import FrameConfig
-from frame.core.config.selection import ResolveError
+from frame.core.config.selection import ResolveError, by_rank, nearest_change, select
+from frame.core.interfaces.collective import CollectiveRequirements
 from frame.core.interfaces.launcher import LauncherRequirements
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
@@ -32,6 +34,31 @@ def require_launcher(config: FrameConfig) -> LauncherRequirements:
     """What the plan requires of a launcher."""
     plan = make_plan(config)
     return LauncherRequirements(plan.num_ranks, plan.hosts, config.parallel.dist_init_addr is not None)
+
+
+def choose_collective(
+    chosen: Choices,
+    records: Mapping[str, Sequence[PluginRecord]],
+    config: FrameConfig,
+    requirements: CollectiveRequirements,
+    devices: Sequence[Accelerator],
+) -> None:
+    """Choose the collective of all ranks, on this host's `devices`. Raises ResolveError if none
+    fits."""
+    kind, key, named = "collective", KEYS["collective"], config.parallel.collective
+    is_linked = requirements.size > 1 and all(device.is_linked for device in devices)
+
+    def linked_first(record: PluginRecord) -> tuple[bool, int, str]:
+        return (not (is_linked and getattr(record.capabilities, "uses_links", False)), *by_rank(record))
+
+    found = select(key, records.get(kind, ()), requirements, named, linked_first, chosen.impossible, kind)
+    if found is None:
+        rejected = chosen.reject(key, kind, records, requirements)
+        subject = f"No collective connects {requirements.size} rank(s) on {requirements.device}."
+        raise ResolveError(subject, rejected, nearest_change(rejected))
+    if named is None and not linked_first(found.record)[0]:
+        found = replace(found, reason="the one for devices that write to each other's memory over links")
+    chosen.note(kind, key, found, is_open=named is None)
 
 
 def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:

@@ -31,6 +31,7 @@ class Accelerator:
     name: str
     compute_capability: tuple[int, int] | None
     memory_bytes: int
+    is_linked: bool = False  # it writes to the memory of all others of its platform here, over links made for that (NVLink)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ others' parts (PyTorch's kernel). NVLink multicast is not used.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from dataclasses import replace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.collective import CollectiveContext
+
+_log = logging.getLogger(__name__)
 
 _TWO_SHOT_TYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernel adds
 _ALIGNMENT = 16  # bytes of a kernel's accesses
@@ -44,15 +47,27 @@ class P2p(Nccl):
         self._unregister = self._register()
         self._two_shot = sizes.two_shot_bytes if self.size > 2 else 0
         self._one_shot = sizes.one_shot_bytes if self.size == 2 else min(sizes.one_shot_bytes, _MORE_RANKS // (self.size - 1))
+        problem = ""
+        try:
+            self._prepare_kernels()
+        except RuntimeError as error:
+            problem = str(error).strip().split("\n", 1)[0]
+        # also waits until all ranks have cleared their memory
+        failed = super().all_reduce(torch.tensor([bool(problem)], dtype=torch.int64, device=context.platform.device))
+        if failed.item():
+            self._one_shot = self._two_shot = 0
+            _log.warning("the ranks cannot share memory, and all sums are by NCCL: %s", problem or "another rank says why")
+
+    def _prepare_kernels(self) -> None:
+        """Share the memory of the kernels. Raises RuntimeError if the GPUs cannot use each other's
+        memory."""
         self._staging = self._share_memory(self._two_shot)[0] if self._two_shot else None
-        memory, handle = self._share_memory(peer_sum.count_bytes(self.size))
-        peer_sum.clear(memory)
+        memory, handle = self._share_memory(self._kernels.count_bytes(self.size))
+        self._kernels.clear(memory)
         self._shared = memory, handle  # as long as the addresses are used
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=memory.device)
-        turns = torch.zeros(peer_sum.CHANNELS, dtype=torch.int32, device=memory.device)
-        self._peers = peer_sum.Peers(self.rank, self.size, addresses, turns)
-        super().all_reduce(turns)  # all ranks have cleared their memory
-        context.platform.synchronize()
+        turns = torch.zeros(self._kernels.CHANNELS, dtype=torch.int32, device=memory.device)
+        self._peers = self._kernels.Peers(self.rank, self.size, addresses, turns)
 
     def _register(self) -> weakref.finalize[Any, Any]:
         """Let PyTorch find this group by its name. -> the way to undo it."""
@@ -67,8 +82,7 @@ class P2p(Nccl):
         return weakref.finalize(self, unregister_group, self._name, group)
 
     def _share_memory(self, size: int) -> tuple[torch.Tensor, Any]:
-        """(this rank's buffer of `size` bytes, the handle of all ranks' buffers). Raises
-        RuntimeError if the GPUs cannot read each other's memory."""
+        """(this rank's buffer of `size` bytes, the handle of all ranks' buffers)."""
         from torch._C import _distributed_c10d as c10d
 
         memory: Any = c10d._SymmetricMemory  # noqa: SLF001

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from frame.core.interfaces.platform import Accelerator, FoundDevices
 
 _NVML = "libnvidia-ml.so.1"
 _NAME_BYTES = 96
+_P2P_WRITE, _P2P_NVLINK = 1, 2  # nvmlGpuP2PCapsIndex_t
+
+
+_Device = tuple[Accelerator, str, ctypes.c_void_p]
 
 
 class NvmlMemory(ctypes.Structure):
@@ -55,14 +60,27 @@ def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
     try:
         count = ctypes.c_uint()
         _call(nvml.nvmlDeviceGetCount_v2, ctypes.byref(count))
-        found = [_nvml_device(nvml, index) for index in range(count.value)]
+        found = _visible([_nvml_device(nvml, index) for index in range(count.value)], visible)
+        handles = [device[2] for device in found]
+        return tuple(replace(device[0], is_linked=_is_linked(nvml, device[2], handles)) for device in found)
     finally:
         nvml.nvmlShutdown()
-    return tuple(accelerator for accelerator, _ in _visible(found, visible))
 
 
-def _nvml_device(nvml: Any, index: int) -> tuple[Accelerator, str]:
-    """A device and its UUID."""
+def _is_linked(nvml: Any, handle: ctypes.c_void_p, handles: list[ctypes.c_void_p]) -> bool:
+    """Whether a device writes to the memory of all others over NVLink; also False where the driver
+    does not say."""
+    others = [other for other in handles if other.value != handle.value]
+    status, find = ctypes.c_int(), getattr(nvml, "nvmlDeviceGetP2PStatus", None)
+
+    def has(other: ctypes.c_void_p, capability: int) -> bool:
+        return not find(handle, other, ctypes.c_int(capability), ctypes.byref(status)) and not status.value  # type: ignore[misc]
+
+    return bool(others) and find is not None and all(has(other, each) for other in others for each in (_P2P_WRITE, _P2P_NVLINK))
+
+
+def _nvml_device(nvml: Any, index: int) -> _Device:
+    """A device, its UUID and its handle."""
     handle, name, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.create_string_buffer(_NAME_BYTES)
     major, minor, memory = ctypes.c_int(), ctypes.c_int(), NvmlMemory()
     _call(nvml.nvmlDeviceGetHandleByIndex_v2, ctypes.c_uint(index), ctypes.byref(handle))
@@ -70,15 +88,15 @@ def _nvml_device(nvml: Any, index: int) -> tuple[Accelerator, str]:
     _call(nvml.nvmlDeviceGetUUID, handle, uuid, ctypes.c_uint(_NAME_BYTES))
     _call(nvml.nvmlDeviceGetCudaComputeCapability, handle, ctypes.byref(major), ctypes.byref(minor))
     _call(nvml.nvmlDeviceGetMemoryInfo, handle, ctypes.byref(memory))
-    return Accelerator("cuda", name.value.decode(), (major.value, minor.value), int(memory.total)), uuid.value.decode()
+    return Accelerator("cuda", name.value.decode(), (major.value, minor.value), int(memory.total)), uuid.value.decode(), handle
 
 
-def _visible(found: list[tuple[Accelerator, str]], visible: str | None) -> list[tuple[Accelerator, str]]:
+def _visible(found: list[_Device], visible: str | None) -> list[_Device]:
     """The devices that the indices or UUID prefixes in `visible` select. Like CUDA, drops
     everything after an invalid entry."""
     if visible is None:
         return found
-    kept: list[tuple[Accelerator, str]] = []
+    kept: list[_Device] = []
     for entry in (part.strip() for part in visible.split(",")):
         is_index = entry.isdigit() and int(entry) < len(found)
         match = [found[int(entry)]] if is_index else [device for device in found if entry and device[1].startswith(entry)]

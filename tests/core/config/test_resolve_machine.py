@@ -34,6 +34,8 @@ LLAMA_8B = ModelConfig(
 )
 H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 << 30),) * 2)
 
+LINKED = dataclasses.replace(H200, accelerators=tuple(dataclasses.replace(each, is_linked=True) for each in H200.accelerators))
+
 
 def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
     records = load_registry(installed=False).all_records()
@@ -58,6 +60,24 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
         config={"intermediate_size": 18432, "q_lora_rank": 1536},
     )  # fmt: skip
     assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
+
+
+@pytest.mark.parametrize(
+    ("machine", "parallel", "expected"),
+    [
+        (LINKED, {"tp": 2}, "p2p"),
+        (LINKED, {"tp": 2, "collective": "nccl"}, "nccl"),
+        (LINKED, {"tp": 4, "nnodes": 2, "dist_init_addr": "10.0.0.1:29500"}, "nccl"),
+        (LINKED, {}, "single"),
+        (H200, {"tp": 2}, "nccl"),
+        (H200, {"tp": 2, "collective": "p2p"}, "p2p"),
+    ],
+)
+def test_linked_devices_sum_over_their_links(machine: Hardware, parallel: dict[str, Any], expected: str) -> None:
+    sections = {"model": {"path": EMBEDDED}, "parallel": parallel, "execution": {"device": "cuda"}}
+    found = resolve(FrameConfig.model_validate(sections), machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert found.choice("collective").name == expected
+    assert ("over links" in found.reasons.get("parallel.collective", "")) == (expected == "p2p" and "collective" not in parallel)
 
 
 def test_graph_sizes_default_from_model_and_machine() -> None:

@@ -51,6 +51,8 @@ class FakeNvml:
             out[0]._obj.value, out[1]._obj.value = card[1]
         elif name == "nvmlDeviceGetMemoryInfo":
             out[0]._obj.total = card[2] * 2**30
+        elif name == "nvmlDeviceGetP2PStatus":
+            out[2]._obj.value = 5 if "T4" in (card[0], CARDS[out[0].value - 1][0]) else 0
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,12 @@ def test_visible_devices_are_those_that_cuda_would_show(visible: str | None, exp
     found = [(a.name, a.compute_capability, a.memory_bytes // 2**30) for a in nvml_devices(nvml, visible)]
     assert found == [CARDS[index][:3] for index in expected]
     assert not nvml.is_open
+
+
+@pytest.mark.parametrize(("visible", "linked"), [("0,1", [True, True]), (None, [False] * 3), ("0", [False])])
+def test_devices_are_linked_if_all_visible_ones_are(visible: str | None, linked: list[bool]) -> None:
+    assert [found.is_linked for found in nvml_devices(FakeNvml(), visible)] == linked
+    assert not any(found.is_linked for found in nvml_devices(FakeNvml("nvmlDeviceGetP2PStatus"), visible))
 
 
 @pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetName"])

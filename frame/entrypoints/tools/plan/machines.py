@@ -34,6 +34,8 @@ class Card:
         return self.compute_capability >= (8, 9)
 
 
+_PCIE = 64e9  # bytes/s; faster links are NVLink
+
 CARDS: dict[str, Card] = {
     "a100-40": Card("NVIDIA A100-SXM4-40GB", (8, 0), 40 * GIB, Ceilings(1.55e12, 312e12), 300e9),
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB, Ceilings(2.04e12, 312e12), 300e9),
@@ -57,7 +59,7 @@ class Machine:
     def hardware(self) -> Hardware:
         """The machine as `resolve` reads it."""
         card = self.card
-        devices = (Accelerator("cuda", card.name, card.compute_capability, card.memory),) * self.count
+        devices = (Accelerator("cuda", card.name, card.compute_capability, card.memory, card.links > _PCIE),) * self.count
         return Hardware(HOST_CORES * self.count, HOST_MEMORY * self.count, frozenset({"avx2", "avx512f"}), devices)
 
 
