@@ -117,8 +117,8 @@ def on_processes(peers: list[Peers], dtype: torch.dtype) -> list[Results]:
 def on_streams(peers: list[Peers], dtype: torch.dtype) -> list[Results]:
     """The results of all ranks, each a graph on a stream of one GPU, after three replays."""
     graphs, found = [torch.cuda.CUDAGraph() for _ in peers], []
-    for each, graph in zip(peers, graphs, strict=True):
-        act = prepare(each.rank, dtype)
+    acts = [prepare(each.rank, dtype) for each in peers]  # which hold what the graphs read
+    for each, act, graph in zip(peers, acts, graphs, strict=True):
         with torch.cuda.graph(graph, capture_error_mode="relaxed"):
             found.append(act(each))
     streams = [torch.cuda.Stream() for _ in peers]

@@ -22,7 +22,7 @@ class P2pOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    one_shot_bytes: int = Field(8 << 20, ge=0, description="Largest message of the one-shot kernel; less for more than two ranks.")
+    one_shot_bytes: int = Field(16 << 20, ge=0, description="Largest message of the one-shot kernel; less for more than two ranks.")
     two_shot_bytes: int = Field(8 << 20, ge=16, description="Largest message of the two-shot kernel, which serves more than two ranks.")
 
 
