@@ -17,7 +17,7 @@ import torch
 
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.moe import DispatchOutput
+from frame.core.interfaces.moe import DispatchOutput, select_local
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
@@ -33,6 +33,7 @@ from frame.kernels.moe.grouped_gemm import (
     compute_gate_up,
     compute_gate_up_vector,
 )
+from frame.kernels.moe.local_pairs import select_local_pairs
 from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
 from frame.models.layers.router import Router, RoutingRule
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, gelu_mul, squared_relu
@@ -73,6 +74,20 @@ def test_the_kernel_selects_the_experts_of_the_reference(rule: RoutingRule, expe
     assert weights.dtype == torch.float32
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "top"), [(1, 8), (37, 3), (0, 4)])
+def test_pairs_of_other_ranks_go_to_an_expert_of_the_token(tokens: int, top: int) -> None:
+    ids = torch.rand(tokens, 32, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :top].to(DEVICE)
+    weights = torch.rand(tokens, top, device=DEVICE)
+    for rank in range(4):
+        local, kept = select_local_pairs(ids, weights, 8 * rank, 8)
+        right, right_weights = select_local(ids, weights, 8 * rank, 8)
+        own = ids // 8 == rank
+        assert torch.equal(kept, right_weights) and torch.equal(local[own], right[own]) and local.dtype == ids.dtype
+        assert local.numel() == 0 or (local.min() >= 0 and local.max() < 8)
+        for row in range(tokens):
+            assert not own[row].any() or set(local[row].tolist()) == set(right[row][own[row]].tolist())
 
 
 def test_ties_select_the_first_experts() -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, select_local
+from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement
 from frame.plugins.moe_dispatchers.all_reduce import AllReduce
 
 
@@ -29,7 +29,7 @@ class AllGatherReduceScatter(AllReduce):
         share = -(-len(x) // tp.size)
         own = (_take_share(each, tp.rank, share, tp.size) for each in (x, ids, weights))
         gathered, ids, weights = (group.all_gather(each, dim=0) for each in own)
-        local = select_local(ids, weights, group.rank * placement.per_rank, placement.per_rank)
+        local = self.select(ids, weights, group.rank * placement.per_rank, placement.per_rank)
         return DispatchOutput(gathered, *local, state=len(x))
 
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
