@@ -208,8 +208,8 @@ class _Solver:
         )
         self.conflicts += find_host_conflicts(self.config)
         with self._collect():
-            requirements = CollectiveRequirements(self.device, self.plan.num_ranks, self.plan.hosts, compatible=self._compatible)
-            choose_collective(self.chosen, self.records, self.config, requirements, self.hardware.of(self.device))
+            ranks = CollectiveRequirements(self.device, self.plan.num_ranks, self.plan.hosts, compatible=self._compatible)
+            choose_collective(self.chosen, self.records, self.config, ranks, self.hardware.of(self.device))
         with self._collect():
             named, size = self.config.parallel.launcher, self.plan.num_ranks
             self._select("launcher", require_launcher(self.config), named, f"No launcher starts {size} rank(s)")

@@ -43,10 +43,10 @@ def choose_collective(
     requirements: CollectiveRequirements,
     devices: Sequence[Accelerator],
 ) -> None:
-    """Choose the collective of all ranks, on this host's `devices`. Raises ResolveError if none
-    fits."""
+    """Choose the collective of all ranks, on this host's `devices`; stages alone need no sums over
+    links. Raises ResolveError if none fits."""
     kind, key, named = "collective", KEYS["collective"], config.parallel.collective
-    is_linked = requirements.size > 1 and all(device.is_linked for device in devices)
+    is_linked = config.parallel.tp > 1 and all(device.is_linked for device in devices)
 
     def linked_first(record: PluginRecord) -> tuple[bool, int, str]:
         return (not (is_linked and getattr(record.capabilities, "uses_links", False)), *by_rank(record))

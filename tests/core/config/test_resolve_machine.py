@@ -69,6 +69,7 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
         (LINKED, {"tp": 2, "collective": "nccl"}, "nccl"),
         (LINKED, {"tp": 4, "nnodes": 2, "dist_init_addr": "10.0.0.1:29500"}, "nccl"),
         (LINKED, {}, "single"),
+        (LINKED, {"pp": 2}, "nccl"),
         (H200, {"tp": 2}, "nccl"),
         (H200, {"tp": 2, "collective": "p2p"}, "p2p"),
     ],
