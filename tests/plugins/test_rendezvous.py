@@ -188,6 +188,9 @@ def test_processes_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sleeping = launcher.start(places[2], [sys.executable, "-c", "import time; time.sleep(60)"], {}, pipes_errors=False)
         with pytest.raises(subprocess.TimeoutExpired):
             sleeping.wait(0.1)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            sleeping.send_signal(number)
+            wait_until(lambda expected=number == signal.SIGSTOP: sleeping.is_stopped is expected, 10)
         sleeping.kill()
         assert sleeping.wait(10) == -signal.SIGKILL
         with pytest.raises(OSError, match="no-such-program"):

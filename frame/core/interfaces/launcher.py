@@ -87,6 +87,8 @@ class Placement:
 
 class RankProcess(Protocol):
     """A rank's process, or what stands for it on this host; `subprocess.Popen` has these methods.
+    What stands for a process of another host may have `is_stopped`: whether the operating system
+    keeps it stopped (SIGSTOP).
 
     The rank reads its configuration from `stdin`, and ends when `stdin` is closed.
     """

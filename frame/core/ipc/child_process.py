@@ -6,6 +6,7 @@ whether to ask the kernel for a signal at the parent's end; `die_with_parent` re
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,6 +15,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import psutil
 
 EXIT_ORPHANED = 3
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
@@ -45,6 +48,13 @@ def die_with_parent(parent: int) -> None:
     library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the request took effect
         raise SystemExit(EXIT_ORPHANED)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the operating system keeps a process of this host stopped (SIGSTOP)."""
+    with contextlib.suppress(psutil.Error, OSError):  # OSError: no descriptor is free to read its state
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _death_signal() -> list[str]:

@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from pydantic import BaseModel
 
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
-from frame.core.ipc.child_process import start_process
+from frame.core.ipc.child_process import is_stopped, start_process
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import SocketDirectory, ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
@@ -66,6 +65,7 @@ class Child:
     stopped: float = 0.0  # seconds that the operating system has kept it stopped (SIGSTOP)
     last_error: str | None = None  # of its Fatal message
     device_memory: int = 0  # bytes, from its last heartbeat
+    is_local: bool = True  # it runs on this host
     is_dump_requested: bool = False  # it hangs and was asked for its stacks
 
     @property
@@ -79,11 +79,14 @@ class Child:
         return not self.name.startswith("rank-")  # rank 0 waits for the others, so its heartbeats stop with theirs
 
     @property
+    def local_pid(self) -> int:
+        """Its process id on this host; 0 if it runs on another one."""
+        return self.process.pid if self.is_local else 0
+
+    @property
     def is_stopped(self) -> bool:
         """Whether the operating system keeps the process stopped."""
-        with contextlib.suppress(psutil.Error, OSError):  # OSError: no descriptor is free to read its state
-            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
-        return False
+        return is_stopped(self.process.pid) if self.is_local else bool(getattr(self.process, "is_stopped", False))
 
     def describe_exit(self) -> str | None:
         """How the process ended, as a sentence; None while it runs."""
@@ -181,6 +184,7 @@ class Deployment:
             child.process = start_process(child.arguments, child.environment, pipes_errors=pipes_errors)
         else:
             place = self._placement.ranks[child.rank]
+            child.is_local = place.host == self._placement.ranks[0].host
             device = self.layout.first_device + place.local_index
             where = ["--rendezvous", self._placement.rendezvous, "--host", place.host, "--local-index", str(device)]
             command = [*child.arguments, *where]
@@ -243,7 +247,8 @@ class Deployment:
 
     @property
     def pids(self) -> dict[str, int]:
-        return {self.label(name): child.process.pid for name, child in self.children.items()}
+        """Those of this host."""
+        return {self.label(name): child.local_pid for name, child in self.children.items() if child.is_local}
 
     def label(self, name: str) -> str:
         """The name of a child among those of all replicas."""

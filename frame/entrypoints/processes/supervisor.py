@@ -122,7 +122,7 @@ class Supervisor:
         """Restart a unit that exceeds a resource limit. The restart does not count as a crash of
         its requests."""
         label = self._deployment.label
-        found = [monitor.check_process(label(child.name), child.process.pid, child.device_memory) for child in unit.children]
+        found = [monitor.check_process(label(child.name), child.local_pid, child.device_memory) for child in unit.children]
         why = next(filter(None, found), None)
         if why is not None:
             await self._fail(unit, why, is_crash=False)

@@ -32,7 +32,7 @@ _HELLO = b"frame-link-1"
 _NONCE, _CODE = 32, 16
 _HEAD = struct.Struct(">IBI")  # bytes of the content, kind, channel
 # kinds of frames
-BEATING, OPEN, DATA, CLOSE, START, STARTED, FAILED, INPUT, ERRORS, EXIT, SIGNAL, BYE = range(12)
+BEATING, OPEN, DATA, CLOSE, START, STARTED, FAILED, INPUT, ERRORS, EXIT, SIGNAL, BYE, STOPPED = range(13)
 
 
 class LinkError(OSError):

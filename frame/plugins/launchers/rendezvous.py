@@ -61,7 +61,7 @@ class RemoteProcess:
     """A rank's process on another host."""
 
     def __init__(self, post: Callable[[int, bytes], None], *, pipes_errors: bool) -> None:
-        self.pid = 0
+        self.pid, self.is_stopped = 0, False
         self.stdin: IO[bytes] | None = RemoteInput(lambda data: post(frames.INPUT, data))  # type: ignore[assignment]
         self.stderr: IO[bytes] | None = None
         self.started: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -132,6 +132,8 @@ class Node:
                 process.started.set_result(int(content))
             elif kind == frames.FAILED:
                 process.started.set_exception(OSError(content.decode("utf-8", "replace")))
+            elif kind == frames.STOPPED:
+                process.is_stopped = bool(content)
             elif kind == frames.ERRORS:
                 process.write_errors(content)
             elif kind == frames.EXIT:

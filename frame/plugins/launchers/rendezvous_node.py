@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.core.interfaces.launcher import SHARED_SOCKETS
-from frame.core.ipc.child_process import start_process
+from frame.core.ipc.child_process import is_stopped, start_process
 from frame.plugins.launchers import authenticated_link as frames
 from frame.plugins.launchers.authenticated_link import Link, LinkError, SocketTunnel, authenticate
 
@@ -35,6 +35,7 @@ class Rank:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
+        self.is_stopped = False  # by SIGSTOP, as the first host was told
         self.writer = ThreadPoolExecutor(1)  # a process that does not read must not stop the loop
 
     def write(self, data: bytes) -> None:
@@ -72,7 +73,7 @@ async def _serve(link: Link, number: int) -> bool:
     folder = Path(tempfile.mkdtemp(prefix="frame-"))
     tunnel, ranks, loop = SocketTunnel(link, folder, 1), dict[int, Rank](), asyncio.get_running_loop()
     link.post(frames.STARTED, number, link.local_host.encode())
-    beating = asyncio.create_task(link.beat())
+    tasks = [asyncio.create_task(link.beat()), asyncio.create_task(_report_stops(link, ranks))]
     _say(f"host {number} is connected")
     try:
         for name in SHARED_SOCKETS:
@@ -97,13 +98,24 @@ async def _serve(link: Link, number: int) -> bool:
         _say(str(error))
         return False
     finally:
-        beating.cancel()
+        for task in tasks:
+            task.cancel()
         tunnel.close()
         link.close()
         for rank in ranks.values():
             rank.process.kill()
             rank.writer.shutdown(wait=False)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _report_stops(link: Link, ranks: Mapping[int, Rank]) -> None:
+    """Tell which processes are stopped (SIGSTOP), until cancelled."""
+    while True:
+        await asyncio.sleep(frames.BEAT)
+        for channel, rank in ranks.items():
+            if (now := is_stopped(rank.process.pid)) != rank.is_stopped:
+                rank.is_stopped = now
+                link.post(frames.STOPPED, channel, b"1" if now else b"")
 
 
 def _start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -322,3 +323,11 @@ async def test_refused_starts_count_as_restarts(monkeypatch: pytest.MonkeyPatch)
         await rig.tick()
     assert rig.client.dead_reason == "engine could not be started ([Errno 12] no memory); the server cannot go on"
     assert len(rig.deployment.refusals) == 6
+
+
+def test_a_process_of_another_host_is_not_looked_up_on_this_one() -> None:
+    child = Child("rank-1", [], {}, 1)
+    child.process = SimpleNamespace(pid=os.getpid(), is_stopped=True)  # type: ignore[assignment]
+    assert (child.local_pid, child.is_stopped) == (os.getpid(), False)
+    child.is_local = False
+    assert (child.local_pid, child.is_stopped) == (0, True)
