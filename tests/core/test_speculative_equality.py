@@ -248,20 +248,3 @@ def test_two_ranks_draft_on_their_devices(expected: Any) -> None:
     settings = {"algorithm": "mtp", "adaptive": False}
     found, accepted = on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512, speculative=settings)
     assert found == outputs[:6] and accepted > 20
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("quality", ["ngram", *ON_DEVICE, "right", "wrong", "half"])
-def test_many_requests(quality: str, page_size: int) -> None:
-    prompts, params = make_requests(1000, seed=page_size)
-    outputs = make_loop(page_size=page_size).generate(prompts, params)
-    settings: dict[str, Any] = {"page_size": page_size, "tokens": 320, "chunk": 64, "overlap": True}
-    if quality in {"ngram", *ON_DEVICE}:
-        loop = make_loop(algorithm=quality, **settings, **ON_DEVICE.get(quality, {}))
-    else:
-        loop = with_drafts((prompts, params, outputs), {"right": 5, "wrong": 0, "half": 2}[quality], **settings)
-    assert loop.generate(prompts, params) == outputs
-    assert loop.scheduler.get_load()["preempted"] > 0
-    loop.scheduler.flush_cache()
-    assert loop.scheduler.get_load()["used_pages"] == 0

@@ -41,9 +41,9 @@ def save_head(folder: Path, tensors: Tensors, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def eagle(target: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensors]:
-    hidden, inner, dim = target[1].config.hidden_size, 96, 16
+def make_eagle(hidden: int, folder: Path) -> tuple[str, Tensors]:
+    """hidden: size of the target's states."""
+    inner, dim = 96, 16
     norms = ("norm", *(f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
     shapes = {
         "fc": (hidden, 3 * hidden), "lm_head": (DRAFT_VOCAB, hidden), "midlayer.self_attn.q_proj": (HEADS * dim, 2 * hidden),
@@ -62,19 +62,28 @@ def eagle(target: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
         "rope_theta": 5000.0, "max_position_embeddings": 2048, "vocab_size": VOCAB,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in TAPS]},
     }  # fmt: skip
-    return save_head(tmp_path_factory.mktemp("eagle"), tensors, config), tensors
+    return save_head(folder, tensors, config), tensors
 
 
-@pytest.fixture(scope="module")
-def medusa(target: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensors]:
-    hidden, numbers = target[1].config.hidden_size, torch.Generator().manual_seed(6)
+def make_medusa(hidden: int, folder: Path) -> tuple[str, Tensors]:
+    numbers = torch.Generator().manual_seed(6)
     tensors: Tensors = {}
     for head in range(STEPS + 1):
         for block in range(2):
             tensors[f"{head}.{block}.linear.weight"] = torch.randn(hidden, hidden, generator=numbers) * hidden**-0.5
             tensors[f"{head}.{block}.linear.bias"] = torch.randn(hidden, generator=numbers)
         tensors[f"{head}.2.weight"] = torch.randn(VOCAB, hidden, generator=numbers)
-    return save_head(tmp_path_factory.mktemp("medusa"), tensors, {"medusa_num_heads": STEPS + 1, "medusa_num_layers": 2}), tensors
+    return save_head(folder, tensors, {"medusa_num_heads": STEPS + 1, "medusa_num_layers": 2}), tensors
+
+
+@pytest.fixture(scope="module")
+def eagle(target: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensors]:
+    return make_eagle(target[1].config.hidden_size, tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture(scope="module")
+def medusa(target: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensors]:
+    return make_medusa(target[1].config.hidden_size, tmp_path_factory.mktemp("medusa"))
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
