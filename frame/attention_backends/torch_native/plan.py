@@ -152,15 +152,16 @@ class Grouping:
 
     def _single(self, row: int, piece: slice | None) -> Group:
         tokens = slice(int(self.first_token[row]), int(self.first_token[row] + self.queries[row]))
+        query_len, key_len, rows = int(self.queries[row]), int(self.keys[row]), np.array([row])
         return Group(
             rows=1,
-            query_len=int(self.queries[row]),
-            key_len=int(self.keys[row]),
+            query_len=query_len,
+            key_len=key_len,
             tokens=tokens,
             from_step=False,
-            keys=piece if piece is not None else self._device(self._cache_slots(np.array([row]), int(self.keys[row]))),
+            keys=piece if piece is not None else self._device(self._cache_slots(rows, key_len)),
             offset=int(self.prefix[row]),
-            mask=None,
+            mask=self._causal_mask(rows, query_len, key_len, from_step=False) if query_len * key_len <= MASK_CELLS else None,
             valid=None,
             targets=tokens,
             first_key=int(self.starts[row]),

@@ -35,6 +35,7 @@ _NORM_EPS = 1e-6  # epsilon of the two inner norms, independent of the model's o
 # bytes of a folded weight at most: up to this, reading more weights costs less than one more
 # product
 _FOLDED_BYTES = 1 << 20
+_FOLDED_TOKENS = 4  # a row and step on average, for which folded weights save more than their products cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows`: the batch's rows of the rotary table; None where kernels read the table by
         position."""
-        folded = self.folded if batch.num_decodes == batch.num_tokens else None
+        folded = self.folded if batch.num_tokens <= _FOLDED_TOKENS * batch.num_rows else None
         layer: LatentProjections = self if folded is None else folded
         is_stored = False
         if rows is not None:
