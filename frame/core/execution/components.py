@@ -106,6 +106,7 @@ class Parts:
     processors: tuple[Loaded[LogitsProcessor], ...] = ()
     drafter: Loaded[DeviceDrafter] | None = None  # None: none runs on the device
     draft: Parts | None = None  # of `Resolved.draft`
+    head_format: Loaded[WeightFormat] | None = None  # of a draft model with files of its own that no model plugin loads
 
 
 def limits_of(resolved: Resolved) -> Limits:
@@ -307,6 +308,8 @@ def prepare_drafter(
         build = build_context(resolved.draft, parts.draft, build.tp, build.platform, limits=build.limits)
         config, source, attention = resolved.draft.model, parts.draft.weight_source, build.attention
         make = partial(parts.draft.model.build, ModelContext.from_build(build, config))
+    elif parts.head_format is not None and drafter.get_folder() is not None:
+        build = replace(build, weight_format=parts.head_format.build(FormatContext(build.dtype)))
     context = DraftModelContext(target, ModelContext.from_build(build, config), resolved.model.num_layers, make)
     checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
     # the target's layers have prepared its backend

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.blame import blaming
+from frame.core.config.resolve import PLAIN_WEIGHTS
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
@@ -68,6 +69,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
         drafter=load_device_drafter(resolved, registry),
+        head_format=load_head_format(registry),
         draft=None if resolved.draft is None else load_parts(resolved.draft, registry),
     )
 
@@ -79,6 +81,11 @@ def load_device_drafter(resolved: Resolved, registry: Registry) -> Loaded[Any] |
         if isinstance(capabilities, DrafterCapabilities) and capabilities.runs_on == "device":
             return Loaded(*registry.choose(choice))
     return None
+
+
+def load_head_format(registry: Registry) -> Loaded[Any]:
+    """The weight format of heads that draft for a model of any format."""
+    return Loaded(registry.load(registry.get("weight_format", PLAIN_WEIGHTS)))
 
 
 def _load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel, ...]:

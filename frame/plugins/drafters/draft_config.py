@@ -5,22 +5,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frame.core.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from frame.core.interfaces.model import ModelConfig
 
-
-def read_draft_config(folder: str | None, drafter: str, target: ModelConfig) -> dict[str, Any]:
+def read_draft_config(folder: str | None, drafter: str) -> dict[str, Any]:
     """The file's entries. Raises ConfigurationError if it cannot be read, and for a quantized
-    target: the head's layers have the target's weight format."""
-    if target.quantization is not None:
-        raise ConfigurationError(
-            f"speculative.algorithm: {drafter} needs a checkpoint without quantization, and this one has {target.quantization};"
-            " use the unquantized checkpoint, or the drafter draft_model"
-        )
+    head."""
     path = Path(folder or "") / "config.json"
     try:
         found = json.loads(path.read_text())
@@ -30,4 +22,6 @@ def read_draft_config(folder: str | None, drafter: str, target: ModelConfig) -> 
         ) from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"speculative.draft_model_path: {path} is no JSON object; name the folder of a head for {drafter}")
+    if found.get("quantization_config"):
+        raise ConfigurationError(f"speculative.draft_model_path: {path} has a quantization_config; use an unquantized head for {drafter}")
     return found

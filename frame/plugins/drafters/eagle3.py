@@ -37,7 +37,7 @@ class Eagle3Drafter(DeviceDrafter):
     """Uses the head in `speculative.draft_model_path`."""
 
     def read_config(self, target: ModelConfig) -> ModelConfig:
-        config = read_draft_config(self.context.draft_model_path, "eagle3", target)
+        config = read_draft_config(self.context.draft_model_path, "eagle3")
         if config.get("num_hidden_layers", 1) != 1 or config["hidden_size"] != target.hidden_size:
             raise ConfigurationError(
                 "speculative.draft_model_path: an EAGLE-3 head has num_hidden_layers 1 and the target's hidden_size"

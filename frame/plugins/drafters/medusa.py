@@ -32,7 +32,7 @@ class MedusaDrafter(DeviceDrafter):
     """Uses the heads in `speculative.draft_model_path`."""
 
     def read_config(self, target: ModelConfig) -> ModelConfig:
-        config = read_draft_config(self.context.draft_model_path, "medusa", target)
+        config = read_draft_config(self.context.draft_model_path, "medusa")
         if (heads := int(config.get("medusa_num_heads", 0))) < self.context.num_steps:
             raise ConfigurationError(
                 f"speculative.num_steps is {self.context.num_steps}, and the checkpoint has medusa_num_heads {heads};"

@@ -22,6 +22,7 @@ from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.core.drafting.test_draft_graphs import run
 from tests.core.drafting.test_draft_runner import record_drafts
 from tests.core.test_speculative_equality import make_loop, make_requests
+from tests.quantization.fp8_checkpoints import make_pair
 
 STEPS, VOCAB, DRAFT_VOCAB, HEADS, KV_HEADS = 3, 384, 96, 4, 2
 TAPS = (1, 2, 3)  # the config names the layers before
@@ -152,6 +153,18 @@ def test_drafts_and_outputs(
             assert draft[:left] == reference(target[1], tensors, tokens, min(STEPS, left))  # no pages for what cannot be output
 
 
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_heads_of_a_quantized_target(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The heads keep their plain weights."""
+    path, head = str(make_pair("LlamaForCausalLM", "tensor", tmp_path, num_hidden_layers=4)[0]), request.getfixturevalue(name)
+    prompts, params = [[5, 6, 7, 8], list(range(20, 50))], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    loop = make_loop(path=path, algorithm="eagle3" if name == "eagle" else name, draft=head[0])
+    assert loop.generate(prompts, params) == make_loop(path=path).generate(prompts, params)
+    assert loop.scheduler.get_load()["drafted_tokens"] > 10
+    weights = dict(loop.runner.drafts.model.named_parameters())  # type: ignore[attr-defined]
+    assert {weight.dtype for weight in weights.values()} <= {torch.float32, torch.int64}
+
+
 def test_synthetic_acceptance(target: tuple[str, Any], medusa: tuple[str, Tensors]) -> None:
     loop = make_loop(path=target[0], algorithm="medusa", draft=medusa[0], synthetic=2.5)
     prompts = [[number + 5, 6, 7] for number in range(12)]
@@ -167,6 +180,9 @@ def test_heads_of_another_model_are_refused(target: tuple[str, Any], eagle: tupl
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigurationError, match=words):
             make_loop(path=target[0], algorithm="eagle3", draft=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigurationError, match="has a quantization_config; use an unquantized head for medusa"):
+        make_loop(path=target[0], algorithm="medusa", draft=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
     with pytest.raises(ConfigurationError, match="speculative.num_steps is 3, and the checkpoint has medusa_num_heads 2"):
         make_loop(path=target[0], algorithm="medusa", draft=str(tmp_path))

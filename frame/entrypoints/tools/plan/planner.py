@@ -29,7 +29,7 @@ from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import count_bytes
 from frame.core.loading.model_config import find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import load_device_drafter
+from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 
@@ -302,5 +302,6 @@ def _load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_runner=Loaded(PlannedRunner) if resolved.plugins.get("moe_runner") else None,
         moe_dispatcher=load("moe_dispatcher"),
         drafter=load_device_drafter(resolved, registry),
+        head_format=load_head_format(registry),
         draft=None if resolved.draft is None else _load_parts(resolved.draft, registry),
     )
