@@ -23,7 +23,7 @@ from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
-from frame.entrypoints.http.response_models.openai import TranscriptionObject
+from frame.entrypoints.http.response_models.openai import TranscriptionEvent, TranscriptionObject
 from frame.entrypoints.speech import Segment, Speech, Transcription, format_subtitles, join_segments
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ class SpeechFields(RequestOptions):
         return self.response_format in ("verbose_json", "srt", "vtt")
 
 
-@router.post("/v1/audio/transcriptions", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject))
+@router.post("/v1/audio/transcriptions", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject, events=TranscriptionEvent))
 async def transcriptions(context: ContextDep, services: ServicesDep) -> Any:
     """Transcribe an audio file, as multipart/form-data."""
     return await _respond(context, services, "transcribe")
 
 
-@router.post("/v1/audio/translations", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject))
+@router.post("/v1/audio/translations", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject, events=TranscriptionEvent))
 async def translations(context: ContextDep, services: ServicesDep) -> Any:
     """Translate an audio file to English, as multipart/form-data."""
     return await _respond(context, services, "translate")

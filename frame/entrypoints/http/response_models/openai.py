@@ -354,6 +354,15 @@ class TranscriptionUsage(TypedDict):
     total_tokens: NotRequired[int]
 
 
+class TranscriptionEvent(TypedDict):
+    """`delta`: of a piece of text. `text` and `usage`: of the last event."""
+
+    type: Literal["transcript.text.delta", "transcript.text.done"]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    usage: NotRequired[TranscriptionUsage]
+
+
 class TranscriptionSegment(TypedDict):
     """`avg_logprob` is that of the segment's window."""
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from frame.entrypoints.audio import extract_features
+from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer
 from tests.tiny_whisper import FIRST, MELS, POSITIONS, load_whisper, make_whisper
 
@@ -87,6 +88,14 @@ def test_a_long_file_has_segments_and_subtitles(audio: Any) -> None:
     subtitles = audio.transcriptions.create(model=MODEL, file=file, response_format="srt")
     assert subtitles.count(" --> ") == len(found.segments)
     assert subtitles.startswith("1\n00:00:")
+
+
+@pytest.mark.parametrize("fields", [{"response_format": "verbose_json"}, {"stream": "true"}, {}])
+def test_responses_match_the_published_schemas(server: RunningServer, fields: dict[str, str]) -> None:
+    path = "/v1/audio/transcriptions"
+    form = {"language": "en", **fields}
+    reply = httpx.post(f"{server.url}{path}", data=form, files={"file": as_wave(noise(0.2))}, timeout=60).raise_for_status()
+    check_response("POST", path, 200, reply.headers["content-type"], reply.content)
 
 
 def test_a_stream_gives_the_same_text(audio: Any) -> None:

@@ -76,9 +76,10 @@ REQUESTS: list[tuple[str, str, Any]] = [
     *(("POST", path, {"inputs": 3}) for path in ("/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v1/moderations")),
     *(("POST", path, {}) for path in ("/v1/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify", "/classify", "/api/embed")),
 ]  # fmt: skip
-# Bodies of 200 that need a pooling model, whose tests check them, or a device
+# Bodies of 200 that need a pooling or speech model, whose tests check them, or a device
 ELSEWHERE = {"/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v1/moderations", "/v1/rerank", "/v2/rerank", "/v1/score",
-             "/score", "/v1/classify", "/classify", "/api/embed", "/start_profile", "/stop_profile"}  # fmt: skip
+             "/score", "/v1/classify", "/classify", "/api/embed", "/start_profile", "/stop_profile",
+             "/v1/audio/transcriptions", "/v1/audio/translations"}  # fmt: skip
 
 
 class Thinks(ReasoningParser):
