@@ -105,9 +105,9 @@ def watch(loop):
     """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
     steps, replay, first = [], loop.runner.decode_graphs.replay, loop.runner.inputs.table.first_given
 
-    def watched(tokens, draws):
+    def watched(tokens, draws, settle):
         steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))
-        return replay(tokens, draws)
+        return replay(tokens, draws, settle)
 
     loop.runner.decode_graphs.replay = watched
     return steps
