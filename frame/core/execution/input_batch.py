@@ -367,8 +367,8 @@ class InputBatch:
             return False  # a state is read and written by one row of a step
         if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
             return False  # the first pass of the drafter reads the drawn tokens only
-        if batch.num_unsettled is not None:  # in `UnsettledPlan`, tokens are in the order of the batch
-            return len(layout.sample_rows) == layout.num_tokens
+        if batch.num_unsettled is not None:  # `UnsettledPlan` has the ids of decodes and drafts, in the order of the batch
+            return not given if batch.num_drafts is None else bool(batch.num_drafts[batch.num_decodes :].all())
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
             return given <= GIVEN_TOKENS
         if given > MAX_SINGLE_TOKEN_ROWS:

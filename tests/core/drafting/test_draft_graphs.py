@@ -19,6 +19,9 @@ from frame.testing.plain_attention import CAPABILITIES, PlainAttention
 from tests.core.drafting.test_draft_runner import record_drafts
 from tests.core.test_speculative_equality import FOLDER, make_requests
 
+PROMPTS, PARAMS = make_requests(8, seed=5)
+PROMPTS[4:6] = [[9], [7]]  # complete prompts of one token, beside drafts
+
 
 class CapturableAttention(PlainAttention):
     """Reads the rows of a batch from its tensors when it runs, as kernels do."""
@@ -50,7 +53,7 @@ def run(
     config = {
         "model": {"path": path, "dtype": "float32"},
         "cache": {"max_total_tokens": 2048},
-        "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64, "overlap": overlap},
+        "scheduler": {"max_running_requests": 4 if overlap else 8, "chunked_prefill_size": 64, "overlap": overlap},
         "attention": {"backend": "capturable"},
         "execution": {"device": "cpu", "threads": 1},
         "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": draft},
@@ -60,9 +63,8 @@ def run(
     if most:
         runner.capture_decode_graphs(most)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
-    prompts, params = make_requests(6, seed=5)
     found = record_drafts(loop)
-    return loop.generate(prompts, [msgspec.structs.replace(each, max_tokens=9) for each in params]), found
+    return loop.generate(PROMPTS, [msgspec.structs.replace(each, max_tokens=9) for each in PARAMS]), found
 
 
 @pytest.mark.parametrize(("algorithm", "draft"), [("mtp", None), ("draft_model", FOLDER)])
@@ -79,7 +81,7 @@ def test_overlapping_steps_take_their_lengths_from_the_device(algorithm: str, mo
     expected, alone = run(0, algorithm, draft=draft)
     assert outputs == expected
     drafts = {tuple(tokens): draft for tokens, draft in alone}
-    wholes = [prompt + output for prompt, output in zip(make_requests(6, seed=5)[0], outputs, strict=True)]
+    wholes = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
     common = 0
     for tokens, draft in found:
         left = max(len(whole) for whole in wholes if whole[: len(tokens)] == tokens) - len(tokens)  # no pages for what comes after
