@@ -12,8 +12,8 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
 from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer
-from frame.quantization.fp8 import Fp8Layer
-from frame.quantization.fp8_format import Fp8Format, read_block
+from frame.quantization.fp8 import Fp8Layer, make_layer
+from frame.quantization.fp8_format import Fp8Format, Sharing, read_block
 from frame.quantization.integers import Integers, unpack_words, word_axis
 from frame.quantization.patterns import matches
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
@@ -35,7 +35,7 @@ class CompressedTensors(WeightFormat):
         "format": "pack-quantized",
         "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}}},
     }
-    # shapes follow from the model; scales of activations are computed by the kernels that need them
+    # shapes follow from the model; of the scales of activations, fp8 linear layers bind theirs
     ignored_weights = (r".*\.weight_shape$", r".*\.input_(scale|zero_point|global_scale)$")
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
@@ -59,7 +59,8 @@ class CompressedTensors(WeightFormat):
             return PlainLayer(self.context.dtype)
         named = (layout for targets, layout in self._groups if any(target not in _LAYERS and matches(target, name) for target in targets))
         general = (layout for targets, layout in self._groups if any(target in _LAYERS for target in targets))
-        return next(named, None) or next(general, None) or PlainLayer(self.context.dtype)
+        layout = next(named, None) or next(general, None) or PlainLayer(self.context.dtype)
+        return make_layer(layout.stored, kind) if isinstance(layout, Fp8Layer) else layout
 
 
 def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any], dtype: torch.dtype) -> LayerFormat:
@@ -72,7 +73,8 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
         strategy = "group" if size and size > 0 else "channel" if size == -1 else "tensor"
     if kind == "float" and bits == 8 and strategy in _FLOAT8:
         block = read_block(weights.get("block_structure") or (128, 128))
-        return Fp8Layer(Fp8Format("tensor" if strategy == "tensor" else "channel" if strategy == "channel" else "block", block=block))
+        sharing: Sharing = "tensor" if strategy == "tensor" else "channel" if strategy == "channel" else "block"
+        return Fp8Layer(Fp8Format(sharing, input_scale="input_scale" if _is_static(group) else None, block=block))
     if kind == "float" and bits == 4 and size == NV_GROUP:
         return Fp4Layer("weight_packed", "weight_scale", NV_GROUP, "weight_global_scale", divides=True)
     if kind == "float" and bits == 4 and size == MX_GROUP:
@@ -88,6 +90,12 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     raise CheckpointError(
         f"{where} stores weights as {bits}-bit {kind} by {strategy} ({stored}), which no scheme of compressed-tensors that is read matches."
     )
+
+
+def _is_static(group: Mapping[str, Any]) -> bool:
+    """Whether one stored scale rounds all activations to e4m3."""
+    inputs = group.get("input_activations") or {}
+    return (inputs.get("num_bits"), inputs.get("type"), inputs.get("strategy"), inputs.get("dynamic")) == (8, "float", "tensor", False)
 
 
 def _rounds_inputs(group: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -41,21 +41,26 @@ class Fp8(RoundingFormat):
         super().__init__(context, options)
         self._format = read_format(context.checkpoint_config) if context.checkpoint_config else None
         if self._format is not None and self._format.input_scale:
-            # dynamic per-token scales are finer than the checkpoint's one static scale
-            self.ignored_weights = (rf".*\.{re.escape(self._format.input_scale)}$",)
+            self.ignored_weights = (rf".*\.{re.escape(self._format.input_scale)}$",)  # of experts, which no runner reads
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
         if self._format is None or kind == "head":
             return super().describe_layer(name, kind)
-        return Fp8Layer(self._format) if self._format.stores_layer(name) else PlainLayer(self.context.dtype)
+        return make_layer(self._format, kind) if self._format.stores_layer(name) else PlainLayer(self.context.dtype)
 
     def round_layer(self, kind: LayerKind) -> LayerFormat:
         return RoundedFp8Layer(kind == "experts")
 
 
+def make_layer(stored: Fp8Format, kind: LayerKind) -> Fp8Layer:
+    """The layer as it is stored, without the static scales of experts' inputs."""
+    return Fp8Layer(replace(stored, input_scale=None) if kind == "experts" else stored)
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Layer(LayerFormat):
-    """`weight` e4m3 [outputs, inputs] and its scale under the checkpoint's own name."""
+    """`weight` e4m3 [outputs, inputs], its scale under the checkpoint's own name, and the static
+    scale of its inputs where one is stored."""
 
     stored: Fp8Format
 
@@ -68,13 +73,18 @@ class Fp8Layer(LayerFormat):
             scale = StoredTensor(torch.float32, (OUTPUTS, 1))
         else:
             scale = StoredTensor(torch.float32, (OUTPUTS,), scalar=True)
-        return {"weight": StoredTensor(FP8, (OUTPUTS, INPUTS)), stored.scale: scale}
+        tensors = {"weight": StoredTensor(FP8, (OUTPUTS, INPUTS)), stored.scale: scale}
+        if stored.input_scale:
+            tensors[stored.input_scale] = StoredTensor(torch.float32, (OUTPUTS,), scalar=True, optional=True)
+        return tensors
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         codes, scales = tensors["weight"], tensors[self.stored.scale]
         if self.stored.sharing != "block":
             whole = scales if self.stored.sharing == "channel" else scales.unsqueeze(-1)
-            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, whole)
+            given = tensors[self.stored.input_scale] if self.stored.input_scale else None
+            static = given if given is not None and bool((given > 0).all()) else None  # zero where the checkpoint lacks it
+            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, whole, input_scale=static)
         step = codes.shape[-2] // scales.shape[-2], codes.shape[-1] // scales.shape[-1]
         scales, block = coarsen(scales, step, self.stored.block)
         return PackedWeight(WeightScheme("e4m3", block), inputs, codes, scales)

@@ -22,7 +22,7 @@ class Fp8Format:
 
     `sharing`: what shares one scale: a whole tensor, an output ("channel"), or a `block` of
     (outputs, inputs). `scale`, `input_scale`: names of the scale tensors beside `weight`;
-    `input_scale` None: dynamic activation scales. `plain`: patterns of layers that are stored
+    `input_scale` None: one scale a token. `plain`: patterns of layers that are stored
     unquantized. `targets`: if not empty, layers that match none of these are unquantized too.
     """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, WeightFormat
 from frame.quantization.floats import NV_GROUP, Fp4Layer
-from frame.quantization.fp8 import Fp8Layer
+from frame.quantization.fp8 import Fp8Layer, make_layer
 from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.patterns import matches
 from frame.quantization.plain import PlainLayer
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _LAYOUTS: dict[str, LayerFormat] = {
-    "FP8": Fp8Layer(Fp8Format("tensor")),
+    "FP8": Fp8Layer(Fp8Format("tensor", input_scale="input_scale")),
     "NVFP4": Fp4Layer("weight", "weight_scale", NV_GROUP, "weight_scale_2"),
 }
 
@@ -40,4 +40,4 @@ class ModelOpt(WeightFormat):
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
         if kind == "head" or any(matches(pattern, name) for pattern in self._plain):
             return PlainLayer(self.context.dtype)
-        return self._layout
+        return make_layer(self._layout.stored, kind) if isinstance(self._layout, Fp8Layer) else self._layout

@@ -28,8 +28,14 @@ def on_gpu(weight: PackedWeight) -> PackedWeight:
     return weight
 
 
-def check(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert float((got.double() - want).abs().max() / want.abs().max()) < 0.01
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def check(got: torch.Tensor, want: torch.Tensor, products: int = 1) -> None:
+    """Each of `products` in a row rounds its inputs, weights and sums to bfloat16."""
+    assert float((got.double() - want).abs().max() / want.abs().max()) < 0.01 * products
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -88,4 +94,4 @@ def test_mixtures(scheme: WeightScheme, sizes: tuple[int, int]) -> None:
     for count in (1, 40, 700):
         x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
         ids, shares = torch.rand(count, 8, device="cuda").topk(2).indices, torch.rand(count, 2, device="cuda")
-        check(mix(second, DispatchOutput(x, ids, shares), nn.Module(), False), reference(x, ids, shares, gate_up, down))
+        check(mix(second, DispatchOutput(x, ids, shares), nn.Module(), False), reference(x, ids, shares, gate_up, down), 2)

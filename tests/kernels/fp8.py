@@ -202,6 +202,21 @@ def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) ->
         check(product(x[:, None], weight, bias)[:, 0], out.double(), 1e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 17, *([300, 1024] if LARGE else [])])
+def test_a_static_scale_rounds_every_activation(rows: int) -> None:
+    """Larger activations become the largest number; of merged layers the largest scale counts."""
+    torch.manual_seed(rows)
+    weight, scales, block = weight_of(256, 384, False)
+    step = 0.0041
+    given = torch.tensor([0.001, step], device=DEVICE).repeat_interleave(128)
+    product = RoundedMatmul(weight, scales, block, given)
+    x, bias = random(rows, 384), random(256)
+    assert float(x.abs().max()) > 448 * step
+    rounded = (x.float() / step).clamp(-448, 448).to(FP8).double() * step
+    check(product(x, weight, bias), rounded @ dequantize(weight, scales, block).T + bias.double())
+    assert [len(tensor) for tensor in product.list_tensors(weight)] == [256, 256, 1]
+
+
 @pytest.mark.skipif(not LARGE, reason="graphs need a GPU")
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [1, 64, 256])

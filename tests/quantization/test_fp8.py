@@ -22,7 +22,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.quantization import IgnoreOptions
-from frame.quantization.compressed_tensors import CompressedTensors
+from frame.quantization.compressed_tensors import CompressedTensors, read_scheme
 from frame.quantization.fp8 import Fp8, Fp8Layer, RoundedFp8Layer
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_weights import coarsen, quantize_blocks, quantize_outputs
@@ -140,6 +140,24 @@ class Layer(nn.Module):
         return weight
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_static_scales_of_inputs_are_kept_by_part(stored: bool) -> None:
+    layer = Layer(Fp8Layer(Fp8Format("tensor", input_scale="input_scale")), 64, [32, 16])
+    for index, rows in enumerate((32, 16)):
+        tensors = {"weight": torch.zeros(rows, 64, dtype=torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+        static = {"input_scale": torch.tensor(0.5 / (index + 1))} if stored else {}
+        load_parameters(layer, [(f"{index}.{name}", tensor) for name, tensor in (tensors | static).items()])
+    found = layer.decode().input_scale
+    assert found is None if not stored else found is not None and found.tolist() == [0.5] * 32 + [0.25] * 16
+
+
+@pytest.mark.parametrize(("dynamic", "listed"), [(False, True), (True, False)])
+def test_compressed_tensors_says_which_scales_are_static(dynamic: bool, listed: bool) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    layout = read_scheme("here", {"weights": weights, "input_activations": weights | {"dynamic": dynamic}}, {}, torch.float32)
+    assert ("input_scale" in layout.list_tensors(64, [32])) is listed
+
+
 @pytest.mark.parametrize("parts", [[256, 128], [192, 64], [1536, 576], [24, 96], [1, 130]])
 @pytest.mark.parametrize("inputs", [128, 192, 300])
 def test_parts_that_end_inside_a_block_are_concatenated(parts: list[int], inputs: int) -> None:
@@ -248,7 +266,10 @@ def test_unquantized_layers() -> None:
     assert isinstance(found.describe_layer("model.layers.0.mlp.experts.0.up_proj", "experts"), PlainLayer)
     assert isinstance(found.describe_layer("lm_head", "head"), PlainLayer)
     assert found.describe_layer("model.layers.1.mlp.up_proj", "linear") == RoundedFp8Layer(experts=False)
-    assert Fp8(FormatContext(torch.float32, CONFIGS["tensor"])).ignored_weights == (r".*\.input_scale$",)
+    static = Fp8(FormatContext(torch.float32, CONFIGS["tensor"]))
+    assert "input_scale" in static.describe_layer("model.layers.0.mlp.up_proj", "linear").list_tensors(64, [32])
+    assert "input_scale" not in static.describe_layer("model.layers.0.mlp.experts.0.up_proj", "experts").list_tensors(64, [32])
+    assert static.ignored_weights == (r".*\.input_scale$",)
 
 
 def test_fp8_values_are_not_loaded_as_unquantized() -> None:

@@ -69,6 +69,8 @@ class PackedWeight:
     multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32 [..., columns],
     the input that each column multiplies; a column whose weight is zero may repeat an input.
     Without it the columns are the inputs.
+    `input_scale`: float32 [..., outputs], the scale with which the checkpoint was made to round
+    inputs to the type of the codes (None: one for each token); of merged layers each its own.
     `rounds_inputs`: the checkpoint was made for inputs that are rounded to int8, one scale per
     token, so a kernel may round them.
     """
@@ -80,6 +82,7 @@ class PackedWeight:
     zeros: torch.Tensor | None = None
     outer: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
     divides: bool = False
     rounds_inputs: bool = False
 
@@ -95,7 +98,7 @@ class PackedWeight:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that are present, by name."""
-        named = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "outer", "order")}
+        named = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "outer", "order", "input_scale")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def expert(self, index: int) -> PackedWeight:

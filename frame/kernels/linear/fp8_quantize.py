@@ -1,9 +1,10 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Dynamic fp8 and int8 quantization of rows: one scale per row, or for fp8 one per 128 columns; and
-rescaling of their products.
+"""Quantization of rows to fp8 and int8: one scale per row, a given one for all rows, or for fp8 one
+per 128 columns; and rescaling of their products.
 
-scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. int8: 127 instead of 448. Depends
-on no layer; weights are quantized in `frame.quantization`.
+scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. int8: 127 instead of 448. What a
+given scale does not hold becomes the largest number. Depends on no layer; weights are quantized in
+`frame.quantization`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,21 @@ def round_to_fp8(values, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def rows_kernel(x, out, scale, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Grid: rows."""
+def rows_kernel(
+    x, out, scale, given, K, x_stride, BLOCK: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """Grid: rows. GIVEN: by the scale at `given`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     wait_and_launch_dependents(PDL)
     values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
     IS_INTEGER: tl.constexpr = out.dtype.element_ty == tl.int8
-    step = tl.maximum(tl.max(tl.abs(values), 0) / (127.0 if IS_INTEGER else 448.0), _SMALLEST)
+    LARGEST: tl.constexpr = 127.0 if IS_INTEGER else 448.0
+    if GIVEN:
+        step = tl.load(given)
+        values = tl.clamp(values, -LARGEST * step, LARGEST * step, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        step = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, _SMALLEST)
     tl.store(scale + row, step)
     if IS_INTEGER:
         rounded = tl.floor(values / step + 0.5).to(tl.int8)
@@ -87,15 +95,18 @@ def rescale_kernel(products, out, by_row, by_column, N, BLOCK: tl.constexpr, PDL
     tl.store(out + row * N + columns, (values * (factors * tl.load(by_row + row))).to(out.dtype.element_ty), mask=mask)
 
 
-def quantize_rows(x: torch.Tensor, pdl: bool = False, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    x: torch.Tensor, pdl: bool = False, dtype: torch.dtype = FP8, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K], rows contiguous -> (e4m3 or int8 [M, K], float32 [M, 1]). The largest magnitude of
-    a row becomes 448 or 127."""
+    a row becomes 448 or 127, unless a scale is `given`, float32 [1]."""
     rows, inner = x.shape
     out = torch.empty(rows, inner, dtype=dtype, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = 1 << (inner - 1).bit_length()
     rows_kernel[(rows,)](
-        x, out, scale, inner, x.stride(0), BLOCK=block, PDL=pdl, INTERPRETED=INTERPRETED,
+        x, out, scale, scale if given is None else given, inner, x.stride(0),
+        BLOCK=block, GIVEN=given is not None, PDL=pdl, INTERPRETED=INTERPRETED,
         num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return out, scale

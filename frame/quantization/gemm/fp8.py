@@ -32,8 +32,8 @@ class RoundedProduct:
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
         self.codes = weight.codes
-        self._matmul = RoundedMatmul(weight.codes, weight.scales, weight.scheme.group)
-        self.tensors = (weight.codes, self._matmul.scales)
+        self._matmul = RoundedMatmul(weight.codes, weight.scales, weight.scheme.group, weight.input_scale)
+        self.tensors = self._matmul.list_tensors(weight.codes)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._matmul(x, self.codes, bias)

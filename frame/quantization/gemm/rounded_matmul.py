@@ -1,8 +1,8 @@
 """The product with one e4m3 or int8 weight: selects the fastest kernel for the number of rows.
 
-Activations are quantized to the weight's type: per token for weights with one scale per output, per
-token and 128 inputs for block scales. Few rows use a skinny GEMM kernel, others PyTorch (cuBLAS).
-Depends on no layer.
+Activations are quantized to the weight's type: per token for weights with one scale per output, or
+by the checkpoint's static scale; per token and 128 inputs for block scales. Few rows use a skinny
+GEMM kernel, others PyTorch (cuBLAS). Depends on no layer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ class RoundedMatmul:
     keep their sizes and addresses.
 
     `scales` float32 [outputs, 1], or [outputs / 128, inputs / 128]; `block`: (outputs, inputs) of
-    one scale, 0 for all inputs.
+    one scale, 0 for all inputs. `input_scale` float32: of every activation; of several, the largest
+    counts. None: a scale for each token.
     """
 
-    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> None:
+    def __init__(
+        self, weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], input_scale: torch.Tensor | None = None
+    ) -> None:
         from frame.kernels.linear import fp8_linear, fp8_quantize
 
         outputs, inputs = weight.shape
@@ -47,7 +50,9 @@ class RoundedMatmul:
         self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
         self._can_gate = outputs % (2 * rows_of_scale) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
-        self._quantize = fp8_quantize.quantize_groups if columns else partial(fp8_quantize.quantize_rows, dtype=weight.dtype)
+        self.input_scale = None if input_scale is None or columns else input_scale.amax().reshape(1)
+        by_rows = partial(fp8_quantize.quantize_rows, dtype=weight.dtype, given=self.input_scale)
+        self._quantize = fp8_quantize.quantize_groups if columns else by_rows
         self._rescale = fp8_quantize.rescale
         self._block = block
         # rows padded to a multiple of four scales, which cuBLAS requires
@@ -58,6 +63,10 @@ class RoundedMatmul:
             # cuBLAS has block-scaled products for 9.0 only
             not columns or get_compute_capability(device) == (9, 0)
         )
+
+    def list_tensors(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """What the product with `weight` reads."""
+        return [weight, self.scales, *([] if self.input_scale is None else [self.input_scale])]
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
