@@ -19,6 +19,7 @@ from frame.kernels.peer_sum import Peers
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 EPS = 1e-5
+_PATIENCE = 240  # seconds: ranks that wait take processor time from the others
 Results = list[list[torch.Tensor]]  # of each call
 TOLERANCE = {  # the interpreter cuts bfloat16 instead of rounding
     torch.bfloat16: {"rtol": 1e-2, "atol": 5e-2}, torch.float16: {"rtol": 2e-3, "atol": 2e-3}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}
@@ -107,7 +108,7 @@ def on_processes(peers: list[Peers], dtype: torch.dtype) -> list[Results]:
         process.start()
     found = []
     for ours, _ in pipes:
-        assert ours.poll(60), "a rank waits for another"
+        assert ours.poll(_PATIENCE), "a rank waits for another"
         found.append([[torch.tensor(part) for part in parts] for parts in ours.recv()])
     for process in processes:
         process.join()
