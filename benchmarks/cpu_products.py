@@ -3,6 +3,9 @@
 Each launch reads another weight, and all weights together exceed the caches, as in a model.
 
     OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --json benchmarks/results/cpu-products.json
+
+The kernel `amx` is timed where frame-amx is installed. `--cpu-time`, with one thread, for a machine
+that does other work.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from frame.core.interfaces.gemm_kernel import GemmKernel
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.plugins.loader import load_registry
+from frame.plugins.registry import Registry
 from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 
@@ -28,13 +32,17 @@ KERNELS = {
     "cpu_int8": WeightScheme("int8"),
     "cpu_int8, rounded inputs": WeightScheme("int8"),
     "cpu_int4": WeightScheme("int4", (1, 64), zeros=True),
+    "amx, plain": WeightScheme("plain"),
+    "amx, int8": WeightScheme("int8"),
+    "amx, int4": WeightScheme("int4", (1, 64), zeros=True),
 }
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through
 
 
-def make_products(name: str, outputs: int, inputs: int, copies: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    registry = load_registry(installed=False)
+def make_products(
+    registry: Registry, name: str, outputs: int, inputs: int, copies: int
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     kernel: GemmKernel = registry.load(registry.get("gemm_kernel", name.partition(",")[0]))(build_context("cpu", torch.bfloat16, 16), None)
     found = []
     for _ in range(copies):
@@ -45,21 +53,24 @@ def make_products(name: str, outputs: int, inputs: int, copies: int) -> list[Cal
 
 
 @torch.inference_mode()
-def measure(layer: str, rows_of: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure(layer: str, rows_of: list[int], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
+    registry = load_registry()
     outputs, inputs = LAYERS[layer]
     copies = BYTES // (2 * outputs * inputs)
-    products = {name: make_products(name, outputs, inputs, copies) for name in KERNELS}
+    known = {record.name for record in registry.records("gemm_kernel")}
+    names = [name for name in KERNELS if name.partition(",")[0] in known]
+    products = {name: make_products(registry, name, outputs, inputs, copies) for name in names}
     found = []
     for rows in rows_of:
-        x, best = torch.randn(rows, inputs).bfloat16(), dict.fromkeys(KERNELS, float("inf"))
+        x, best = torch.randn(rows, inputs).bfloat16(), dict.fromkeys(names, float("inf"))
         for _ in range(repeats):
             for name, made in products.items():
                 if name == "cpu_int4" and rows > 16:
                     continue
-                began = time.perf_counter()
+                began = clock()
                 for product in made:
                     product(x)
-                best[name] = min(best[name], (time.perf_counter() - began) / copies)
+                best[name] = min(best[name], (clock() - began) / copies)
         times = {name: round(taken * 1e6) for name, taken in best.items() if taken < float("inf")}
         ratios = {name: round(times["plain"] / us, 2) for name, us in times.items()}
         found.append({"layer": layer, "rows": rows, "us": times, "ratio": ratios})
@@ -71,12 +82,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = [int(count) for count in arguments.rows.split(",")]
-    results = [row for layer in LAYERS for row in measure(layer, rows, arguments.repeats)]
+    clock = time.thread_time if arguments.cpu_time else time.perf_counter
+    results = [row for layer in LAYERS for row in measure(layer, rows, arguments.repeats, clock)]
     if arguments.json:
-        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+        about = {
+            "time": "CPU" if arguments.cpu_time else "wall",
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
         arguments.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 

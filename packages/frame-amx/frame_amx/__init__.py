@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from frame.plugins.registry import KindRegistry
 
 # Relative to oneDNN's product with a bfloat16 weight in its own layout, in the layers of Qwen3-0.6B
-# on one core of a Xeon (benchmarks/cpu_products.py).
+# on one core of a Xeon (benchmarks/cpu_products.py, 2026-11-23-cpu-products-amx.json).
 _SPEEDS = (
-    *(Speed("plain", 32, 1.15), Speed("plain", 0, 1.01)),
-    *(Speed("int8", 16, 1.9), Speed("int8", 32, 1.5), Speed("int8", 0, 0.75)),
-    *(Speed("int4", 16, 2.4), Speed("int4", 32, 1.6), Speed("int4", 0, 0.75)),
+    *(Speed("plain", 32, 1.2), Speed("plain", 0, 1.04)),
+    *(Speed("int8", 16, 1.8), Speed("int8", 64, 1.3), Speed("int8", 0, 0.8)),
+    *(Speed("int4", 16, 2.2), Speed("int4", 32, 1.5), Speed("int4", 0, 0.87)),
 )
 
 

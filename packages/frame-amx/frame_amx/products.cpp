@@ -23,7 +23,7 @@ using bf16 = uint16_t;
 constexpr int kTile = 16;    // outputs, and rows of x, of a tile
 constexpr int kStep = 32;    // inputs of a tile
 constexpr int kPair = 2 * kTile;  // outputs of a block: two tiles, which hide each other's latency
-constexpr int kFewRows = 32;  // up to which quantized weights are multiplied as integers
+constexpr int kFewRows = 64;  // up to which int8 is multiplied as integers; int4 up to half of them
 constexpr int kCodes = 64;    // inputs of a tile of int8
 constexpr int kTileBytes = 1024;
 constexpr int kDigit = 128;          // of x as numbers of two digits
@@ -362,13 +362,13 @@ inline void AddDigits(const void *weights, int64_t apart, int64_t stride, const 
   }
 }
 
-// Up to 32 rows of two digits with outputs [first, first + 16) and [second, second + 16).
+// Up to 64 rows of two digits with outputs [first, first + 16) and [second, second + 16).
 template <int kind, bool wide>
 void MultiplyDigits(const Weight &w, const Digits &x, int64_t rows, int64_t first, int64_t second, int64_t ahead, const Target &target) {
   constexpr int kParts = wide ? 4 : 2;
   constexpr bool kGroups = kind == kInt4;
   alignas(64) int8_t tiles[2 * kTileBytes];
-  alignas(64) float sums[2][kParts][kTile][kTile];  // the last three as the tiles 0 to 3
+  alignas(64) float sums[kFewRows / kTile][kParts][kTile][kTile];  // the last three as the tiles 0 to 3
   alignas(64) int parts[kParts][kTile][kTile];
   const int64_t bytes = w.RowBytes(), group = kGroups ? w.group : w.inputs, groups = w.inputs / group;
   const int64_t blocks = (rows + kTile - 1) / kTile;
@@ -444,7 +444,8 @@ void Run(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Tar
   const int64_t blocks = w.outputs / kPair, step = target.gated ? kTile : kPair, apart = target.gated ? w.outputs / 2 : kTile;
   const int64_t most = std::max<int64_t>(kFewRows, kPackedBytes / (2 * w.inputs) / kFewRows * kFewRows);
   const int64_t share = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads * 8)));
-  const bool splits = rows <= kFewRows && kind != kPlain && w.inputs % kCodes == 0 && (kind == kInt8 || w.group % kCodes == 0);
+  const bool fits = w.inputs % kCodes == 0 && (kind == kInt8 || w.group % kCodes == 0);
+  const bool splits = kind != kPlain && fits && rows <= (kind == kInt8 ? kFewRows : kFewRows / 2);
   bf16 *packed = (bf16 *)packed_rows.Get(std::min((rows + kTile - 1) / kTile * kTile, most) * w.inputs * 2);
   float steps[kFewRows];
   const Digits digits{(int8_t *)packed, steps, rows > kTile / 2};

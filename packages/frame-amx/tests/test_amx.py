@@ -76,13 +76,13 @@ def test_conformance() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products(scheme: WeightScheme, threads: int) -> None:
-    """Rows up to and beyond one tile and two, and those of PyTorch; rows apart in memory."""
+    """Rows up to and beyond tiles and each way's limit; rows apart in memory."""
     weight = make_weight(scheme, 96, 576, dtype=torch.bfloat16)
     product, expected = make_kernel().prepare(weight), weight.dequantize(torch.float32).double().t()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for rows in (1, 8, 9, 16, 17, 24, 32, 33, 128, 200, 1000):
+        for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000):
             x = torch.randn(rows, 580, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, 2:578]
             wanted = x.double() @ expected
             close(product(x), wanted)
