@@ -3,7 +3,9 @@ and synthetic acceptance; writes JSON.
 
 For each batch and each mean acceptance length: draft lengths 1, 2 and 3 fixed, and adaptive, in
 steps of decodes alone, after a warm-up. The engine without a drafter is measured first and freed.
-Scheduler and runner share one thread, without text and transport.
+Scheduler and runner share one thread, without text and transport. Steps take longer as texts grow,
+so a ratio is to the rate without drafts at the same mean length of the texts, which is interpolated
+between two measurements.
 
     python benchmarks/speculative_gpu.py --out speculative-gpu.json
     python benchmarks/speculative_gpu.py --batches 1 8 --context 32000 --lengths 1 3 --fixed 3
@@ -86,10 +88,12 @@ def measure(loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: floa
         if refusal is not None:
             raise RuntimeError(refusal.error)
     began = end = None
-    tokens = steps = 0
+    tokens = steps = before = 0
     load: dict[str, Any] = {}
     for message in loop.run_steps():
         now = time.perf_counter()
+        if began is None:
+            before += sum(map(len, message.token_ids))
         if waiting:
             waiting -= {rid for rid, ids in zip(message.rids, message.token_ids, strict=True) if ids}
             ready = now + warm_up
@@ -110,9 +114,17 @@ def measure(loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: floa
         "tokens_per_second": tokens / (end - began),
         "ms_per_step": 1e3 * (end - began) / steps,
         "tokens_per_row": tokens / steps / batch,
+        "position": (before + tokens / 2) / batch,
         "drafted_per_row": drafted / steps / batch,
         "accepted": accepted,
     }
+
+
+def rate_without(rows: list[dict[str, float]], position: float) -> float:
+    """Output tokens per second without drafts at a mean output length."""
+    (at, rate), (later, rate_later) = ((row["position"], row["tokens_per_second"]) for row in rows)
+    seconds = 1 / rate + (position - at) / (later - at) * (1 / rate_later - 1 / rate)
+    return 1 / seconds
 
 
 def main() -> None:
@@ -139,9 +151,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         loop, _ = make_loop(args, Path(folder), drafts=False)
-        off = {batch: measure(loop, args, batch, 0.1, args.seconds) for batch in args.batches}
-        for batch, row in off.items():
-            note({"batch": batch, "mode": "off", **row})
+        times = (0.1, 5 * args.seconds)
+        off = {batch: [measure(loop, args, batch, each, args.seconds) for each in times] for batch in args.batches}
+        for batch, rows in off.items():
+            for row in rows:
+                note({"batch": batch, "mode": "off", **row})
         del loop
         gc.collect()
         if args.device == "cuda":
@@ -155,9 +169,8 @@ def main() -> None:
                 loop.runner.inputs.synthetic = SyntheticAcceptance(length, NUM_STEPS)  # type: ignore[attr-defined]
                 for steps in (*args.fixed, None):
                     loop.scheduler.enable_speculation(drafter, steps or NUM_STEPS, is_adaptive=steps is None)
-                    times = (0.1, args.seconds) if steps else (4 * args.seconds, 3 * args.seconds)
-                    row = measure(loop, args, batch, *times)
-                    ratio = row["tokens_per_second"] / off[batch]["tokens_per_second"]
+                    row = measure(loop, args, batch, *((0.1, args.seconds) if steps else (4 * args.seconds, 3 * args.seconds)))
+                    ratio = row["tokens_per_second"] / rate_without(off[batch], row["position"])
                     note({"batch": batch, "mode": steps or "adaptive", "length": length, "ratio": ratio, **row})
 
 

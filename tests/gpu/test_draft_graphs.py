@@ -2,8 +2,8 @@
 a run without drafts, and as many accepted drafts as without graphs. Prints acceptance and steps per
 second.
 
-Tokens are compared in float32 with heads. frame-tiny has latents, of which the float32 kernels take
-minutes to compile: its prediction layer runs in bfloat16, where near ties tip more often.
+Tokens are compared in float32 with heads; `test_prediction_layer` has latents, of which the float32
+kernels take minutes to compile.
 """
 
 from __future__ import annotations
@@ -91,12 +91,3 @@ def test_tokens_are_those_without_drafts(most: int, overlap: bool) -> None:
     print(f"graphs {most}, overlap {overlap}: {same} of {ROWS} outputs the same", flush=True)
     assert same >= ROWS - 1  # near ties may tip
     assert rates[0] > 0.9 and min(rates) > 0.5
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_prediction_layer(overlap: bool) -> None:
-    expected, plain = run(None, MOST, "bfloat16")[0], run("mtp", 0, "bfloat16", overlap=False)[1]
-    outputs, rates = run("mtp", MOST, "bfloat16", overlap=overlap)
-    print(f"mtp: {sum(a == b for a, b in zip(expected, outputs, strict=True))} of {ROWS} outputs the same", flush=True)
-    assert all(abs(a - b) < 0.1 for a, b in zip(plain, rates, strict=True))
-    assert rates[0] > 0.4
