@@ -46,10 +46,10 @@ def choose_collective(
     """Choose the collective of all ranks, on this host's `devices`; stages alone need no sums over
     links. Raises ResolveError if none fits."""
     kind, key, named = "collective", KEYS["collective"], config.parallel.collective
-    is_linked = config.parallel.tp > 1 and all(device.is_linked for device in devices)
+    tp, is_linked = config.parallel.tp, all(device.is_linked for device in devices)
 
     def linked_first(record: PluginRecord) -> tuple[bool, int, str]:
-        return (not (is_linked and getattr(record.capabilities, "uses_links", False)), *by_rank(record))
+        return (not (is_linked and 1 < tp <= getattr(record.capabilities, "linked_ranks", 0)), *by_rank(record))
 
     found = select(key, records.get(kind, ()), requirements, named, linked_first, chosen.impossible, kind)
     if found is None:

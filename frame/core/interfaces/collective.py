@@ -42,7 +42,7 @@ class CollectiveCapabilities:
     capturable: bool = False  # its operations can be captured in the platform's graphs
     max_size: int | None = None  # ranks; None: any number
     several_hosts: bool = True  # ranks may run on different hosts
-    uses_links: bool = False  # `auto` chooses it where the devices of all ranks are linked (`Accelerator.is_linked`)
+    linked_ranks: int = 0  # `auto` chooses it for up to so many tensor-parallel ranks on linked devices (`Accelerator.is_linked`)
 
     def unsupported(self, requirements: CollectiveRequirements) -> list[Reason]:
         found = []

@@ -52,7 +52,7 @@ def register_collectives(registry: KindRegistry) -> None:
     registry.add(
         "p2p",
         "frame.plugins.collectives.p2p:P2p",
-        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True, max_size=8, several_hosts=False, uses_links=True),
+        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True, max_size=8, several_hosts=False, linked_ranks=2),
         options=P2pOptions,
         summary="Sums of small tensors over peer memory, all else by NCCL. GPUs of one host with NVLink.",
     )

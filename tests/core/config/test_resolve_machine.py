@@ -36,6 +36,8 @@ H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("c
 
 LINKED = dataclasses.replace(H200, accelerators=tuple(dataclasses.replace(each, is_linked=True) for each in H200.accelerators))
 
+EIGHT = dataclasses.replace(LINKED, accelerators=LINKED.accelerators * 4)
+
 
 def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
     records = load_registry(installed=False).all_records()
@@ -70,6 +72,9 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
         (LINKED, {"tp": 4, "nnodes": 2, "dist_init_addr": "10.0.0.1:29500"}, "nccl"),
         (LINKED, {}, "single"),
         (LINKED, {"pp": 2}, "nccl"),
+        (EIGHT, {"tp": 2}, "p2p"),
+        (EIGHT, {"tp": 8}, "nccl"),  # p2p was measured on two cards
+        (EIGHT, {"tp": 8, "collective": "p2p"}, "p2p"),
         (H200, {"tp": 2}, "nccl"),
         (H200, {"tp": 2, "collective": "p2p"}, "p2p"),
     ],
