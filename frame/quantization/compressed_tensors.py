@@ -4,7 +4,7 @@ to a layer format by its numbers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
 from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer
-from frame.quantization.fp8 import Fp8Layer, make_layer
+from frame.quantization.fp8 import STATIC_SCALE, Fp8Layer, keep_static, make_layer
 from frame.quantization.fp8_format import Fp8Format, Sharing, read_block
 from frame.quantization.integers import Integers, unpack_words, word_axis
 from frame.quantization.patterns import matches
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _LAYERS = ("Linear",)  # a target that means all linear layers
+_INPUT_SCALE = "input_scale"
 _FLOAT8 = ("tensor", "channel", "block")
 _INTEGER = ("tensor", "channel", "group")
 _PACKED_BITS = (2, 3, 4, 8)
@@ -60,6 +61,8 @@ class CompressedTensors(WeightFormat):
         named = (layout for targets, layout in self._groups if any(target not in _LAYERS and matches(target, name) for target in targets))
         general = (layout for targets, layout in self._groups if any(target in _LAYERS for target in targets))
         layout = next(named, None) or next(general, None) or PlainLayer(self.context.dtype)
+        if kind == "experts" and isinstance(layout, IntegerLayer):
+            return replace(layout, static=False)
         return make_layer(layout.stored, kind) if isinstance(layout, Fp8Layer) else layout
 
 
@@ -74,15 +77,16 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     if kind == "float" and bits == 8 and strategy in _FLOAT8:
         block = read_block(weights.get("block_structure") or (128, 128))
         sharing: Sharing = "tensor" if strategy == "tensor" else "channel" if strategy == "channel" else "block"
-        return Fp8Layer(Fp8Format(sharing, input_scale="input_scale" if _is_static(group) else None, block=block))
+        return Fp8Layer(Fp8Format(sharing, input_scale=_INPUT_SCALE if _is_static(group, "float") else None, block=block))
     if kind == "float" and bits == 4 and size == NV_GROUP:
         return Fp4Layer("weight_packed", "weight_scale", NV_GROUP, "weight_global_scale", divides=True)
     if kind == "float" and bits == 4 and size == MX_GROUP:
         return Fp4Layer("weight_packed", "weight_scale", MX_GROUP)
     if kind == "int" and strategy in _INTEGER:
         layout = IntegerLayer(
-            dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric, _rounds_inputs(group)
-        )
+            dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric,
+            _rounds_inputs(group), _is_static(group, "int"),
+        )  # fmt: skip
         if stored == "pack-quantized" and bits in _PACKED_BITS:
             return PackedLayer(layout, weights.get("actorder") in ("group", True))
         if stored in ("int-quantized", "naive-quantized") and bits == 8:
@@ -92,10 +96,11 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     )
 
 
-def _is_static(group: Mapping[str, Any]) -> bool:
-    """Whether one stored scale rounds all activations to e4m3."""
+def _is_static(group: Mapping[str, Any], kind: str) -> bool:
+    """Whether one stored scale rounds all activations to 8 bits of that kind."""
     inputs = group.get("input_activations") or {}
-    return (inputs.get("num_bits"), inputs.get("type"), inputs.get("strategy"), inputs.get("dynamic")) == (8, "float", "tensor", False)
+    found = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("strategy"), bool(inputs.get("dynamic"))
+    return found == (8, kind, "tensor", False) and bool(inputs.get("symmetric", True))
 
 
 def _rounds_inputs(group: Mapping[str, Any]) -> bool:
@@ -108,7 +113,7 @@ def _rounds_inputs(group: Mapping[str, Any]) -> bool:
 class IntegerLayer(LayerFormat):
     """`weight` int8 [outputs, inputs], `weight_scale`, and `weight_zero_point` int8 unless
     `symmetric`: per `group` inputs, per output (0), or, with `single`, one for the layer.
-    `rounds_inputs`: see `PackedWeight`."""
+    `rounds_inputs`: see `PackedWeight`. `static`: `input_scale` is stored."""
 
     dtype: torch.dtype
     bits: int
@@ -116,11 +121,14 @@ class IntegerLayer(LayerFormat):
     single: bool
     symmetric: bool
     rounds_inputs: bool = False
+    static: bool = False
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         tensors = {"weight": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "weight_scale": self.list_scale(torch.float32)}
         if not self.symmetric:
             tensors["weight_zero_point"] = self.list_scale(torch.int8)
+        if self.static:
+            tensors[_INPUT_SCALE] = STATIC_SCALE
         return tensors
 
     def list_scale(self, dtype: torch.dtype) -> StoredTensor:
@@ -135,7 +143,7 @@ class IntegerLayer(LayerFormat):
             scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
         unsigned = None if zeros is None else zeros.view(torch.uint8) ^ 128
         packed = Integers(8, codes.view(torch.uint8) ^ 128, scales, unsigned).pack(self.dtype)
-        packed.rounds_inputs = self.rounds_inputs
+        packed.rounds_inputs, packed.input_scale = self.rounds_inputs, keep_static(tensors.get(_INPUT_SCALE))
         return packed
 
 

@@ -52,6 +52,14 @@ class Fp8(RoundingFormat):
         return RoundedFp8Layer(kind == "experts")
 
 
+STATIC_SCALE = StoredTensor(torch.float32, (OUTPUTS,), scalar=True, optional=True)
+
+
+def keep_static(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The static scale of inputs; None if the checkpoint lacks one, which is zero then."""
+    return scale if scale is not None and bool((scale > 0).all()) else None
+
+
 def make_layer(stored: Fp8Format, kind: LayerKind) -> Fp8Layer:
     """The layer as it is stored, without the static scales of experts' inputs."""
     return Fp8Layer(replace(stored, input_scale=None) if kind == "experts" else stored)
@@ -75,16 +83,15 @@ class Fp8Layer(LayerFormat):
             scale = StoredTensor(torch.float32, (OUTPUTS,), scalar=True)
         tensors = {"weight": StoredTensor(FP8, (OUTPUTS, INPUTS)), stored.scale: scale}
         if stored.input_scale:
-            tensors[stored.input_scale] = StoredTensor(torch.float32, (OUTPUTS,), scalar=True, optional=True)
+            tensors[stored.input_scale] = STATIC_SCALE
         return tensors
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         codes, scales = tensors["weight"], tensors[self.stored.scale]
         if self.stored.sharing != "block":
             whole = scales if self.stored.sharing == "channel" else scales.unsqueeze(-1)
-            given = tensors[self.stored.input_scale] if self.stored.input_scale else None
-            static = given if given is not None and bool((given > 0).all()) else None  # zero where the checkpoint lacks it
-            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, whole, input_scale=static)
+            static = tensors.get(self.stored.input_scale or "")
+            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, whole, input_scale=keep_static(static))
         step = codes.shape[-2] // scales.shape[-2], codes.shape[-1] // scales.shape[-1]
         scales, block = coarsen(scales, step, self.stored.block)
         return PackedWeight(WeightScheme("e4m3", block), inputs, codes, scales)

@@ -202,6 +202,13 @@ def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) ->
         check(product(x[:, None], weight, bias)[:, 0], out.double(), 1e-6)
 
 
+def test_a_static_scale_of_integers() -> None:
+    x = random(3, 128)
+    codes, steps = quantize_rows(x, dtype=torch.int8, given=torch.tensor([0.01], device=DEVICE))
+    assert float((codes.float() - (x.float() / 0.01).clamp(-127, 127)).abs().max()) <= 0.51
+    assert steps.tolist() == [[pytest.approx(0.01)]] * 3
+
+
 @pytest.mark.parametrize("rows", [1, 17, *([300, 1024] if LARGE else [])])
 def test_a_static_scale_rounds_every_activation(rows: int) -> None:
     """Larger activations become the largest number; of merged layers the largest scale counts."""

@@ -152,10 +152,15 @@ def test_static_scales_of_inputs_are_kept_by_part(stored: bool) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "listed"), [(False, True), (True, False)])
-def test_compressed_tensors_says_which_scales_are_static(dynamic: bool, listed: bool) -> None:
-    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    layout = read_scheme("here", {"weights": weights, "input_activations": weights | {"dynamic": dynamic}}, {}, torch.float32)
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_compressed_tensors_says_which_scales_are_static(kind: str, dynamic: bool, listed: bool) -> None:
+    weights = {"num_bits": 8, "type": kind, "strategy": "tensor"}
+    group = {"weights": weights, "input_activations": weights | {"dynamic": dynamic}, "format": "int-quantized"}
+    layout = read_scheme("here", group, {}, torch.float32)
     assert ("input_scale" in layout.list_tensors(64, [32])) is listed
+    zeros = torch.zeros(32, 64, dtype=torch.int8 if kind == "int" else torch.float8_e4m3fn)
+    tensors = {"weight": zeros, "weight_scale": torch.ones(32)} | ({"input_scale": torch.full((32,), 0.5)} if listed else {})
+    assert (layout.decode(tensors, 64).input_scale is not None) is listed
 
 
 @pytest.mark.parametrize("parts", [[256, 128], [192, 64], [1536, 576], [24, 96], [1, 130]])
