@@ -1,7 +1,7 @@
 """Drafters and requests of every kind, in engines of every kind: 1,000 requests each, with the
 tokens of an engine without a drafter. The parameters of each request are drawn at random.
 
-All runs take about ten minutes:
+The 40 runs take one to two minutes each on one core:
 `python -m pytest -m soak --timeout 0 tests/core/test_speculative_grid.py`. `FRAME_GRID_REQUESTS`
 sets another number of requests.
 """
