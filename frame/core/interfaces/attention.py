@@ -109,7 +109,6 @@ class AttentionCapabilities:
     soft_cap: bool = False
     sinks: bool = False
     sparse: bool = False  # `run_mla` reads `SparseKeys`
-    tree_mask: bool = False
     bidirectional: bool = False
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
     batch_invariant: bool = False
