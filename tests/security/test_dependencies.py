@@ -35,8 +35,8 @@ FIXED: dict[str, tuple[tuple[str, str], ...]] = {
 NONE_KNOWN = {
     "click", "fastapi", "flashinfer-python", "grpcio-health-checking", "grpcio-reflection", "humming-kernels", "llguidance", "matplotlib",
     "msgspec", "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy", "prometheus-client",
-    "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "tokenizers", "triton",
-    "typing-extensions", "uvloop",
+    "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "soundfile", "tokenizers",
+    "triton", "typing-extensions", "uvloop",
 }  # fmt: skip
 NOT_SERVING = ("test", "load", "docs", "dev")  # extras that servers do not use
 

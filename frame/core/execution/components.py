@@ -346,9 +346,9 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
 
 
 def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
-    """Whether to capture piecewise graphs. Recurrent layers have them on request only: their
-    pieces have not run on a GPU. Raises ConfigurationError if the user asks for what cannot be
-    captured."""
+    """Whether to capture piecewise graphs. Recurrent layers have them on request only: the speed
+    of their pieces has not been measured. Raises ConfigurationError if the user asks for what
+    cannot be captured."""
     groups, asked = runner.inputs.groups, resolved.user.execution.prompt_graph_max_tokens
     obstacle = ""
     if runner.drafts is not None and runner.drafts.model.tapped_layers:
