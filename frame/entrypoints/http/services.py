@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
     from frame.entrypoints.http.operations.metrics import ServerMetrics
     from frame.entrypoints.processes.resource_monitor import ResourceMonitor
+    from frame.entrypoints.speech import Speech
     from frame.entrypoints.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Services:
     batches: BatchJobRunner | None = field(init=False, default=None)
     # Held while an audio file is decoded, which may take some hundred megabytes
     audio_decoding: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(2))
+    speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
     # Of the model and what runs it: OpenAI's system_fingerprint
     fingerprint: str = field(init=False)
 

@@ -213,8 +213,7 @@ class Engine:
         job = Job(done.set)
         for ids, params in plans:
             check_request(self._session.limits, ids, params)
-            job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", ids, params))
-            job.prompts.append(ids)
+            self._add_sequence(job, ids, params)
         job.encoder_inputs.extend(inputs)
         self._run(job, done)
         outputs = [sequence.output for sequence in job.sequences]
@@ -295,9 +294,12 @@ class Engine:
             counts.append(own.n)
             for number in range(own.n):
                 alone = own if own.n == 1 else get_child_params(own, number)
-                job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", prompt, alone))
-                job.prompts.append(prompt)
+                self._add_sequence(job, prompt, alone)
         return job, counts, is_single
+
+    def _add_sequence(self, job: Job, ids: list[int], params: SamplingParams) -> None:
+        job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", ids, params))
+        job.prompts.append(ids)
 
     def _pool(self, encoded: list[Encoded]) -> np.ndarray:
         """Run sequences of a pooling model. Returns float32 [sequences, width]."""
@@ -306,8 +308,7 @@ class Engine:
         for ids, second_text_start in encoded:
             ids = to_token_ids(ids)
             check_request(self._session.limits, ids, POOLING_PARAMS)
-            job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", ids, POOLING_PARAMS))
-            job.prompts.append(ids)
+            self._add_sequence(job, ids, POOLING_PARAMS)
             job.second_text_starts.append(second_text_start)
         self._run(job, done)
         outputs = [sequence.output for sequence in job.sequences]

@@ -74,11 +74,10 @@ async def translations(context: ContextDep, services: ServicesDep) -> Any:
 
 
 async def _respond(context: RequestContext, services: Services, task: str) -> Any:
+    speech = need_speech(services)  # other models refuse the file before it is read
     form, file = await read_form(context)
     services.check_model(form.model)
-    services.need_task("generate")
     try:
-        speech = Speech(services.resolved, services.need_tokenizer())
         language = form.language.lower() if form.language else None
         speech.check_request(language, task)
         async with services.audio_decoding:
@@ -109,6 +108,17 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
     kind = b"text/vtt; charset=utf-8" if form.response_format == "vtt" else b"text/plain; charset=utf-8"
     await context.respond(body.encode(), headers=((b"content-type", kind),))
     return None
+
+
+def need_speech(services: Services) -> Speech:
+    """How this server's model is asked to transcribe. Raises ApiError for other models."""
+    services.need_task("generate")
+    if services.speech is None:
+        try:
+            services.speech = Speech(services.resolved, services.need_tokenizer())
+        except ValueError as error:
+            raise as_api_error(error) from None
+    return services.speech
 
 
 async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
