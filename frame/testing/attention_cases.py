@@ -252,6 +252,7 @@ Changes = tuple[tuple[Rows, tuple[tuple[int, int], ...]], ...]  # rows and group
 DECODES = Rows.of([5, 37, 300, 1])
 EXTENDS = Rows.of([], [(0, 21), (34, 9), (0, 1), (0, 18)])
 MIXED = Rows.of([5, 70], [(0, 21), (34, 9), (60, 1)])
+PROMPTS = Rows.of([5], [(40, 300), (0, 270)])  # so many queries that a backend may convert each key once
 LATENT: dict[str, Any] = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24, "heads": 4}
 
 
@@ -394,12 +395,14 @@ def _fp8_cases() -> Iterator[tuple[str, Case]]:
     for rows, name in ((DECODES, "decodes"), (MIXED, "mixed")):
         yield f"mha-fp8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=fp8, kv_scales=(2.0, 0.5))
         yield f"mla-fp8-{name}", Case(rows, kv_dtype=fp8, kv_scales=(0.5, 1.0), **LATENT)
+    yield "mha-fp8-prompts", Case(PROMPTS, head_dim=64, v_head_dim=32, kv_dtype=fp8, kv_scales=(2.0, 0.5), sinks=True)
 
 
 def _int8_cases() -> Iterator[tuple[str, Case]]:
     for rows, name in ((DECODES, "decodes"), (MIXED, "mixed")):
         yield f"mha-int8-{name}", Case(rows, head_dim=64, v_head_dim=64, kv_dtype=torch.int8)
         yield f"mla-int8-{name}", Case(rows, kv_dtype=torch.int8, **LATENT)
+    yield "mha-int8-prompts", Case(PROMPTS, head_dim=80, v_head_dim=80, kv_dtype=torch.int8, page_size=5)
     yield "mha-int8-odd-widths", Case(MIXED, head_dim=80, v_head_dim=80, kv_dtype=torch.int8, soft_cap=1.5)
 
 

@@ -71,15 +71,10 @@ def test_tiles_hold_every_query_once_and_start_with_the_longest() -> None:
     assert (rows[0], starts[0]) == (1, 16)
 
 
-def test_expanded_keys_are_ordered_by_row() -> None:
+def test_keys_of_extends_are_ordered_by_row() -> None:
     plan, pages = plan_of(Rows.of([9], [(6, 3), (0, 5)]))
-    places, starts = plan.locate_expanded_keys()
-    assert starts.tolist() == [0, 9]
-    assert places.tolist() == [*pages.places[1], *pages.places[2]]
-    fresh, _ = plan_of(Rows.of([9], [(0, 3), (0, 5)]))
-    places, starts = fresh.locate_expanded_keys()
-    assert places is None
-    assert starts.tolist() == [0, 3]
+    assert plan.key_starts.tolist() == [0, 9]
+    assert plan.key_places.tolist() == [*pages.places[1], *pages.places[2]]
 
 
 @pytest.mark.parametrize(

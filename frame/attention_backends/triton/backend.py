@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from frame.attention_backends import TRITON, TritonOptions
 from frame.attention_backends.shared import make_rows_contiguous
 from frame.attention_backends.triton.decode_launch import DecodeLauncher
+from frame.attention_backends.triton.dequantize import Dequantizer
 from frame.attention_backends.triton.extend_launch import ExtendLauncher
 from frame.attention_backends.triton.operands import Operands
 from frame.attention_backends.triton.plan import StepPlan
@@ -26,6 +27,10 @@ from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
 EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
+# Prompts whose quantized keys and values would be larger than this are read in place. A part of
+# what the memory plan reserves for workspaces.
+DEQUANTIZED_BYTES = 384 << 20
+DEQUANTIZED_QUERIES = 128  # queries for each key, on average, from which on keys are dequantized once
 
 
 class TritonBackend(AttentionBackend):
@@ -46,6 +51,7 @@ class TritonBackend(AttentionBackend):
         self._shares = shares
         self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares)
         self._extends = ExtendLauncher(device, device_limits)
+        self._dequantizer = Dequantizer(device)
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         self._share(batch)
@@ -66,23 +72,17 @@ class TritonBackend(AttentionBackend):
         q = make_rows_contiguous(q)
         cached_k, cached_v = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
         page_size, scales = batch.kv.page_size, _scales(spec, cached_k, batch)
-        # not with an fp8 or int8 cache, whose contents differ from this step's keys by rounding
-        use_ragged = cached_k.dtype == k.dtype and len(_plan(batch).query_lens) > 0
-        if use_ragged:
-            k, v = make_rows_contiguous(k), make_rows_contiguous(v)
-        first, rest = split_width(spec.head_dim)
-        ragged = None
-        if rest:
-            q1, q2 = q[..., :first], q[..., first:]
-            cached = Operands(q1, q2, cached_k[..., :first], cached_k[..., first:], cached_v, page_size, scales=scales)
-            if use_ragged:
-                ragged = Operands(q1, q2, k[..., :first], k[..., first:], v, 0)
-        else:
-            cached = Operands(q, None, cached_k, None, cached_v, page_size, scales=scales)
-            if use_ragged:
-                ragged = Operands(q, None, k, None, v, 0)
+        plan, starts, ragged = _plan(batch), None, None
+        if not len(plan.query_lens):
+            pass
+        elif cached_k.dtype == k.dtype:
+            ragged = _operands(q, make_rows_contiguous(k), make_rows_contiguous(v), 0)
+        elif self._dequantizes(spec, plan, k.element_size()):
+            # with this step's keys, which differ from those in the cache by rounding
+            k, v = self._dequantize(spec, (cached_k, cached_v), k.dtype, batch)
+            ragged, starts = _operands(q, k, v, 0)._replace(has_all_keys=True), plan.key_starts
         out = AttentionOutput.get_buffer(batch, q, spec.num_heads, spec.v_head_dim)
-        self._launch(spec, cached, ragged, out, batch)
+        self._launch(spec, _operands(q, cached_k, cached_v, page_size)._replace(scales=scales), ragged, out, batch, starts)
         return out
 
     def run_mla(
@@ -115,13 +115,42 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _launch(
-        self, spec: AttentionSpec, cached: Operands, ragged: Operands | None, out: torch.Tensor, batch: ForwardBatch, extends: bool = True
+        self,
+        spec: AttentionSpec,
+        cached: Operands,
+        ragged: Operands | None,
+        out: torch.Tensor,
+        batch: ForwardBatch,
+        key_starts: torch.Tensor | None = None,
+        extends: bool = True,
     ) -> None:
+        """All rows, or only the decodes. `key_starts`: see `ExtendLauncher.run`."""
         plan = _plan(batch)
         if plan.num_decodes:
             self._decodes.run(spec, cached, out, batch, plan)
         if extends and len(plan.query_lens):
-            self._extends.run(spec, cached, ragged, out, batch, plan)
+            self._extends.run(spec, None if ragged and ragged.has_all_keys else cached, ragged, out, batch, plan, key_starts)
+
+    def _dequantizes(self, spec: AttentionSpec, plan: StepPlan, itemsize: int) -> bool:
+        """Whether the extends of a quantized cache read dequantized keys and values: many queries
+        multiply each key, no window leaves most of them out, and they fit into
+        DEQUANTIZED_BYTES."""
+        keys = int(plan.key_lens.sum())
+        size = keys * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * itemsize
+        return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= DEQUANTIZED_BYTES
+
+    def _dequantize(
+        self, spec: AttentionSpec, parts: tuple[torch.Tensor, ...], dtype: torch.dtype, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, ...]:
+        """The keys of all extends, of each part of a quantized cache: rows in `dtype`."""
+        places, scales = _plan(batch).key_places, _scales(spec, parts[0], batch)
+        factors = spec.k_scale, spec.v_scale
+        return tuple(
+            [
+                self._dequantizer.gather(part, places, factors[index], scales[index] if scales else None, dtype)
+                for index, part in enumerate(parts)
+            ]
+        )
 
     def _extend_expanded(
         self,
@@ -135,8 +164,12 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         """All extends over keys and values expanded from latents."""
         plan, rank = _plan(batch), layer.kv_lora_rank
-        places, starts = plan.locate_expanded_keys()
-        rows = latent[plan.num_decodes :] if places is None else _gathered(layer.spec, cached, places, latent.dtype, batch)
+        if not plan.has_prefixes:
+            rows = latent[plan.num_decodes :]
+        elif cached.dtype == latent.dtype:
+            rows = cached.index_select(0, plan.key_places)
+        else:
+            (rows,) = self._dequantize(layer.spec, (cached,), latent.dtype, batch)
         k_nope, v = layer.expand(rows[:, :rank])
         k_rope = rows[:, None, rank:].expand(-1, layer.spec.num_heads, -1)  # one key for all heads: stride 0
         operands = Operands(
@@ -148,7 +181,7 @@ class TritonBackend(AttentionBackend):
             page_size=0,
             has_all_keys=True,
         )
-        self._extends.run(layer.spec, None, operands, out, batch, plan, key_starts=starts)
+        self._extends.run(layer.spec, None, operands, out, batch, plan, plan.key_starts)
 
     def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:
         """Whether the expanded form of this step's extends needs fewer multiplications than the
@@ -175,13 +208,10 @@ def _scales(spec: AttentionSpec, cached: torch.Tensor, batch: ForwardBatch) -> t
     return tuple([part.flatten(0, 1) for part in batch.kv.scales(spec.layer)])
 
 
-def _gathered(spec: AttentionSpec, cached: torch.Tensor, places: torch.Tensor, dtype: torch.dtype, batch: ForwardBatch) -> torch.Tensor:
-    """Rows of the cache in `dtype`. An fp8 cache is gathered as bytes, since PyTorch cannot index
-    fp8."""
-    if cached.dtype == dtype:
-        return cached.index_select(0, places)
-    rows = cached.view(torch.uint8).index_select(0, places).view(cached.dtype)
-    if cached.dtype != torch.int8:
-        return rows.to(dtype).mul_(spec.k_scale)
-    (scales,) = _scales(spec, cached, batch)
-    return (rows * scales.index_select(0, places).float().unsqueeze(1)).to(dtype)
+def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_size: int) -> Operands:
+    """Multi-head queries, keys and values, queries and keys in two parts if their width is no power
+    of two."""
+    first, rest = split_width(q.shape[-1])
+    if not rest:
+        return Operands(q, None, k, None, v, page_size)
+    return Operands(q[..., :first], q[..., first:], k[..., :first], k[..., first:], v, page_size)

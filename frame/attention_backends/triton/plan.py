@@ -7,6 +7,7 @@ no layer: what depends on a layer's shape is made when the first layer of that s
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ class StepPlan:
         self._schedules: dict[SplitConfig, torch.Tensor] = {}
         self.launch_state: dict[Any, Any] = {}
         self._tiles: dict[int, torch.Tensor] = {}
-        self._expanded: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
     def get_tiles(self, queries: int) -> torch.Tensor:
         """int32 [2, tiles]: extend row and first query of each tile of `queries` queries; tiles
@@ -64,24 +64,23 @@ class StepPlan:
             self._schedules[config] = found
         return found
 
-    def locate_expanded_keys(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(KV slots int64 of all extends' keys; int32 start of each row among them).
+    @cached_property
+    def key_starts(self) -> torch.Tensor:
+        """int32 [extends]: the start of each row among the keys of all extends."""
+        return self._copy(self._key_starts)
 
-        The slots are None if this step's own tokens are all keys; the starts then count from the
-        first extend token.
-        """
-        if self._expanded is None:
-            starts = (np.cumsum(self.key_lens) - self.key_lens).astype(np.int32)
-            places = None if (self.key_lens == self.query_lens).all() else self._copy(self._places(starts))
-            self._expanded = places, self._copy(starts)
-        return self._expanded
-
-    def _places(self, starts: np.ndarray) -> np.ndarray:
+    @cached_property
+    def key_places(self) -> torch.Tensor:
+        """int64 [keys]: the KV slots of all extends' keys, row by row."""
         slots = np.repeat(self._host.slots[self.num_decodes :].astype(np.int64), self.key_lens)
-        positions = np.arange(int(self.key_lens.sum())) - np.repeat(starts, self.key_lens)
+        positions = np.arange(int(self.key_lens.sum())) - np.repeat(self._key_starts, self.key_lens)
         pages = self._host.page_table[slots, positions // self._page_size].astype(np.int64)
-        places: np.ndarray = pages * self._page_size + positions % self._page_size
-        return places
+        return self._copy(pages * self._page_size + positions % self._page_size)
+
+    @property
+    def _key_starts(self) -> np.ndarray:
+        starts: np.ndarray = (np.cumsum(self.key_lens) - self.key_lens).astype(np.int32)
+        return starts
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
