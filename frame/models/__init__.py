@@ -100,7 +100,6 @@ def register_models(registry: KindRegistry) -> None:
             draft_layers=name in _DRAFTS,
             biased_experts=name in ("gemma4", "gpt_oss", "nemotron_h"),
             sparse=name == "deepseek_v32",
-            graphs=name != "deepseek_v32",  # its layers read the rows of the batch
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:

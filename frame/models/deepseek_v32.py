@@ -96,32 +96,47 @@ class Indexer(nn.Module):
     def _select(
         self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, longest: int
     ) -> torch.Tensor:
-        """-> KV slots, int64 [tokens, top_k], -1 where a token sees fewer keys."""
-        size, found = batch.kv.page_size, []
-        owners = torch.repeat_interleave(batch.request_slots, batch.query_lens, output_size=len(q))
-        score = score_keys
+        """As `select_keys`, for some tokens at a time."""
+        owners, found = batch.request_slots, []
+        if batch.num_decodes < len(q):
+            owners = torch.repeat_interleave(owners, batch.query_lens, output_size=len(q))
+        select, numbers = select_keys, longest * self.size
         if self.has_kernels:
-            from frame.kernels.index_scores import score_keys as score  # type: ignore[assignment]
-        step = max(1, _SCORES // (longest * (1 if self.has_kernels else self.size)))
+            from frame.kernels.index_scores import BINS
+            from frame.kernels.index_scores import select_keys as select  # type: ignore[assignment]
+
+            numbers = longest + BINS
+        step = max(1, _SCORES // numbers)
         for part in range(0, len(q), step):
             span = slice(part, part + step)
-            table = batch.page_table[owners[span], : -(-longest // size)]
-            scores = score(q[span], weights[span], cached, table, batch.positions[span])
-            best, places = scores.topk(self.top_k, -1)
-            slots = table.gather(1, places // size).long() * size + places % size
-            found.append(slots.masked_fill_(best == -torch.inf, -1))
-        return torch.cat(found)
+            found.append(select(q[span], weights[span], cached, batch.page_table, owners[span], batch.positions[span], longest, self.top_k))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def select_keys(
+    q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, table: torch.Tensor, owners: torch.Tensor,
+    positions: torch.Tensor, width: int, top_k: int,
+) -> torch.Tensor:  # fmt: skip
+    """-> KV slots, int64 [tokens, top_k]: the keys of each token with the best scores; -1 where it
+    sees fewer.
+
+    q [tokens, heads, size], weights float32 [tokens, heads], cached [pages, page size, size], table
+    int32 [slots, pages of a row], owners int64 [tokens] (the token's row of the table), positions
+    int64 [tokens]; width: a bound of the keys that a token sees, above `top_k`.
+    """
+    size = cached.shape[1]
+    rows = table[owners, : -(-width // size)]
+    best, places = score_keys(q, weights, cached, rows, positions).topk(top_k, -1)
+    slots = rows.gather(1, places // size).long() * size + places % size
+    return slots.masked_fill_(best == -torch.inf, -1)
 
 
 def score_keys(
-    q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+    q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Scores of all keys in the pages of each token's row, -inf after its position.
-
-    q [tokens, heads, size], weights float32 [tokens, heads], cached [pages, page size, size], table
-    int32 [tokens, pages of a row], positions int64 [tokens] -> float32 [tokens, keys].
-    """
-    keys = cached.index_select(0, table.flatten()).view(len(q), -1, q.shape[2]).float()
+    """Scores of all keys in the pages of each token's row, int32 [tokens, pages], -inf after its
+    position. -> float32 [tokens, keys]."""
+    keys = cached.index_select(0, rows.flatten()).view(len(q), -1, q.shape[2]).float()
     scores = torch.einsum("th,thk->tk", weights, F.relu(q.float() @ keys.transpose(1, 2)))
     return scores.masked_fill_(torch.arange(keys.shape[1], device=q.device) > positions[:, None], -torch.inf)
 

@@ -80,3 +80,13 @@ def test_every_way(case, page_size, chunk, overlap):
 @pytest.mark.parametrize("case", WHOLE, indirect=True)  # experts on two ranks, which no kernel of the backend sees, run with the other
 def test_two_ranks(case):
     on_two_ranks(case, lambda loop: run(loop, case, GREEDY), "triton", tokens=4096, chunk=16)
+
+
+@pytest.mark.parametrize("case", ["DeepseekV32ForCausalLM"], indirect=True)
+def test_captured_steps_select_keys(case):
+    """Decodes from the inputs of captured steps, of rows below and above the number of selected
+    keys."""
+    loop = loop_of(case, tokens=512)
+    loop.runner.capture_decode_graphs(4)
+    run(loop, case, GREEDY)
+    assert loop.runner.decode_graphs.replayed[0] > 0

@@ -137,6 +137,17 @@ def test_recurrent_layers(architecture, most_tokens, tmp_path):
     captured.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_selected_keys(architecture, tmp_path):
+    """Decodes of rows below and above the number of selected keys."""
+    path = make_checkpoint(architecture, tmp_path)
+    plain, captured = make_loop(path, "triton", 0), make_loop(path, "triton", ROWS, chunk=96)
+    outputs = plain.generate(PROMPTS, GREEDY), captured.generate(PROMPTS, GREEDY)
+    same = sum(a[:SHORT] == b[:SHORT] for a, b in zip(*outputs, strict=True))
+    assert same >= ROWS * 2 // 3, f"{same} of {ROWS} rows are the same"
+    captured.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("most_tokens", [0, 512])
 @pytest.mark.parametrize(("backend", "model"), CAPTURABLE)
 def test_prompts_after_a_cached_prefix(backend, model, most_tokens, path_of):

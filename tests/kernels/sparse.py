@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frame.attention_backends.triton import sparse_kernel
 from frame.attention_backends.triton.sparse_kernel import attend_sparse
-from frame.kernels.index_scores import score_keys
+from frame.kernels.index_scores import BINS, score_keys, select_best
 from frame.models import deepseek_v32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,32 +24,75 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize(("heads", "size", "page"), [(8, 16, 4), (20, 40, 16), (64, 128, 64)])
-def test_scores(heads: int, size: int, page: int, dtype: torch.dtype) -> None:
-    tokens, pages = 3, 7
-    q, weights, cached = random(tokens, heads, size, dtype=dtype), random(tokens, heads), random(20, page, size, dtype=dtype)
-    table = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(row))[:pages] for row in range(tokens)])
-    positions = torch.tensor([0, page + 1, pages * page - 1], device=DEVICE)
+@pytest.mark.parametrize(("heads", "size", "page", "pages"), [(8, 16, 4, 7), (20, 40, 16, 12), (64, 128, 64, 7)])
+def test_scores_and_selection(heads: int, size: int, page: int, pages: int, dtype: torch.dtype) -> None:
+    """Rows of several slots, at positions below, at and above the number of selected keys. Two keys
+    have the score of a third."""
+    top_k, width = 2 * page, pages * page
+    table = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(row))[:pages] for row in range(3)])
+    owners = torch.tensor([2, 0, 1, 1, 2, 0], device=DEVICE)
+    positions = torch.tensor([0, top_k - 1, top_k, width - 3, width - 1, width - 2], device=DEVICE)
+    q, weights, cached = random(6, heads, size, dtype=dtype), random(6, heads), random(20, page, size, dtype=dtype)
+    cached[table[1, 1], 0] = cached[table[1, 0], 2] = cached[table[1, 0], 1]
     table = table.to(DEVICE, torch.int32)
-    got = score_keys(q, weights, cached, table, positions)
-    assert got.dtype == torch.float32
-    for token in range(tokens):
-        keys = cached[table[token].long()].flatten(0, 1)[: positions[token] + 1].double()
-        want = weights[token].double() @ (q[token].double() @ keys.T).relu()
-        assert (got[token, : len(want)] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
-        assert (got[token, len(want) :] == -torch.inf).all()
-    torch.testing.assert_close(deepseek_v32.score_keys(q, weights, cached, table, positions), got, rtol=1e-4, atol=1e-2)
+    inputs = q, weights, cached, table, owners, positions, width, top_k
+    scores, counts = score_keys(*inputs)
+    slots = select_best(scores, counts, table, owners, positions, page, top_k)
+    assert slots.shape == (6, top_k)
+    expected = deepseek_v32.select_keys(*inputs)
+    for token, position in enumerate(positions.tolist()):
+        rows = (table[owners[token]].long()[:, None] * page + torch.arange(page, device=DEVICE)).flatten()[: position + 1]
+        if position < top_k:
+            assert slots[token].tolist() == rows.tolist() + [-1] * (top_k - 1 - position)
+            assert expected[token].sort().values.tolist() == slots[token].sort().values.tolist()
+            continue
+        want = weights[token].double() @ (q[token].double() @ cached.flatten(0, 1)[rows].double().T).relu()
+        got = scores[token, : position + 1]
+        assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+        worst = got.topk(top_k).values[-1]
+        chosen = (got > worst) | ((got == worst) & ((got == worst).cumsum(0) <= top_k - (got > worst).sum()))
+        assert slots[token].tolist() == rows[chosen].tolist()
+        if dtype == torch.float32:
+            assert len(set(slots[token].tolist()) - set(expected[token].tolist())) <= 2  # rounding, and equal scores
+
+
+@pytest.mark.parametrize("kind", ["equal", "signs", "one bit"])
+def test_selection_among_special_scores(kind: str) -> None:
+    """All scores equal; zeros and infinities of both signs; scores that differ in their last
+    bits."""
+    seen, top_k, generator = 300, 40, torch.Generator().manual_seed(3)
+    scores = torch.full((1, 400), torch.nan)
+    if kind == "equal":
+        scores[:, :seen] = -2.5
+    elif kind == "signs":
+        choices = torch.tensor([0.0, -torch.inf, torch.inf, -1e-42, 1e-42, -3.0])
+        scores[:, :seen] = choices[torch.randint(6, (1, seen), generator=generator)]
+    else:
+        bits = torch.tensor(1.5).view(torch.int32) + torch.randint(50, (1, seen), generator=generator).int()
+        scores[:, :seen] = bits.view(torch.float32)
+    bits = scores[0, :seen].view(torch.int32).long()
+    first = torch.where(bits < 0, -1 - bits, bits + 2**31) >> 21
+    counts = torch.bincount(first, minlength=BINS)[None].int()
+    table, position = torch.arange(100, dtype=torch.int32)[None], torch.tensor([seen - 1])
+    given = [tensor.to(DEVICE) for tensor in (scores, counts, table, torch.tensor([0]), position)]
+    got = select_best(*given, 4, top_k)[0].tolist()  # type: ignore[call-arg, arg-type]
+    assert got == sorted(got)
+    order = torch.sort(scores[0, :seen], descending=True, stable=True).indices[:top_k]
+    assert got == order.sort().values.tolist()
 
 
 @DTYPES
-@pytest.mark.parametrize(("heads", "rank", "rope", "keys"), [(4, 32, 8, 12), (20, 48, 24, 70), (16, 512, 64, 33)])
-def test_attention_to_selected_keys(heads: int, rank: int, rope: int, keys: int, dtype: torch.dtype) -> None:
-    tokens, k_scale = 3, 0.5
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rank", "rope", "keys"), [(3, 4, 32, 8, 12), (3, 20, 48, 24, 70), (3, 16, 512, 64, 33), (2, 20, 48, 24, 600)]
+)
+def test_attention_to_selected_keys(tokens: int, heads: int, rank: int, rope: int, keys: int, dtype: torch.dtype) -> None:
+    """The last case divides its keys; a part of the first token's has none."""
+    k_scale, total = 0.5, keys + 50
     q, q_rope = random(tokens, heads, rank, dtype=dtype), random(tokens, heads, rope, dtype=dtype)
-    cached = random(90, rank + rope, dtype=dtype)
-    slots = torch.stack([torch.randperm(90, generator=torch.Generator().manual_seed(row))[:keys] for row in range(tokens)]).to(DEVICE)
+    cached = random(total, rank + rope, dtype=dtype)
+    slots = torch.stack([torch.randperm(total, generator=torch.Generator().manual_seed(row))[:keys] for row in range(tokens)]).to(DEVICE)
     slots[0, 1:] = -1
-    slots[1, keys // 2 :] = -1
+    slots[1, keys // 2 :: 2] = -1
     got = attend_sparse(q, q_rope, cached, slots, 0.1, k_scale)
     assert got.dtype == dtype
     for token in range(tokens):
@@ -56,3 +100,14 @@ def test_attention_to_selected_keys(heads: int, rank: int, rope: int, keys: int,
         weights = (torch.cat((q[token], q_rope[token]), -1).double() @ rows.T * 0.1).softmax(-1)
         want = weights @ rows[:, :rank]
         assert (got[token] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+def test_programs_of_many_heads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, heads, rank, rope, keys = 2, 80, 48, 16, 70
+    shapes = ((tokens, heads, rank), (tokens, heads, rope), (90, rank + rope))
+    operands = [random(*shape, dtype=torch.bfloat16) for shape in shapes]
+    slots = torch.arange(keys, device=DEVICE).flip(0).repeat(tokens, 1)
+    narrow = attend_sparse(*operands, slots, 0.1, 0.5)
+    monkeypatch.setattr(sparse_kernel, "_WIDE_PROGRAMS", tokens)
+    wide = attend_sparse(*operands, slots, 0.1, 0.5, 1 << 20)
+    torch.testing.assert_close(wide, narrow, rtol=1e-2, atol=1e-3)

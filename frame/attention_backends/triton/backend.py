@@ -46,7 +46,7 @@ class TritonBackend(AttentionBackend):
                 "Attention backend 'triton' runs on the cpu only under TRITON_INTERPRET=1; use device cuda or another backend."
             )
         shares = options.share_prefixes if isinstance(options, TritonOptions) else True
-        device_limits = DeviceLimits.from_device(device)
+        self._limits = device_limits = DeviceLimits.from_device(device)
         self._prefixes = SharedPrefixes(device, limits.max_decodes)
         self._shares = shares
         self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares)
@@ -93,7 +93,8 @@ class TritonBackend(AttentionBackend):
         cached = cached.view(-1, cached.shape[-1])
         if (chosen := batch.get(SparseKeys)) is not None:
             q = make_rows_contiguous(layer.absorb(q_nope))
-            return layer.unabsorb(attend_sparse(q, make_rows_contiguous(q_rope), cached, chosen.slots, spec.scale, spec.k_scale))
+            sparse = q, make_rows_contiguous(q_rope), cached, chosen.slots
+            return layer.unabsorb(attend_sparse(*sparse, spec.scale, spec.k_scale, self._limits.shared_memory))
         expands = self._expands(layer, plan, latent.element_size())
         absorbed = plan.num_decodes if expands else q_nope.shape[0]  # number of tokens; decodes come first
         decoded = None

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Sparse latent attention (DeepSeek-V3.2): each token attends to the latents of its own list of KV
-slots, absorbed. One program computes some heads of one token.
+slots, absorbed. One program computes some heads of one token; where there are few tokens, programs
+divide a token's keys (split-KV), and a second kernel merges their results.
 
 Used by the `triton` backend. Must not know how keys are selected.
 """
@@ -11,28 +12,49 @@ import torch
 import triton
 import triton.language as tl
 
+from frame.attention_backends.triton.merge_kernel import merge_parts
+from frame.attention_backends.triton.online_softmax import LOG2E
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, next_power_of_2
 
-_HEADS = 16  # of one program
+_HEADS, _WARPS = 16, 4  # of one program
+_WIDE_HEADS, _WIDE_WARPS = 64, 8  # where tokens are many: fewer programs read the same keys
+_WIDE_MEMORY = 160 << 10  # shared memory that such programs need
+_WIDE_PROGRAMS = 128  # programs at least
 _KEY_BYTES = 64  # of one column of a step's keys
-_WARPS = 4
+_SPLIT_KEYS = 128  # that a program reads at least; the merge of shorter parts costs more than they gain
+PROGRAMS = 256  # keys are divided among about so many
 
 
 def attend_sparse(
-    q: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor, scale: float, k_scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor, scale: float, k_scale: float,
+    shared_memory: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """q [tokens, heads, rank] (absorbed), q_rope [tokens, heads, rope], cached [slots of the cache,
     rank + rope], slots int64 [tokens, keys], -1 for no key, but not the first -> [tokens, heads,
-    rank]. `k_scale`: factor of the cached numbers."""
-    (tokens, heads, rank), rope = q.shape, q_rope.shape[2]
-    out = torch.empty_like(q)
-    _sparse_kernel[(tokens, ceil_div(heads, _HEADS))](
-        q, q_rope, cached, slots, out, scale * k_scale, k_scale, slots.shape[1], *q.stride()[:2], *q_rope.stride()[:2], *out.stride()[:2],
-        cached.stride(0), slots.stride(0), HEADS=heads, RANK=rank, ROPE=rope, BLOCK_HEADS=_HEADS, BLOCK_RANK=max(16, next_power_of_2(rank)),
-        BLOCK_ROPE=max(16, next_power_of_2(rope)),
-        BLOCK_KEYS=_KEY_BYTES // q.element_size(), UPCAST=INTERPRETED, num_warps=_WARPS, num_stages=2,
+    rank]. `k_scale`: factor of the cached numbers. shared_memory: bytes per program that the
+    device has."""
+    (tokens, heads, rank), rope, keys = q.shape, q_rope.shape[2], slots.shape[1]
+    is_wide = q.element_size() == 2 and shared_memory >= _WIDE_MEMORY and tokens * (heads // _WIDE_HEADS) >= _WIDE_PROGRAMS
+    taken, warps = (_WIDE_HEADS, _WIDE_WARPS) if is_wide else (_HEADS, _WARPS)
+    blocks, step = ceil_div(heads, taken), _KEY_BYTES // q.element_size()
+    splits = max(1, min(PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
+    share = ceil_div(keys, splits * step) * step
+    out, wide = torch.empty_like(q), max(16, next_power_of_2(rank))
+    parts, weights = out, out
+    if splits > 1:
+        parts = torch.empty(tokens * splits * heads, rank, device=q.device)
+        weights = torch.empty(tokens * splits * heads, device=q.device)
+    _sparse_kernel[(tokens, blocks, splits)](
+        q, q_rope, cached, slots, out, parts, weights, scale * k_scale, k_scale, keys, share, *q.stride()[:2],
+        *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0), slots.stride(0), HEADS=heads, RANK=rank, ROPE=rope, BLOCK_HEADS=taken,
+        BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step, BLOCK_SHARE=next_power_of_2(share),
+        IS_SPLIT=splits > 1, UPCAST=INTERPRETED, num_warps=warps, num_stages=2,
     )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(heads, tokens)](
+            parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=wide, OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1)
+        )
     return out
 
 
@@ -44,16 +66,19 @@ def _load_columns(base, rows, first, valid, SIZE: tl.constexpr, BLOCK: tl.conste
     return found.to(tl.float32) if UPCAST else found
 
 
-@triton.jit(do_not_specialize=["scale", "k_scale", "num_keys"])
+@triton.jit(do_not_specialize=["scale", "k_scale", "num_keys", "share"])
 def _sparse_kernel(
     q,
     q_rope,
     cached,
     slots,
     out,
+    parts,  # float32 [tokens * splits * HEADS, RANK]: results of the parts of the keys
+    weights,  # float32 [tokens * splits * HEADS]: log2 of their sums of weights, -inf without a key
     scale,
     k_scale,
     num_keys,
+    share,  # keys of a program
     q_token,
     q_head,
     rope_token,
@@ -69,33 +94,66 @@ def _sparse_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    BLOCK_SHARE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: (tokens, blocks of heads)."""
+    """Grid: (tokens, blocks of heads, parts of the keys)."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    begin = tl.program_id(2) * share
     inside = heads < HEADS
     queries = _load_columns(q + token * q_token, heads * q_head, 0, inside, RANK, BLOCK_RANK, UPCAST)
     turned = _load_columns(q_rope + token * rope_token, heads * rope_head, 0, inside, ROPE, BLOCK_ROPE, UPCAST)
     top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_RANK], tl.float32)
-    for first in range(0, num_keys, BLOCK_KEYS):
+    own = begin + tl.arange(0, BLOCK_SHARE)
+    listed = tl.load(slots + token * slots_row + own, mask=own < tl.minimum(begin + share, num_keys), other=-1)
+    for first in range(begin, tl.max(tl.where(listed >= 0, own + 1, 0), 0), BLOCK_KEYS):
         places = first + tl.arange(0, BLOCK_KEYS)
         slot = tl.load(slots + token * slots_row + places, mask=places < num_keys, other=-1)
         valid = slot >= 0
         latents = _load_columns(cached, slot * cached_row, 0, valid, RANK, BLOCK_RANK, UPCAST).to(queries.dtype)
         keys = _load_columns(cached, slot * cached_row, RANK, valid, ROPE, BLOCK_ROPE, UPCAST).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(turned, tl.trans(keys), scores, input_precision="ieee") * scale
+        scores = tl.dot(turned, tl.trans(keys), scores, input_precision="ieee") * (scale * LOG2E)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp(scores - highest[:, None])
-        shrunk = tl.exp(top - highest)
-        total = total * shrunk + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latents.dtype), latents, acc * shrunk[:, None], input_precision="ieee")
+        base = tl.where(highest == float("-inf"), 0.0, highest)  # no key so far
+        factors = tl.exp2(scores - base[:, None])
+        shrunk = tl.exp2(top - base)
+        total = total * shrunk + tl.sum(factors, 1)
+        acc = tl.dot(factors.to(latents.dtype), latents, acc * shrunk[:, None], input_precision="ieee")
         top = highest
     columns = tl.arange(0, BLOCK_RANK)
-    result = (acc * (k_scale / total)[:, None]).to(out.dtype.element_ty)
-    targets = out + token * out_token + (heads * out_head)[:, None] + columns[None, :]
-    tl.store(targets, result, mask=inside[:, None] & (columns < RANK)[None, :])
+    result = acc * (k_scale / tl.where(total > 0, total, 1.0))[:, None]
+    mask = inside[:, None] & (columns < RANK)[None, :]
+    if IS_SPLIT:
+        lines = (token * tl.num_programs(2) + tl.program_id(2)) * HEADS + heads
+        tl.store(parts + lines[:, None] * RANK + columns[None, :], result, mask=mask)
+        tl.store(weights + lines, top + tl.log2(total), mask=inside)
+    else:
+        targets = out + token * out_token + (heads * out_head)[:, None] + columns[None, :]
+        tl.store(targets, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    parts,
+    weights,
+    out,
+    splits,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    OUT_TOKEN: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+):
+    """Grid: (heads, tokens)."""
+    none = tl.zeros([1], tl.int32)
+    token, head = none + tl.program_id(1), none + tl.program_id(0)
+    merge_parts(
+        parts, weights, out, token * splits, none + splits, none, none, none, 0, token, head, none == 0,
+        HEADS, RANK, BLOCK_RANK, 0, OUT_TOKEN, OUT_HEAD, 1,
+    )  # fmt: skip

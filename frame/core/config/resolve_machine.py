@@ -169,11 +169,13 @@ def graph_sizes(
     stages = config.parallel.pp
     several = f"parallel.pp is {stages}, and stages exchange tensors in the middle of a step" if stages > 1 else ""
     execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
+    selects = any(getattr(found.record.capabilities, "sparse", False) for found in chosen.selected.get("model", ()))
     obstacles = {
         "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": several
         or graph_obstacle(chosen, platform, task, kinds)
-        or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else ""),
+        or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else "")
+        or ("sparse attention selects keys by the rows of a step, outside of the attention backend" if selects else ""),
     }
     drafted = 0 if config.speculative.algorithm is None else config.speculative.num_steps
     tokens = -(-running // stages) * (1 + drafted)  # a graph has a row for each

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from frame.core.drafting.draft_passes import DraftPasses, DraftRows
-from frame.core.execution.decode_graphs import capture_step, uncollected
+from frame.core.execution.decode_graphs import bound_lengths, capture_step, uncollected
 from frame.core.interfaces.batch import HostView
 
 if TYPE_CHECKING:
@@ -125,7 +125,10 @@ class DraftGraphs:
             batch = replace(batch, plan=drafter.backend.capture_plan(batch))
         model = drafter.model
         (out,), captured = capture_step(
-            self._graphs.platform, pool, lambda: (model.forward(plain, states),), lambda: (model.forward(batch, states),)
+            self._graphs.platform,
+            pool,
+            lambda: (model.forward(bound_lengths(plain), states),),
+            lambda: (model.forward(bound_lengths(batch), states),),
         )
         return _Fill(batch, out, captured)
 
@@ -174,7 +177,7 @@ class DraftGraphs:
         made = self._drafter.make_batch(rows, batch.host.seq_lens, batch.host.slots)
         for name in ("positions", "kv_slots", "seq_lens"):
             getattr(batch, name).copy_(getattr(made, name))
-        rows.states.copy_(self._drafter.model.forward(batch, rows.states))
+        rows.states.copy_(self._drafter.model.forward(bound_lengths(batch), rows.states))
         rows.positions.add_(1)
         return self._draw(rows)
 

@@ -263,7 +263,7 @@ class DecodeGraphs:
         def run(planned: ForwardBatch) -> DecodeOutputs:
             # a step that may still be in flight samples these ids, so the host does not have them
             torch.index_select(table.last_token, 0, inputs["token_slots"], out=batch.token_ids)
-            return self._body(planned, params, inputs["drawn_slots"])
+            return self._body(bound_lengths(planned), params, inputs["drawn_slots"])
 
         plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
         views = tuple({view.group: view for view in (planned.views or {}).values()}.values())
@@ -286,6 +286,12 @@ class DecodeGraphs:
         if groups is not None:
             batch = groups.make_views(batch, inputs, plan)
         return replace(batch, plan=plan(batch))
+
+
+def bound_lengths(batch: ForwardBatch) -> ForwardBatch:
+    """A batch for capture whose host view has the most tokens that a row may have in a replay."""
+    longest = np.full_like(batch.host.seq_lens, batch.page_table.shape[1] * batch.kv.page_size)
+    return replace(batch, host=replace(batch.host, seq_lens=longest))
 
 
 def capture_step(platform: Platform, pool: Any, first: Callable[[], Outputs], run: Callable[[], Outputs]) -> tuple[Outputs, Captured]:

@@ -216,7 +216,7 @@ class AttentionBackend(ABC):
       `capture_plan`, so that what the first layer computes for all layers is captured with it.
       `replay_plan` makes the plan describe another batch of as many rows before each replay. The
       batch's tensors are at the same addresses in all replays; its host view and Python numbers are
-      the captured ones.
+      the captured ones, with upper bounds of the lengths.
     - A batch may have the extension `AttentionOutput`. A result that `run` or `run_mla` writes to
       `AttentionOutput.get_buffer` is not
       copied.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.execution import input_batch
 from frame.core.execution.decode_graphs import InputBuffers, graph_sizes, uncollected
@@ -27,14 +28,19 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.testing.checkpoints import make_checkpoint
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
+from tests.core.drafting.test_draft_graphs import CapturableAttention
 
 VOCAB, ROWS, PAGES = 97, 12, 300
 CPU = torch.device("cpu")
@@ -173,3 +179,28 @@ def test_garbage_waits_while_steps_are_captured() -> None:
         assert not gc.isenabled()
         raise RuntimeError("a capture that fails")
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_path):
+    """Of 12 selected keys: rows that are shorter, that cross the number, and that are longer."""
+    folder = make_checkpoint(architecture, tmp_path)
+    prompts = [[(7 * row + place) % 300 + 6 for place in range(length)] for row, length in enumerate((3, 9, 40, 70))]
+    outputs = []
+    for most in (0, 4):
+        config = {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "cache": {"max_total_tokens": 512},
+            "scheduler": {"max_running_requests": 4},
+            "attention": {"backend": "capturable"},
+            "execution": {"device": "cpu", "threads": 1},
+        }
+        prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
+        runner = build_rank(prepared.resolved, prepared.registry)
+        if most:
+            runner.capture_decode_graphs(most)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+        steps = watch(loop) if most else []
+        outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
+    assert outputs[0] == outputs[1]
+    assert len(steps) >= 11
