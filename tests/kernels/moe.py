@@ -18,6 +18,7 @@ import torch
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.moe import DispatchOutput, select_local
+from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
@@ -35,12 +36,17 @@ from frame.kernels.moe.grouped_gemm import (
 )
 from frame.kernels.moe.local_pairs import select_local_pairs
 from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
+from frame.kernels.moe.shared_expert import add_shared_expert
+from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE
 from frame.models.layers.router import Router, RoutingRule
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, gelu_mul, squared_relu
+from frame.plugins.moe_dispatchers.all_reduce import AllReduce
 from frame.plugins.moe_runners.torch_native import run_biased
 from frame.plugins.moe_runners.triton import Triton
+from frame.quantization.plain import Plain
 from frame.testing.conformance_moe import PlainExperts
 from frame.testing.devices import open_platform
+from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.suites.experts import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -383,3 +389,37 @@ def test_tiles_fit_the_device_and_the_sizes() -> None:
     assert choose_vectors(1, 2, 4) is not None
     assert choose_vectors(3, 2, 8) is None, "of six pairs two or more meet at one of eight experts"
     assert choose_tiles(1 << 20, 128).first.bm > choose_tiles(256, 128).first.bm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "hidden", "parts", "gap"), [(1, 64, 0, 0), (3, 96, 4, 8), (2, 2048, 8, 0)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_sum_with_the_shared_expert(dtype: torch.dtype, tokens: int, hidden: int, parts: int, gap: int, gated: bool) -> None:
+    torch.manual_seed(0)
+    shape = (tokens, parts, hidden) if parts else (tokens, hidden)
+    routed, shared, x = (
+        torch.randn(*size[:-1], hidden + gap, device=DEVICE).to(dtype) for size in (shape, (tokens, hidden), (tokens, hidden))
+    )
+    gate = (torch.randn(1, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    routed, shared, x = routed[..., :hidden], shared[:, :hidden], x[:, :hidden]
+    factor = torch.sigmoid(x.double() @ gate.double().t()) if gated else 1.0
+    want = (routed.double().sum(1) if parts else routed.double()) + factor * shared.double()
+    check(add_shared_expert(routed, shared, *((x, gate) if gated else ())), want)
+
+
+def test_layer_with_a_gated_shared_expert() -> None:
+    """A layer's fused sum against its operations in PyTorch."""
+    plain = replace(CONTEXT, weight_format=Plain(FormatContext(torch.float32)), gemm_kernels=make_gemm_kernels(CONTEXT))
+    context = replace(plain, moe_runner=Triton(plain), moe_dispatcher=AllReduce(plain))
+    with DEVICE:
+        shared = GatedSharedExpert(context, "s", "g", 64, 32)
+        layer = MoE(context, "m", ExpertSizes(4, 64, 32), RoutingRule(2), shared)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        x = torch.randn(5, 64)
+    for module in layer.modules():
+        if module is not layer and hasattr(module, "finish"):
+            module.finish()
+    got = layer(x)
+    layer._add_shared = None
+    check(got, layer(x).double())

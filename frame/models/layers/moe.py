@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
 from frame.models.layers.linear import RankSum, add_up, defer_sum, split_range
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement
 
     Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
+    AddShared = Callable[..., torch.Tensor]
 
 _OVERLAP_TOKENS = 64  # up to this, neither the experts nor the shared expert fills a GPU, so they overlap on two streams
 
@@ -150,8 +152,9 @@ class MoE(nn.Module):
             self.routes = ExpertRoutes(self.placement, sizes.num_experts, context.device, plan.balances_experts)
         self.experts = Experts(context, f"{prefix}.experts", sizes, self.placement)
         self.shared = shared
-        # otherwise the result is added to, here or on other ranks
-        self._returns_parts = shared is None and context.ep_group.size == 1
+        self._add_shared = _find_add_shared(context.device)
+        # whether the parts of the routed experts need no sum over ranks before they are added
+        self._returns_parts = context.ep_group.size == 1
         self._defers = False
         # collectives must be issued in the same order on all ranks
         self._overlaps = context.platform.is_asynchronous and context.ep_group.size == 1
@@ -165,7 +168,8 @@ class MoE(nn.Module):
         self._defers = True
         if self.shared is not None:
             defer_sum(self.shared)
-            self._overlaps = self._platform.is_asynchronous and hasattr(self.shared, "defer_sum")  # then neither part has a collective
+            self._returns_parts = hasattr(self.shared, "defer_sum")  # then neither term has a collective
+            self._overlaps = self._platform.is_asynchronous and self._returns_parts
 
     def forward_normed(
         self, norm: RMSNorm, x: torch.Tensor | RankSum, residual: torch.Tensor
@@ -179,21 +183,30 @@ class MoE(nn.Module):
             if joined is not None:
                 logits, normed = joined[0], joined[1:]
         inner, residual = norm.add_residual(x, residual) if normed is None else normed
-        return (self._run_experts(inner, logits, self.runner.run_parts) if self._returns_parts else self(inner, logits)), residual
+        takes_parts = self.shared is None and self._returns_parts
+        return (self._run_experts(inner, logits, self.runner.run_parts) if takes_parts else self(inner, logits)), residual
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor | RankSum:
         """`logits`: the router's logits, if already computed."""
         if self.shared is None:
             return self._run_experts(x, logits)
+        add = None if torch.compiler.is_compiling() else self._add_shared
+        # the fused sum applies the gate, and sums the parts of a token's experts
+        gated = self.shared if add is not None and isinstance(self.shared, GatedSharedExpert) else None
+        run_shared = self.shared if gated is None else gated.expert
+        run = self.runner.run_parts if add is not None and self._returns_parts else None
         if not self._overlaps or len(x) > _OVERLAP_TOKENS:
-            return _add(self._run_experts(x, logits), self.shared(x))
-        main, side = self._platform.get_current_stream(), self._platform.get_side_stream()
-        side.wait_stream(main)
-        with self._platform.use_stream(side):
-            shared = self.shared(x)
-        out = self._run_experts(x, logits)
-        main.wait_stream(side)
-        return _add(out, shared)
+            routed, shared = self._run_experts(x, logits, run), run_shared(x)
+        else:
+            main, side = self._platform.get_current_stream(), self._platform.get_side_stream()
+            side.wait_stream(main)
+            with self._platform.use_stream(side):
+                shared = run_shared(x)
+            routed = self._run_experts(x, logits, run)
+            main.wait_stream(side)
+        if isinstance(routed, RankSum) and isinstance(shared, RankSum):
+            return RankSum(_join(routed.part, shared.part, x, gated, add), routed.group)
+        return _join(add_up(routed), add_up(shared), x, gated, add)
 
     def get_counts(self) -> torch.Tensor:
         """See `MovableExperts`."""
@@ -248,11 +261,22 @@ class GatedSharedExpert(nn.Module):
         return RankSum(gate * out.part, out.group) if isinstance(out, RankSum) else gate * out
 
 
-def _add(routed: torch.Tensor | RankSum, shared: torch.Tensor | RankSum) -> torch.Tensor | RankSum:
-    """The sum of both results, over the ranks too if neither is summed."""
-    if isinstance(routed, RankSum) and isinstance(shared, RankSum):
-        return RankSum(routed.part + shared.part, routed.group)
-    return add_up(routed) + add_up(shared)
+def _find_add_shared(device: torch.device) -> AddShared | None:
+    """The fused sum of routed and shared experts, if the device runs Triton."""
+    if not kernels.can_use_triton(device):
+        return None
+    from frame.kernels.moe.shared_expert import add_shared_expert
+
+    return add_shared_expert
+
+
+def _join(
+    routed: torch.Tensor, shared: torch.Tensor, x: torch.Tensor, gated: GatedSharedExpert | None, add: AddShared | None
+) -> torch.Tensor:
+    """The sum of both. `gated`: the expert whose gate of x is not yet applied to `shared`."""
+    if add is None:
+        return routed + shared
+    return add(routed, shared) if gated is None else add(routed, shared, x, gated.weight.data)
 
 
 def is_moe_layer(layer: int, step: int, dense_layers: Sequence[int]) -> bool:
