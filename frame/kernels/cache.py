@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, MutableMapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -81,12 +82,15 @@ def count_compilations() -> Iterator[KernelCounts]:
         yield counts
         return
 
+    lock = threading.Lock()
+
     def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
-        if cache_hit:
-            counts.loaded += 1
-        else:
-            counts.compiled += 1
-            counts.seconds += times.total / 1e6
+        with lock:
+            if cache_hit:
+                counts.loaded += 1
+            else:
+                counts.compiled += 1
+                counts.seconds += times.total / 1e6
 
     before, knobs.compilation.listener = knobs.compilation.listener, heard
     try:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from frame import kernels
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
+from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
@@ -41,6 +43,7 @@ from frame.core.parallel.expert_moves import ExpertBalancer
 from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
+from frame.kernels.compile_ahead import compile_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,10 +186,12 @@ def build_runner(
     platform: Platform,
     pipeline: Pipeline | None = None,
     experts: Collective | None = None,
+    *,
+    is_cold: bool = False,
 ) -> TorchModelRunner:
     """Build one rank's runner, of one stage of a pipeline or of one attention group: load the
-    weights and size the KV cache. Raises CheckpointError for invalid weights and CapacityError if
-    memory does not suffice."""
+    weights and size the KV cache. is_cold: Triton has to compile its kernels. Raises
+    CheckpointError for invalid weights and CapacityError if memory does not suffice."""
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
@@ -240,6 +245,12 @@ def build_runner(
     phases["attention"] = time.perf_counter() - clock
     clock = time.perf_counter()
     with blaming("in a warm-up step"):
+        if kernels.can_use_triton(device) and not is_true_on_all_ranks(not is_cold, context.ep_group, device):
+            with compile_ahead(tp.rank):
+                runner.warm_up()
+                _capture_graphs(runner, resolved, {}, is_dry=True)
+            phases["kernels"] = time.perf_counter() - clock
+            clock = time.perf_counter()
         runner.warm_up()
         check_finite(runner)
     if user.execution.torch_compile:  # after an uncompiled warm-up, in which backends set up their persistent state
@@ -327,17 +338,18 @@ def _plan_memory(resolved: Resolved, context: BuildContext, geometry: KVGeometry
         return None
 
 
-def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float]) -> None:
-    """Capture the resolved CUDA graphs. A failure to capture piecewise graphs is an error only if
-    the user set their size."""
+def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float], *, is_dry: bool = False) -> None:
+    """Capture the resolved CUDA graphs. is_dry: run their sizes once instead. A failure to capture
+    piecewise graphs is an error only if the user set their size."""
     clock = time.perf_counter()
     if resolved.cuda_graph_max_bs:
-        runner.capture_decode_graphs(resolved.cuda_graph_max_bs)
+        runner.capture_decode_graphs(resolved.cuda_graph_max_bs, is_dry=is_dry)
         phases["graphs"] = time.perf_counter() - clock
     clock = time.perf_counter()
     if _wants_pieces(runner, resolved):
         try:
-            runner.capture_piecewise_graphs(min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step))
+            most = min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step)
+            runner.capture_piecewise_graphs(most, is_dry=is_dry)
         except ConfigurationError as error:
             if resolved.user.execution.prompt_graph_max_tokens:
                 raise

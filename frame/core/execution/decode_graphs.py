@@ -186,14 +186,17 @@ class DecodeGraphs:
         """The smallest size that holds so many rows."""
         return self._sizes[self._smallest[rows]]
 
-    def capture(self) -> None:
-        """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
-        pool = self.platform.create_graph_pool()
+    def capture(self, *, is_dry: bool = False) -> None:
+        """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
+        is_dry: run each size only."""
+        pool = None if is_dry else self.platform.create_graph_pool()
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self.device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self.device)
         with uncollected():
             for size in reversed(self._sizes):
-                self.steps.insert(0, self._captured(self._batch(size, counted, token_ids), pool))
+                step = self._captured(self._batch(size, counted, token_ids), pool)
+                if not is_dry:
+                    self.steps.insert(0, step)
 
     def replay(
         self, tokens: TokenRows, draws: Mapping[str, np.ndarray], settle: Callable[[Mapping[str, torch.Tensor]], None] | None = None

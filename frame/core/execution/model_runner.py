@@ -34,9 +34,10 @@ from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_
 from frame.core.sampling.verification import RoundSampler, verify_drafts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
-    from frame.core.drafting.draft_graphs import DraftGraphs
     from frame.core.execution.input_batch import ForwardInputs, StepInputs, StepPlans
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
@@ -155,36 +156,41 @@ class TorchModelRunner(ModelRunner):
         attention.preparation.wait()  # a follower's preparation may end later than rank 0's
         return attention.switch(is_true_on_all_ranks(attention.preparation.error is None, self.context.ep_group, self.context.device))
 
-    def capture_decode_graphs(self, max_rows: int) -> None:
+    def capture_decode_graphs(self, max_rows: int, *, is_dry: bool = False) -> None:
         """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.
-        Raises ConfigurationError if the model or a backend cannot be captured or memory does not
-        suffice."""
+        is_dry: run each size once instead. Raises ConfigurationError if the model or a backend
+        cannot be captured or memory does not suffice."""
         sizes, platform = graph_sizes(max_rows), self.context.platform
         graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, sizes, platform, self._graph_redraw)
-        self._capture(graphs, "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0")
+        problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
+        self._capture(partial(graphs.capture, is_dry=is_dry), problem)
+        if is_dry:
+            return
         self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
         if self.drafts is not None:
             problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
-            self._capture(self.drafts.make_graphs(graphs), problem)
+            self._capture(self.drafts.make_graphs(graphs).capture, problem)
 
     @property
     def _graph_redraw(self) -> Redraw | None:
         """What draws tokens with filters in a graph; None: nothing does."""
         return self._redraw if self.sampler.use_triton else None
 
-    def capture_piecewise_graphs(self, max_tokens: int) -> None:
+    def capture_piecewise_graphs(self, max_tokens: int, *, is_dry: bool = False) -> None:
         """Capture CUDA graphs of the computations between the attention calls of steps of up to
-        `max_tokens` tokens. Later steps that no decode graph runs replay them. Raises
-        ConfigurationError as `capture_decode_graphs` does."""
+        `max_tokens` tokens. Later steps that no decode graph runs replay them. is_dry, errors: as
+        of `capture_decode_graphs`."""
         graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.platform)
-        self._capture(graphs, "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0")
-        self.piecewise_graphs = self.inputs.placement = graphs
+        problem = "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0"
+        self._capture(partial(graphs.capture, is_dry=is_dry), problem)
+        if not is_dry:
+            self.piecewise_graphs = self.inputs.placement = graphs
 
-    def _capture(self, graphs: DecodeGraphs | DraftGraphs | PiecewiseGraphs, problem: str) -> None:
+    def _capture(self, capture: Callable[[], None], problem: str) -> None:
         with torch.inference_mode():
             self._enter_stream()
             try:
-                graphs.capture()
+                capture()
             except RuntimeError as error:
                 raise ConfigurationError(problem.format(str(error).strip().split("\n", 1)[0])) from error
 

@@ -115,20 +115,22 @@ class PiecewiseGraphs:
         """The largest number of tokens that has graphs."""
         return self._sizes[-1]
 
-    def capture(self) -> None:
-        """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
+    def capture(self, *, is_dry: bool = False) -> None:
+        """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
+        is_dry: run each size only."""
         began, free = time.perf_counter(), self._platform.measure_memory().free
-        pool = self._platform.create_graph_pool()
+        pool = None if is_dry else self._platform.create_graph_pool()
         with uncollected():
             for batch in reversed(self._batches):
                 self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
                 if pool is not None:
                     self._platform.get_current_stream().synchronize()
                     self._pieces.insert(0, self._captured(batch, pool))
-        _log.info(
-            "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
-            len(self._sizes), self.most, time.perf_counter() - began, (free - self._platform.measure_memory().free) >> 20,
-        )  # fmt: skip
+        if not is_dry:
+            _log.info(
+                "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
+                len(self._sizes), self.most, time.perf_counter() - began, (free - self._platform.measure_memory().free) >> 20,
+            )  # fmt: skip
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copy ids, positions and KV slots of a step of at most `most` tokens to the addresses that

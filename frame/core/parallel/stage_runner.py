@@ -114,10 +114,10 @@ class StageRunner(TorchModelRunner):
             self._expected.append(ExpectedTokens(part.number, part.batch.slots[part.batch.samples].astype(np.int64)))
         return None
 
-    def capture_decode_graphs(self, max_rows: int) -> None:
+    def capture_decode_graphs(self, max_rows: int, *, is_dry: bool = False) -> None:
         if not self._pipeline.is_first:
             self._received = torch.zeros(max_rows, self._hidden_size, dtype=self.context.dtype, device=self.context.device)
-        super().capture_decode_graphs(max_rows)
+        super().capture_decode_graphs(max_rows, is_dry=is_dry)
 
     @property
     def _graph_redraw(self) -> Redraw | None:

@@ -111,21 +111,21 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
     platform = create_platform(resolved, registry, place)
     platform.activate()
 
-    def build(parts: Parts) -> TorchModelRunner:
+    def build(parts: Parts, is_cold: bool) -> TorchModelRunner:
         groups = join_groups(resolved, registry, place, platform)
-        runner = build_runner(resolved, parts, groups.tp, platform, groups.pipeline, groups.experts)
+        runner = build_runner(resolved, parts, groups.tp, platform, groups.pipeline, groups.experts, is_cold=is_cold)
         runner.watch = groups.watch
         return runner
 
     if not platform.is_asynchronous:
-        return build(load_parts(resolved, registry)), None
+        return build(load_parts(resolved, registry), is_cold=False), None
     clock = time.perf_counter()
     kernels = kernel_cache(resolved, platform.device_name)
     was_warm = kernels.is_warm
     with count_compilations() as counts:
         parts = load_parts(resolved, registry)
         plugins = time.perf_counter() - clock
-        runner = build(parts)
+        runner = build(parts, is_cold=not was_warm)
     runner.capacity.phases["plugins"] = plugins
     kernels.mark_complete(counts)
     return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}

@@ -77,6 +77,8 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
         FakeModel(model_config, context), model_config, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12)
     )
     if captured:
+        runner.capture_decode_graphs(captured, is_dry=True)
+        assert runner.decode_graphs is None
         runner.capture_decode_graphs(captured)
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap

@@ -119,7 +119,7 @@ def test_layers_meet_the_backend_again_when_a_pass_has_failed(cases):
 def test_a_start_fails_for_graphs_of_prompts_only_where_they_are_wanted(cases, monkeypatch, wanted, caplog):
     loop = make_loop(cases("Qwen3ForCausalLM").folder, TOKENS)
 
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(PiecewiseGraphs, "capture", fails)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,14 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.core.config.schema import FrameConfig
+from frame.core.execution import components
+from frame.core.execution.components import build_runner
+from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.warmup import idle_decodes, idle_prompts
 from frame.core.interfaces.build import Limits
+from frame.core.interfaces.collective import LocalGroup
+from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
@@ -59,6 +67,28 @@ def test_every_logits_processor_is_called_and_left_empty(limits: Limits) -> None
     assert [name for index, name in enumerate(processors) if index in planned] == list(processors)
     assert called.plan(np.zeros(1, np.int64), np.ones(1, np.int64)) is None
     assert all(processor._state.capacity == 0 for processor in processors.values())
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_cold_start_runs_its_steps_twice(is_cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First with kernels that are compiled and not launched."""
+    steps: list[str] = []
+
+    @contextmanager
+    def compile_ahead(rank: int) -> Iterator[None]:
+        steps.append("begin")
+        yield
+        steps.append("end")
+
+    monkeypatch.setattr(components, "kernels", SimpleNamespace(can_use_triton=lambda _: True))
+    monkeypatch.setattr(components, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(components, "check_finite", lambda _: steps.append("check"))
+    monkeypatch.setattr(TorchModelRunner, "warm_up", lambda _: steps.append("warm up"))
+    monkeypatch.setattr(components, "_capture_graphs", lambda *_, is_dry=False: steps.append("run sizes" if is_dry else "capture"))
+    prepared = prepare(FrameConfig.model_validate({"model": {"path": str(find_model(EMBEDDED))}, "execution": {"device": "cpu"}}))
+    runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), LocalGroup(), HOST, is_cold=is_cold)
+    assert steps == ["begin", "warm up", "run sizes", "end"] * is_cold + ["warm up", "check", "capture"]
+    assert ("kernels" in runner.capacity.phases) == is_cold
 
 
 @pytest.mark.parametrize("overlap", [False, True])
