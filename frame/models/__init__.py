@@ -108,7 +108,7 @@ def register_models(registry: KindRegistry) -> None:
     registry.add(
         "whisper",
         "frame.models.whisper:WhisperForConditionalGeneration",
-        capabilities=ModelCapabilities(("WhisperForConditionalGeneration",), cross_attention=True, graphs=False),
+        capabilities=ModelCapabilities(("WhisperForConditionalGeneration",), cross_attention=True),
         summary="Whisper: transcription and translation of speech",
         rank=10,
     )

@@ -77,7 +77,7 @@ def test_captured_plans_describe_the_given_batch(name: str) -> None:
     first = Case(Rows.of([5, 37, 130, 1]), **shape)
     second = replace(first, rows=Rows.of([90, 2, 31, 64]), seed=1)
     backend = make(name, first)
-    limits = replace(backend.context.limits, max_running_requests=2, max_graph_rows=4)  # each token of a draft is a row
+    limits = replace(backend.context.limits, max_running_requests=2, max_single_rows=4)  # each token of a draft is a row
     backend.context = replace(backend.context, limits=limits)
     inputs = suite.make_inputs(first)
     plan = backend.capture_plan(suite.place(backend, first, inputs).batch)

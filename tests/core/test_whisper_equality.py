@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
+from tests.core.drafting.test_draft_graphs import CapturableAttention
 from tests.core.greedy import greedy, make_loop, on_two_ranks, prepared_for
 from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, load_whisper, make_whisper
 
@@ -76,6 +81,34 @@ def test_requests_wait_for_blocks(case: AudioCase) -> None:
 
 def test_two_ranks(case: AudioCase) -> None:
     on_two_ranks(case, case.run, tokens=4096)  # type: ignore[arg-type]
+
+
+def test_captured_steps(case: AudioCase) -> None:
+    """Decodes read their blocks by the slots of the replay; prompts of few tokens are decodes too,
+    unless the encoder runs in their step."""
+    config = {
+        "model": {"path": case.folder, "dtype": "float32"},
+        "cache": {"max_total_tokens": 4096, "page_size": 16},
+        "scheduler": {"max_running_requests": 4, "chunked_prefill_size": 24},
+        "attention": {"backend": "capturable"},
+        "execution": {"device": "cpu", "threads": 1},
+    }
+    prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
+    runner = build_rank(prepared.resolved, prepared.registry)
+    limits = runner.context.limits
+    assert limits.max_decodes == limits.max_tokens_per_step  # cross-attention computes each token as a decode
+    runner.capture_decode_graphs(32)
+    loop, sizes = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner), set()
+    replay = runner.decode_graphs.replay
+
+    def watch(tokens: Any, *rest: Any) -> Any:
+        sizes.add((len(tokens.slots), tokens.num_sampling))
+        return replay(tokens, *rest)
+
+    runner.decode_graphs.replay = watch
+    case.run(loop, greedy(20))
+    assert {(4, 4), (2, 2)} <= sizes
+    assert any(sampling < rows for rows, sampling in sizes)
 
 
 def test_inputs_of_the_wrong_kind_are_refused(case: AudioCase) -> None:

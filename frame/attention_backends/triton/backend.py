@@ -65,7 +65,7 @@ class TritonBackend(AttentionBackend):
         self._share(batch)
 
     def _share(self, batch: ForwardBatch) -> None:
-        if self._shares:
+        if self._shares and not batch.group:
             self._prefixes.update_groups(batch.host, batch.num_decodes, batch.kv.page_size)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

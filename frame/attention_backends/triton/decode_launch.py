@@ -56,7 +56,7 @@ class DecodeLauncher:
         """All decode rows. Row r is token r of the queries and of `out` [tokens, heads, value
         width]."""
         rows = plan.num_decodes
-        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None
+        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None and not batch.group
         key = (spec.layer, shares, operands.layout)
         found = self._layers.get(key)
         if found is None or found[0] is not spec:

@@ -26,6 +26,10 @@ MOST_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured
 _PRODUCTS_PER_LAUNCHED_LAYER = 60e9
 _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
 _ONE_PART = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
+_ONLY_DECODES = {  # capabilities of models whose steps with prompts cannot be captured
+    "sparse": "sparse attention selects keys by the rows of a step, outside of the attention backend",
+    "cross_attention": "the encoder runs in steps with prompts",
+}
 _EXPERTS_EVERY = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq")  # fields: the distance of layers with experts
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
@@ -169,13 +173,13 @@ def graph_sizes(
     stages = config.parallel.pp
     several = f"parallel.pp is {stages}, and stages exchange tensors in the middle of a step" if stages > 1 else ""
     execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
-    selects = any(getattr(found.record.capabilities, "sparse", False) for found in chosen.selected.get("model", ()))
+    models = [found.record.capabilities for found in chosen.selected.get("model", ())]
     obstacles = {
         "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": several
         or graph_obstacle(chosen, platform, task, kinds)
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else "")
-        or ("sparse attention selects keys by the rows of a step, outside of the attention backend" if selects else ""),
+        or next((why for name, why in _ONLY_DECODES.items() if any(getattr(can, name, False) for can in models)), ""),
     }
     drafted = 0 if config.speculative.algorithm is None else config.speculative.num_steps
     tokens = -(-running // stages) * (1 + drafted)  # a graph has a row for each

@@ -228,7 +228,10 @@ class DecodeGraphs:
         host = HostView(padded["request_slots"], self._ones[:size], lens, step.batch.host.page_table, least)
         self.replayed = size, host
         for view in step.views:
-            self._backend.replay_plan(view.plan, replace(view, host=replace(host, page_table=view.host.page_table)))
+            viewed = replace(host, page_table=view.host.page_table)
+            if view.seq_lens is not step.batch.seq_lens:  # of encoder blocks, which have one length
+                viewed = replace(viewed, seq_lens=view.host.seq_lens, least_lens=None)
+            self._backend.replay_plan(view.plan, replace(view, host=viewed))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
         step.captured.replay()
         outputs = step.outputs

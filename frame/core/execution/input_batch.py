@@ -361,7 +361,8 @@ class InputBatch:
         prompts, rows with drafts run in a graph at any length: a forward pass without one takes
         longer."""
         given = len(batch.token_ids)
-        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step):
+        has_encoder = any(setup.encoder_input is not None for setup in batch.setups)
+        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step) or has_encoder:
             return False
         if given and self.groups is not None and self.groups.has_states:
             return False  # a state is read and written by one row of a step

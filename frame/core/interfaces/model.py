@@ -135,7 +135,7 @@ class ModelCapabilities:
     `graphs`: CUDA graphs can capture its steps. No shape depends on data, nothing synchronises with
     the device, and outside of attention the model reads only token ids, positions and KV slots of
     the batch. Models with `sparse` also read rows, lengths and the page table; the host's lengths
-    are then upper bounds, and only decodes are captured.
+    are then upper bounds. Of models with `sparse` or `cross_attention`, only decodes are captured.
     """
 
     architectures: tuple[str, ...] | None  # names in config.json; None: any (the fallback)

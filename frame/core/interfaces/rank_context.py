@@ -36,12 +36,14 @@ class Limits:
     max_tokens_per_step: int
     max_context: int  # tokens of a sequence, prompt and output
     page_size: int  # tokens
-    max_graph_rows: int = 0  # of a decode graph, which has a row for each drafted token too; 0: none is captured
+    # rows of one token each at most, if more than running requests: a decode graph has one for each
+    # drafted token too, and cross-attention one for each token of a step
+    max_single_rows: int = 0
 
     @property
     def max_decodes(self) -> int:
         """The most rows of one token each."""
-        return max(self.max_running_requests, self.max_graph_rows)
+        return max(self.max_running_requests, self.max_single_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

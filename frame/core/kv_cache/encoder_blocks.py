@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class EncoderBlocks:
         self.table = PageTable(num_rows, self.span, geometry.page_size, device)
         self.layers = tuple(layer.layer for layer in group.layers)
         self._group = group.pool
+        self._rows = self._make_rows(num_rows)
 
     def expand_writes(self, writes: np.ndarray) -> np.ndarray:
         """Writes of (slot, 0, block), int32 [n, 3], as writes of pages, int32 [n * span, 3]."""
@@ -58,18 +59,19 @@ class EncoderBlocks:
         if "group_features" in places:
             batch.extensions[EncoderInputs] = EncoderInputs(places["group_features"], places["group_encoded"])
         queries, count = places["group_queries"], batch.num_tokens
-        ones = torch.ones(count, dtype=torch.int32, device=queries.device)
+        if count > len(self._rows["query_lens"]):
+            self._rows = self._make_rows(2 * count)
+        rows: dict[str, Any] = {name: tensor[: count + (name == "query_starts")] for name, tensor in self._rows.items()}
         slots = np.repeat(batch.host.slots, batch.host.query_lens)
-        host_ones = np.ones(count, np.int32)
+        ones = np.ones(count, np.int32)
+        host = HostView(slots, ones, ones * self.length, self.table.host_pages)
         return replace(
-            batch,
-            num_decodes=count,
-            positions=torch.full_like(queries, self.length - 1),
-            request_slots=queries,
-            seq_lens=ones * self.length,
-            query_lens=ones,
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=queries.device),
-            page_table=self.table.pages,
-            host=HostView(slots, host_ones, host_ones * self.length, self.table.host_pages),
-            group=self._group,
+            batch, num_decodes=count, request_slots=queries, page_table=self.table.pages, host=host, group=self._group, **rows
         )
+
+    def _make_rows(self, count: int) -> dict[str, torch.Tensor]:
+        """The tensors of so many rows that are the same in all steps."""
+        device = self.table.pages.device
+        ones = torch.ones(count, dtype=torch.int32, device=device)
+        starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+        return {"positions": ones.long() * (self.length - 1), "seq_lens": ones * self.length, "query_lens": ones, "query_starts": starts}

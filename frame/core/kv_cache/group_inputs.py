@@ -38,6 +38,7 @@ class GroupInputs:
             PageTable(rows, table.max_pages, table.page_size, device) if group.page_size else PageTable(rows, 1, 0, device)
             for group in self._groups
         ]
+        self._padding_slot = table.padding_slot
         self._saves: torch.Tensor | None = None
         self._drafted: tuple[DraftedStates, dict[str, torch.Tensor]] | None = None  # of the latest step, until its verification
         for index, found in enumerate(self._tables, 1):
@@ -70,7 +71,8 @@ class GroupInputs:
     def padding(self) -> dict[str, np.generic]:
         """The names of `find_places`, with the values of rows of padding."""
         values = (np.int64(0 if table.page_size else self._pool.num_pages[index]) for index, table in enumerate(self._tables, 1))
-        return {self._name(index): value for index, value in enumerate(values)}
+        queries = {} if self._blocks is None else {"group_queries": np.int64(self._padding_slot)}
+        return {**{self._name(index): value for index, value in enumerate(values)}, **queries}
 
     def pad_states(self, rows: int) -> dict[type, Any]:
         """The `SequenceStates` of a batch of this many rows of padding; empty without a group of

@@ -112,6 +112,20 @@ def test_steps_that_cannot_be_captured_have_no_graphs_and_a_given_size_is_refuse
 
 
 @pytest.mark.parametrize(
+    ("architecture", "kind", "why"),
+    [("DeepseekV32ForCausalLM", "mla", "selects keys"), ("WhisperForConditionalGeneration", "mha", "encoder runs")],
+)
+def test_some_models_have_graphs_of_decodes_alone(architecture: str, kind: Any, why: str) -> None:
+    latent = (512, 64) if kind == "mla" else None
+    model_config = dataclasses.replace(LLAMA_8B, architecture=architecture, kind=kind, latent=latent)
+    records = load_registry(installed=False).all_records()
+    found = resolve(FrameConfig.model_validate({"model": {"path": EMBEDDED}}), H200, model_config, records)
+    assert found.cuda_graph_max_bs == found.max_running_requests
+    assert found.prompt_graph_max_tokens == 0
+    assert why in found.reasons["execution.prompt_graph_max_tokens"]
+
+
+@pytest.mark.parametrize(
     ("gib", "tp", "cache", "running"),
     [
         (140, 1, {}, MOST_RUNNING),
