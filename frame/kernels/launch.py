@@ -3,8 +3,9 @@
 launch (PDL).
 
 Contract of PDL: every program of a kernel calls `wait_for_previous` before it reads what an earlier
-kernel wrote, and before it writes. A chain of such kernels then runs in order. Weights, which no
-step writes, may be read before the wait. This module depends on no kernel.
+kernel wrote, and before it writes. A chain of such kernels then runs in order. Weights, and states
+that only an earlier step wrote, may be read before the wait: a step begins with a kernel that is
+launched without PDL, and thus after all earlier steps. This module depends on no kernel.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import choose_warps, next_power_of_2
+from frame.kernels.launch import choose_warps, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 
 
 def gated_norm(
@@ -28,7 +28,7 @@ def gated_norm(
     _gated_norm[(tokens, size // group)](
         x, gate, weight, out, gate.stride(0), eps,
         SIZE=size, GROUP=group, BLOCK=block, SHARED=weight.numel() == group, GATES_FIRST=gates_first, SILU=silu,
-        num_warps=choose_warps(block),
+        **launch_options(x.device, choose_warps(block)),
     )  # fmt: skip
     return out
 
@@ -47,15 +47,18 @@ def _gated_norm(
     SHARED: tl.constexpr,  # all groups have the same weights
     GATES_FIRST: tl.constexpr,
     SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: tokens, groups."""
+    launch_dependents(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside = tl.arange(0, BLOCK)
     has = inside < GROUP
     entries = group * GROUP + inside
+    scale = tl.load(weight + (inside if SHARED else entries), mask=has, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     values = tl.load(x + token * SIZE + entries, mask=has, other=0.0).to(tl.float32)
     gates = tl.load(gate + token * gate_stride + entries, mask=has, other=0.0).to(tl.float32)
-    scale = tl.load(weight + (inside if SHARED else entries), mask=has, other=0.0).to(tl.float32)
     factor = tl.sigmoid(gates)
     if SILU:
         factor *= gates

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import ceil_div, next_power_of_2
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 from frame.kernels.linear_attention import CHUNK, MixLayout, StatePages
 
 _BLOCK = 128  # channels of a program, where they are not a head of q or k
@@ -42,7 +42,7 @@ def convolve_tokens(
     grid = (len(x), ceil_div(layout.channels, sizes["SIZE"]))
     _convolve_tokens[grid](
         x, weight, weight if bias is None else bias, past, pages.sources, pages.targets, out,
-        x.stride(0), layout.key**-0.5, WIDTH=width, EPS=_EPS, HAS_BIAS=bias is not None, num_warps=1, **sizes,
+        x.stride(0), layout.key**-0.5, WIDTH=width, EPS=_EPS, HAS_BIAS=bias is not None, **sizes, **launch_options(x.device, 1),
     )  # fmt: skip
 
 
@@ -107,24 +107,29 @@ def _convolve_tokens(
     WIDTH: tl.constexpr,
     EPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: rows, blocks of channels."""
+    launch_dependents(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside = tl.arange(0, BLOCK)[None]
     channels = head * SIZE + inside
     has = (inside < SIZE) & (channels < CHANNELS)
     source = past + tl.load(sources + row) * ((WIDTH - 1) * CHANNELS) + channels
     target = past + tl.load(targets + row) * ((WIDTH - 1) * CHANNELS) + channels
-    new = tl.load(x + row * x_stride + channels, mask=has, other=0.0)
-    total = new.to(tl.float32) * tl.load(weight + channels * WIDTH + WIDTH - 1, mask=has, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BLOCK], tl.float32)
     for index in tl.static_range(WIDTH - 1):
         old = tl.load(source + index * CHANNELS, mask=has, other=0.0)
         total += old.to(tl.float32) * tl.load(weight + channels * WIDTH + index, mask=has, other=0.0).to(tl.float32)
-        if index:
-            tl.store(target + (index - 1) * CHANNELS, old, mask=has)
-    tl.store(target + (WIDTH - 2) * CHANNELS, new, mask=has)
     if HAS_BIAS:
         total += tl.load(bias + channels, mask=has, other=0.0).to(tl.float32)
+    own_weight = tl.load(weight + channels * WIDTH + WIDTH - 1, mask=has, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    new = tl.load(x + row * x_stride + channels, mask=has, other=0.0)
+    for index in tl.static_range(1, WIDTH - 1):
+        tl.store(target + (index - 1) * CHANNELS, tl.load(source + index * CHANNELS, mask=has), mask=has)
+    tl.store(target + (WIDTH - 2) * CHANNELS, new, mask=has)
+    total += new.to(tl.float32) * own_weight
     total = _finish(total, head, has, scale, SIZE, QUERY_HEADS, EPS)
     tl.store(out + row * CHANNELS + channels, total.to(out.dtype.element_ty), mask=has)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import ceil_div, next_power_of_2
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 from frame.kernels.linear_attention import Gates, MixLayout, StatePages
 from frame.kernels.linear_attention.gates import activate
 
@@ -44,7 +44,8 @@ def scan_rows(
     _scan[(count, heads, ceil_div(values, block_v))](
         mixed, *gates[:4], gates.log_decay if gates.skip is None else gates.skip, states, *pages, starts, lens, out,
         gates.decay.stride(0), gates.beta.stride(0), gates.least,
-        BLOCK_K=block_k, BLOCK_V=block_v, HAS_SKIP=gates.skip is not None, SINGLE=rows is None, num_warps=4, **layout.constants,
+        BLOCK_K=block_k, BLOCK_V=block_v, HAS_SKIP=gates.skip is not None, SINGLE=rows is None,
+        **layout.constants, **launch_options(mixed.device, 4),
     )  # fmt: skip
 
 
@@ -79,8 +80,10 @@ def _scan(
     BLOCK_V: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     SINGLE: tl.constexpr,  # row r is token r
+    PDL: tl.constexpr,
 ):
     """Grid: rows, heads, blocks of values."""
+    launch_dependents(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, BLOCK_K)
     values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -94,6 +97,9 @@ def _scan(
         bias = tl.load(biases + head * KEYS + keys, mask=has_key, other=0.0)
     else:
         bias = tl.load(biases + head)
+    if HAS_SKIP:
+        skip = tl.load(skips + head)
+    wait_for_previous(PDL)
     if SINGLE:
         start, count = row, 1
     else:
@@ -119,6 +125,6 @@ def _scan(
         state += own_keys[:, None] * (new * strength)[None]
         result = tl.sum(state * queries[:, None], 0)
         if HAS_SKIP:
-            result += tl.load(skips + head) * own
+            result += skip * own
         tl.store(out + (at * HEADS + head) * VALUES + values, result.to(out.dtype.element_ty), mask=has_value)
     tl.store(states + tl.load(targets + row) * (HEADS * KEYS * VALUES) + entries, state, mask=has_both)
