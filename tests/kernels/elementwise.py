@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frame.kernels.elementwise.activation import silu_mul
+from frame.kernels.elementwise.activation import sigmoid_mul, silu_mul
 from frame.kernels.elementwise.finite import replace_non_finite_rows
 from frame.kernels.elementwise.norm import add_rms_norm, rms_norm
 from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, latent_norm_rope_store, norm_rope_store, rotate_
@@ -103,6 +103,15 @@ def test_gated_activation(dtype: torch.dtype, rows: int, inner: int, gap: int) -
     check(silu_mul(x), gate * torch.sigmoid(gate) * up)
 
 
+@each_type
+@pytest.mark.parametrize(("tokens", "heads", "dim", "gap"), [(1, 16, 256, 0), (3, 5, 24, 8)])
+def test_output_gate(dtype: torch.dtype, tokens: int, heads: int, dim: int, gap: int) -> None:
+    """The gates follow each query in rows that also hold keys and values."""
+    x = random(tokens, heads * dim, dtype=dtype, gap=gap)
+    gate = random(tokens, 2 * heads + 3, dim, dtype=dtype)[:, 1 : 2 * heads : 2]
+    check(sigmoid_mul(x, gate), x.double() * torch.sigmoid(gate.double()).flatten(1))
+
+
 def rotary_table(positions: int, dim: int, interleaved: bool, dtype: torch.dtype) -> torch.Tensor:
     """As `Rotary.finish` lays it out: every cosine twice, then every sine with both signs."""
     angles = torch.arange(positions)[:, None] * 100.0 ** (-torch.arange(0, dim, 2) / dim)
@@ -135,13 +144,16 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inter
         (70, QKVLayout(2, 2, 16, 16, True), False, 0),
         (3, QKVLayout(12, 3, 96, 96), True, 1),
         (4, QKVLayout(5, 5, 80, 32, True), True, 0),
+        (2, QKVLayout(5, 1, 64, 16, gated=True), True, 8),
     ],
 )
 def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, tokens: int, heads: QKVLayout, norm: bool, gap: int) -> None:
     """The last two tokens are padding: both are stored to slot 0, which is reserved."""
     dim, num_kv = heads.dim, heads.num_kv_heads
-    qkv = random(tokens, (heads.num_heads + 2 * num_kv) * dim, dtype=dtype, gap=gap)
-    q, k, v = qkv.clone().unflatten(-1, (-1, dim)).split((heads.num_heads, num_kv, num_kv), 1)
+    step = 2 if heads.gated else 1
+    qkv = random(tokens, (step * heads.num_heads + 2 * num_kv) * dim, dtype=dtype, gap=gap)
+    q, k, v = qkv.clone().unflatten(-1, (-1, dim)).split((step * heads.num_heads, num_kv, num_kv), 1)
+    gates, q = q[:, 1::2] if heads.gated else q[:, :0], q[:, ::step]
     v = v * 200  # beyond the range of float8_e4m3
     qkv[:, -num_kv * dim :] *= 200
     table = rotary_table(50, heads.rotated, heads.interleaved, dtype)
@@ -159,7 +171,9 @@ def test_rotation_and_store(dtype: torch.dtype, kv_dtype: torch.dtype | None, to
     q, k = (rotated(part, positions, table, heads.interleaved) for part in (q, k))
     assert out.is_contiguous()
     check(out, q)
-    check(qkv.unflatten(-1, (-1, dim))[:, heads.num_heads : heads.num_heads + num_kv], k)
+    after = qkv.unflatten(-1, (-1, dim))
+    check(after[:, -2 * num_kv : -num_kv], k)
+    assert torch.equal(after[:, 1 : 2 * heads.num_heads : 2] if heads.gated else gates, gates)
     real = slots != 0
     for cached, want in ((cached_k, k * 2 if kv_dtype else k), (cached_v, v / 2 if kv_dtype else v)):
         rows = cached.view(-1, num_kv, dim)

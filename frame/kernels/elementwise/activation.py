@@ -1,7 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""SiLU-and-multiply of gated feed-forward layers: out = SiLU(gate) * up.
+"""SiLU-and-multiply of gated feed-forward layers: out = SiLU(gate) * up, and the output gate of
+attention: out = x * sigmoid(gate).
 
-Reference: `frame.models.layers.mlp.GatedMLP`. Depends on no layer.
+References: `frame.models.layers.mlp.GatedMLP` and `frame.models.layers.attention`. Depends on no
+layer.
 """
 
 from __future__ import annotations
@@ -43,6 +45,29 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate) -> contiguous [tokens, heads * dim]. Computed in float32 and rounded once.
+
+    x: [tokens, heads * dim], whose rows may be strided. gate: [tokens, heads, dim], whose tokens
+    and heads may be strided.
+    """
+    (tokens, heads, dim), strides = gate.shape, (x.stride(0), *gate.stride()[:2])
+    out = x.new_empty(x.shape)
+    launch, block = _prepared_gate(heads, dim, x.dtype, strides, x.device)
+    launch((tokens, ceil_div(heads * dim, block), 1), (x, gate, out), strides)
+    return out
+
+
+@lru_cache(maxsize=256)
+def _prepared_gate(
+    heads: int, dim: int, dtype: torch.dtype, strides: tuple[int, ...], device: torch.device
+) -> tuple[PreparedLaunch, int]:
+    """The launch, and the entries of a program."""
+    block = min(_COLUMNS, next_power_of_2(heads * dim))
+    constants = {"SIZE": heads * dim, "DIM": dim, "BLOCK": block}
+    return PreparedLaunch(_sigmoid_mul, (dtype, dtype, dtype, *strides), constants, device, choose_warps(block)), block
+
+
 @lru_cache(maxsize=256)
 def _prepared(inner: int, block: int, rows: int, dtype: torch.dtype, stride: int, device: torch.device) -> PreparedLaunch:
     constants = {"INNER": inner, "BLOCK": block, "ROWS": rows}
@@ -65,3 +90,27 @@ def _silu_mul(gate_up, out, rows, stride, INNER: tl.constexpr, BLOCK: tl.constex
     up = tl.load(places + INNER, mask=inside, other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * INNER + columns, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sigmoid_mul(
+    x,
+    gate,
+    out,
+    x_stride,
+    token_stride,
+    head_stride,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (tokens, blocks of BLOCK entries)."""
+    launch_dependents(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < SIZE
+    wait_for_previous(PDL)
+    gates = tl.load(gate + token * token_stride + entries // DIM * head_stride + entries % DIM, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + token * x_stride + entries, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + entries, (values * tl.sigmoid(gates)).to(out.dtype.element_ty), mask=inside)

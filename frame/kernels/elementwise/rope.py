@@ -42,7 +42,8 @@ class QKVLayout(NamedTuple):
 
     `num_heads`, `num_kv_heads`: numbers of query and key-value heads. `dim`: head dimension.
     `rotated`: the first entries of a head that rotate. `interleaved`: pairs are neighbours (GPT-J
-    style); otherwise halves (GPT-NeoX style).
+    style); otherwise halves (GPT-NeoX style). `gated`: each query is followed by a gate of its
+    size, which the kernels leave as it is.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class QKVLayout(NamedTuple):
     dim: int
     rotated: int
     interleaved: bool = False
+    gated: bool = False
 
 
 class KVCacheTarget(NamedTuple):
@@ -77,8 +79,8 @@ def norm_rope_store(
     norm: tuple[torch.Tensor, float] | None,
     cache: KVCacheTarget | None,
 ) -> torch.Tensor:
-    """qkv [tokens, (num_heads + 2 * num_kv_heads) * dim] -> rotated queries, contiguous [tokens,
-    num_heads, dim].
+    """qkv [tokens, (num_heads + 2 * num_kv_heads) * dim], or 2 * num_heads with gates -> rotated
+    queries, contiguous [tokens, num_heads, dim].
 
     The keys are normed and rotated in place. `positions` int64 [tokens]; `table` [positions, 2, 1,
     rotated]; `norm`: RMSNorm weights [2, dim] (queries, keys) and epsilon; `cache`: where to store
@@ -116,7 +118,7 @@ def _prepared_heads(
         "NUM_HEADS": heads.num_heads, "NUM_KV_HEADS": heads.num_kv_heads, "DIM": heads.dim, "ROTATED": heads.rotated,
         "INTERLEAVED": heads.interleaved, "BLOCK_HALF": next_power_of_2(heads.rotated // 2),
         "BLOCK_TAIL": next_power_of_2(max(heads.dim - heads.rotated, 1)), "HEADS": together, "TOKENS": tile[0],
-        "NORM": norm, "STORE": store,
+        "NORM": norm, "STORE": store, "QUERY_STEP": 2 if heads.gated else 1,
     }  # fmt: skip
     dtype, table, weights, cache, scales = types
     example = dtype, torch.int64, table, weights, torch.int64, cache, cache, scales, scales, dtype, 0, stride, 0.0, 1.0, 1.0
@@ -295,6 +297,7 @@ def _norm_rope_store(
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    QUERY_STEP: tl.constexpr,  # heads from one query to the next
     PDL: tl.constexpr,
 ):
     """One program takes TOKENS tokens by HEADS heads, all of them queries, keys or values. Grid:
@@ -307,12 +310,12 @@ def _norm_rope_store(
     is_query = block < Q_BLOCKS
     is_value = block >= Q_BLOCKS + KV_BLOCKS
     block -= tl.where(is_query, 0, tl.where(is_value, Q_BLOCKS + KV_BLOCKS, Q_BLOCKS))
-    begins = tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
+    begins = tl.where(is_query, 0, QUERY_STEP * NUM_HEADS + tl.where(is_value, NUM_KV_HEADS, 0))
     places = tl.arange(0, TOKENS * HEADS)[:, None]
     token = tl.program_id(0) * TOKENS + places // HEADS
     head = block * HEADS + places % HEADS
     valid = (token < tokens) & (head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS))
-    rows = qkv + token.to(tl.int64) * stride + (begins + head) * DIM
+    rows = qkv + token.to(tl.int64) * stride + (begins + head * tl.where(is_query, QUERY_STEP, 1)) * DIM
     tails = tl.arange(0, BLOCK_TAIL)[None, :]
     in_tail = valid & (tails < DIM - ROTATED)
     if NORM:

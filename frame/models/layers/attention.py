@@ -95,8 +95,9 @@ class Attention(nn.Module):
         self.qk_norm: nn.Module | None = None
         if options.qk_norm is not None:
             self.qk_norm = build_qk_norm(context, prefix, heads, options.qk_norm, options.qk_norm_kind, options.norm_offset)
-        can_fuse = rotary.fused and options.rotates and options.qk_norm_kind != "rotated"
-        self.kernel = FusedQKVKernel(context, self.spec, rotary) if can_fuse else None
+        can_norm = options.qk_norm_kind == "head" if options.gated else options.qk_norm_kind != "rotated"
+        can_fuse = rotary.fused and options.rotates and can_norm
+        self.kernel = FusedQKVKernel(context, self.spec, rotary, options.gated) if can_fuse else None
         self.kv_scales = KVScales(prefix, heads.keys, context.kv_dtype == torch.float8_e4m3fn)
         self.sinks: ShardedParameter | None = None
         if options.sinks:
@@ -119,7 +120,7 @@ class Attention(nn.Module):
         batch = batch.view(self.spec.layer)
         qkv, gate = self.qkv_proj(x), None
         if self.gated:
-            qkv, gate = self._split_gate(qkv)
+            gate = qkv.unflatten(-1, (-1, self.spec.head_dim))[:, 1 : 2 * self.spec.num_heads : 2]
         if self.value_norm is not None:
             values = qkv[:, -self.spec.num_kv_heads * self.spec.v_head_dim :].unflatten(-1, (-1, self.spec.v_head_dim))
             values.copy_(F.rms_norm(values.float(), values.shape[-1:], None, self.value_norm))
@@ -140,7 +141,7 @@ class Attention(nn.Module):
         if self.shares_kv:
             self.step_kv = k, v
         out = self.attend(q, k, v, batch)
-        return self.o_proj(out if gate is None else out * torch.sigmoid(gate))
+        return self.o_proj(out if gate is None else apply_gate(out, gate))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The backend's result for keys and values as they are stored, [tokens, heads *
@@ -150,17 +151,12 @@ class Attention(nn.Module):
         out = self.backend.run(self.spec, self.kv_scales.multiply_queries(q), k, v, batch)
         return self.kv_scales.multiply_results(out).flatten(1)
 
-    def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(queries, keys and values; gate [tokens, heads * head_dim])."""
-        width = 2 * self.spec.num_heads * self.spec.head_dim
-        both, kv = qkv[:, :width], qkv[:, width:]
-        q, gate = (part.flatten(1) for part in both.unflatten(-1, (self.spec.num_heads, -1)).chunk(2, -1))
-        return torch.cat((q, kv), 1), gate
-
     def _rotated(self, qkv: torch.Tensor, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spec = self.spec
         rotated = spec.num_heads + spec.num_kv_heads
         qkv = qkv.unflatten(-1, (-1, spec.head_dim))  # [tokens, q heads + 2 * kv heads, head_dim]
+        if self.gated:  # a gate follows each query
+            qkv = torch.cat((qkv[:, : 2 * spec.num_heads : 2], qkv[:, 2 * spec.num_heads :]), 1)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         norms_last = isinstance(self.qk_norm, RotatedNorm)
         if self.qk_norm is not None and not norms_last:
@@ -209,14 +205,14 @@ class FusedQKVKernel:
     """Query and key norm, rotary embedding and cache store of one layer in one kernel. Keys are
     rotated in place."""
 
-    def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary) -> None:
+    def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary, gated: bool) -> None:
         from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, norm_rope_store
 
         capabilities = context.attention.capabilities if context.attention is not None else None
         self.run = norm_rope_store
         self.cache = KVCacheTarget
         self.rotary = rotary
-        self.heads = QKVLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved)
+        self.heads = QKVLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved, gated)
         self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd"
         self.has_fp8 = kernels.supports_fp8(context.device)
 
@@ -236,8 +232,17 @@ class FusedQKVKernel:
             qk = qkv.unflatten(-1, (-1, spec.head_dim))[:, : spec.num_heads + spec.num_kv_heads]
             qk.copy_(norm(qk))
         q = self.run(qkv, batch.positions, self.rotary.table, self.heads, weights, cache)
-        _, k, v = qkv.unflatten(-1, (-1, spec.head_dim)).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        k, v = qkv.unflatten(-1, (-1, spec.head_dim))[:, -2 * spec.num_kv_heads :].chunk(2, 1)
         return q, k, v, cache is not None
+
+
+def apply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), x [tokens, heads * head_dim] and gate [tokens, heads, head_dim]."""
+    if kernels.can_use_triton(x.device) and not torch.compiler.is_compiling():
+        from frame.kernels.elementwise.activation import sigmoid_mul
+
+        return sigmoid_mul(x, gate)
+    return x * torch.sigmoid(gate.flatten(1))
 
 
 class QueryTemperature(nn.Module):
