@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.online_softmax import LOG2E, attend_causal, load_rows
+from frame.attention_backends.triton.online_softmax import LOG2E, attend_causal, cast_queries, load_rows
 
 
 @triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
@@ -108,7 +108,9 @@ def extend_kernel(
     token = (token_start + query).to(tl.int64)
 
     q1 = load_rows(q1_pointer, token * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
+    q1 = cast_queries(q1, k1_pointer, UPCAST)
     q2 = load_rows(q2_pointer, token * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
+    q2 = cast_queries(q2, k1_pointer, UPCAST)
     if HAS_SINKS:  # a sink is one more logit, without a value
         row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
