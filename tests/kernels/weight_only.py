@@ -16,6 +16,7 @@ from torch import nn
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.kernels.linear.weight_only import MAX_FUSED_ROWS, Plan, choose_plan, dequantize, find_obstacle, multiply
+from frame.kernels.linear.weight_rows import MOST_PAIRS, RowsPlan, count_most_rows, multiply_rows
 from frame.kernels.moe.quantized_experts import PLAN_ROWS
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, squared_relu
 from frame.quantization.gemm.weight_only import WeightOnlyGroupedProduct, WeightOnlyProduct
@@ -107,7 +108,7 @@ def test_mixtures(case: int, activation: Any) -> None:
         weights = [weight_of(replace(scheme, group=group), outer, *sizes, dtype, experts) for sizes in ((wide, hidden), (hidden, inner))]
         first, second = (weight.dequantize(torch.float32) for weight in weights)
         gate_up, down = (WeightOnlyGroupedProduct(weight) for weight in weights)
-        for count in (1, *(rows * experts // top + 1 for rows in PLAN_ROWS)) if LARGE else (5,):
+        for count in (1, *(rows * experts // top + 1 for rows in (MOST_PAIRS // experts, *PLAN_ROWS))) if LARGE else (2,):
             x = torch.randn(count, hidden, device=DEVICE, dtype=dtype)
             ids = torch.rand(count, experts, device=DEVICE).topk(top).indices
             tokens = DispatchOutput(x, ids, torch.rand(count, top, device=DEVICE))
@@ -121,6 +122,22 @@ def test_mixtures(case: int, activation: Any) -> None:
             assert parts.shape == (count, top, hidden)
             for each in (got, parts.sum(1)):
                 assert float((each.double() - want).abs().max() / want.abs().max()) <= 3 * CLOSE
+
+
+FEW = [CASES[0][0], CASES[1][0], WeightScheme("int4", (1, 96)), CASES[6][0]]
+
+
+@pytest.mark.parametrize("scheme", FEW, ids=str)
+def test_products_of_few_rows(scheme: WeightScheme) -> None:
+    dtype = torch.bfloat16 if LARGE else torch.float32
+    sizes = [(40, 288, RowsPlan(1, 2, 2)), *[(5120, 4096, RowsPlan(8, 2, 1)), (64, 640, RowsPlan())] * LARGE]
+    for outputs, inputs, plan in sizes:
+        weight = weight_of(scheme, False, outputs, inputs, dtype)
+        dense, most = weight.dequantize(torch.float32).double(), count_most_rows(weight, dtype)
+        bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+        for rows in (1, most // 2 - 1, most) if LARGE else (most - 1,):
+            x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+            check(multiply_rows(x, weight, bias, plan), x.double() @ dense.t() + bias.double())
 
 
 def test_an_order_of_inputs() -> None:

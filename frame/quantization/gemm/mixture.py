@@ -1,5 +1,5 @@
 """A mixture of experts with quantized weights by the Triton kernels of
-`frame.kernels.moe.quantized_experts`, in four launches.
+`frame.kernels.moe.quantized_experts`, in two to four launches.
 
 Imported on first use, because it needs Triton. Must not know routing.
 """
@@ -11,6 +11,7 @@ from torch import nn
 
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels import nvidia
+from frame.kernels.linear.weight_rows import MOST_PAIRS, choose_rows_plan, count_most_rows, multiply_pair_rows
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.grouped_gemm import Activation, Pairs, combine_pairs
 from frame.kernels.moe.quantized_experts import FEW_PAIRS, PLAN_ROWS, choose_expert_plan, multiply_pairs
@@ -44,14 +45,24 @@ class Mixture:
         self, x: torch.Tensor, pairs: Pairs, biases: tuple[torch.Tensor | None, torch.Tensor | None], activation: Activation
     ) -> torch.Tensor:
         layers = (self._gate_up, activation.is_gated), (self._down, False)
+        if pairs.count <= MOST_PAIRS and all(count_most_rows(weight, x.dtype) for weight, _ in layers):
+            return self._run_few(x, pairs, biases, activation)
         plans = [choose_expert_plan(pairs.count, weight, gated) for weight, gated in layers]
         order = align_tokens(pairs.ids, len(self._gate_up.codes), plans[0].rows)
         rows = multiply_pairs(x, self._gate_up, biases[0], pairs, order, plans[0], activation)
         return multiply_pairs(rows, self._down, biases[1], pairs, order, plans[1])
 
+    def _run_few(
+        self, x: torch.Tensor, pairs: Pairs, biases: tuple[torch.Tensor | None, torch.Tensor | None], activation: Activation
+    ) -> torch.Tensor:
+        plans = [choose_rows_plan(weight, pairs.count) for weight in (self._gate_up, self._down)]
+        rows = multiply_pair_rows(x, self._gate_up, biases[0], pairs.ids, None, plans[0], activation)
+        return multiply_pair_rows(rows, self._down, biases[1], pairs.ids, pairs.weights, plans[1])
+
     def _list_thresholds(self, top: int) -> list[int]:
         """Numbers of tokens that together use every variant of the kernels."""
-        limits = [*(rows * len(self._gate_up.codes) // top for rows in PLAN_ROWS), *(pairs // top for pairs in (FEW_PAIRS, *CHUNKS))]
+        experts = len(self._gate_up.codes)
+        limits = [pairs // top for pairs in (FEW_PAIRS, MOST_PAIRS, *CHUNKS, *(rows * experts for rows in PLAN_ROWS))]
         return sorted({min(self._most, max(1, count)) for limit in limits for count in (limit, limit + 1)})
 
 

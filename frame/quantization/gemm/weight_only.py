@@ -47,11 +47,11 @@ class WeightOnlyProduct:
     """x times one weight, while its tensors keep their sizes and addresses."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        from frame.kernels.linear import weight_only
+        from frame.kernels.linear import weight_only, weight_rows
 
         self.weight = weight
         self.tensors = list(weight.tensors.values())
-        self._module, self._processors = weight_only, _count_processors(weight.codes.device)
+        self._module, self._few, self._processors = weight_only, weight_rows, _count_processors(weight.codes.device)
         self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,7 +59,9 @@ class WeightOnlyProduct:
         rows = len(flat)
         if self.weight.order is not None:
             flat = flat.index_select(1, self.weight.order)
-        if rows > self._module.MAX_FUSED_ROWS:
+        if 0 < rows <= self._few.count_most_rows(self.weight, x.dtype):
+            out = self._few.multiply_rows(flat, self.weight, bias, self._few.choose_rows_plan(self.weight))
+        elif rows > self._module.MAX_FUSED_ROWS:
             out = F.linear(flat, self._module.dequantize(self.weight, x.dtype), bias)
         else:
             plan = self._module.choose_plan(max(1, rows), self.weight, self._processors)
