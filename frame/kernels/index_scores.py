@@ -73,7 +73,7 @@ def _order(scores):
 @triton.jit(do_not_specialize=["table_stride", "width"])
 def _score_kernel(
     q,  # [tokens, HEADS, SIZE]
-    weights,  # float32 [tokens, HEADS]
+    weights,  # [tokens, HEADS]
     cached,  # [pages, PAGE, SIZE]
     table,
     owners,
@@ -102,7 +102,7 @@ def _score_kernel(
         inside = (heads < HEADS)[:, None] & (columns < SIZE)[None, :]
         queries = tl.load(q + token * (HEADS * SIZE) + heads[:, None] * SIZE + columns[None, :], mask=inside, other=0.0)
         queries = queries.to(tl.float32) if UPCAST else queries
-        factors = tl.load(weights + token * HEADS + heads, mask=heads < HEADS, other=0.0)
+        factors = tl.load(weights + token * HEADS + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
         for first in range(tl.program_id(1) * BLOCK_KEYS, seen, tl.num_programs(1) * BLOCK_KEYS):
             at = first + tl.arange(0, BLOCK_KEYS)
             visible = at < seen

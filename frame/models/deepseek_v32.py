@@ -56,8 +56,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
 class Indexer(nn.Module):
     """Scores keys by several small heads, sum over heads of weight * ReLU(q · k), and selects the
-    best for each token. `prefix` is the checkpoint name that holds wq_b, wk, k_norm and
-    weights_proj. Whole on every rank, so that all ranks select the same keys."""
+    best for each token. A constant factor of the scores is left out. `prefix` is the checkpoint
+    name that holds wq_b, wk, k_norm and weights_proj. Whole on every rank, so that all ranks select
+    the same keys."""
 
     def __init__(self, context: BuildContext, config: Mapping[str, Any], layer: int, prefix: str, rotary: Rotary) -> None:
         super().__init__()
@@ -77,21 +78,29 @@ class Indexer(nn.Module):
     def forward(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
         """Store the keys of this step and select. x [tokens, hidden], q_input [tokens,
         q_lora_rank]. None: no row is longer than the selection."""
-        (rotary,), (cached,) = self.rotary, batch.kv.layer(self.cache.layer)
-        rows = rotary.gather_rows(batch.positions)
-        keys = rotary.rotate(self.k_norm(self.k_proj(x))[:, None], rows)[:, 0]
+        (cached,) = batch.kv.layer(self.cache.layer)
+        keys = self._rotate(self.k_norm(self.k_proj(x))[:, None], batch)[:, 0]
         cached.view(-1, self.size).index_copy_(0, batch.kv_slots, keys.to(cached.dtype))
         self.selected = None
         longest = int(batch.host.seq_lens.max(initial=0))
         if longest > self.top_k:
-            q = rotary.rotate(self.q_proj(q_input).unflatten(-1, (self.heads, self.size)), rows)
-            weights = F.linear(x, self.weight).float() * (self.heads * self.size) ** -0.5
-            self.selected = SparseKeys(self._select(q, weights, cached, batch, longest))
+            q = self._rotate(self.q_proj(q_input).unflatten(-1, (self.heads, self.size)), batch)
+            self.selected = SparseKeys(self._select(q, F.linear(x, self.weight), cached, batch, longest))
         return self.selected
 
     def get_selected(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
         """What `forward` selected in this step."""
         return self.selected
+
+    def _rotate(self, heads: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """heads [tokens, heads, size], which may be overwritten."""
+        (rotary,) = self.rotary
+        if not self.has_kernels:
+            return rotary.rotate(heads, rotary.gather_rows(batch.positions))
+        from frame.kernels.elementwise.rope import rotate_
+
+        rotate_(heads[..., : rotary.dim], batch.positions, rotary.table, rotary.interleaved)
+        return heads
 
     def _select(
         self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, longest: int
@@ -120,7 +129,7 @@ def select_keys(
     """-> KV slots, int64 [tokens, top_k]: the keys of each token with the best scores; -1 where it
     sees fewer.
 
-    q [tokens, heads, size], weights float32 [tokens, heads], cached [pages, page size, size], table
+    q [tokens, heads, size], weights [tokens, heads], cached [pages, page size, size], table
     int32 [slots, pages of a row], owners int64 [tokens] (the token's row of the table), positions
     int64 [tokens]; width: a bound of the keys that a token sees, above `top_k`.
     """
@@ -137,7 +146,7 @@ def score_keys(
     """Scores of all keys in the pages of each token's row, int32 [tokens, pages], -inf after its
     position. -> float32 [tokens, keys]."""
     keys = cached.index_select(0, rows.flatten()).view(len(q), -1, q.shape[2]).float()
-    scores = torch.einsum("th,thk->tk", weights, F.relu(q.float() @ keys.transpose(1, 2)))
+    scores = torch.einsum("th,thk->tk", weights.float(), F.relu(q.float() @ keys.transpose(1, 2)))
     return scores.masked_fill_(torch.arange(keys.shape[1], device=q.device) > positions[:, None], -torch.inf)
 
 
