@@ -18,6 +18,7 @@ FILL_STEPS = 8  # steps before a probe in which an idle drafter follows the deco
 FIRST_STEPS = 32  # steps before the first probe of another length
 USE_STEPS = 128  # steps between the next two; doubled while the best length stays the same
 MAX_USE_STEPS = 1024
+PROBE_SHARE = 0.01  # of all time that probes may take away
 MIN_GAIN = 1.04  # drafts must raise the predicted output rate by this factor
 MAX_STEP_WEIGHT = 0.03  # of a new step in the acceptance of all slots
 ROW_WEIGHT = 0.01  # the same, of each of its rows
@@ -27,6 +28,7 @@ CAUTION = 0.7  # factor of the acceptance that pays for a token: a slot's accept
 UNMEASURED = 0.3  # the acceptance that pays for a token while no seconds are known
 PRIOR_TOKENS = 6.0  # weight of the mean of all slots in the acceptance of one
 COST_WEIGHT = 0.2  # of a new step in the mean seconds of a length
+MAX_TOKENS_ALIKE = 0.05  # drafted tokens a row by which a step may differ from the mean of its length, to show the growth of texts
 MIN_TOKENS_APART = 0.25  # drafted tokens a row by which two lengths differ, so that their difference gives the cost of a token
 
 
@@ -68,6 +70,7 @@ class DraftLengths:
         self._probed = sorted({0, 1, -(-num_steps // 2), num_steps})
         self._plans: dict[int, Iterator[tuple[int, int, bool]]] = {}  # by size: of each next step, see `_plan`
         self._costs: dict[tuple[int, int], StepCost] = {}  # by size and length
+        self._recorded = (0, 0, 0)  # size and length of the last recorded steps, and how many in a row had them
         self._least = 0  # tokens to draft for each slot
         self.is_idle = False  # whether the chosen length is 0, and that of the steps after it too
         self._threshold = 0.0  # see `_find_threshold`; of the chosen length
@@ -114,12 +117,23 @@ class DraftLengths:
 
     def record(self, num_rows: int, length: int, num_drafted: int, seconds: float) -> None:
         """A step of decodes alone took so long, from the end of the step before, which had the same
-        length."""
-        key = (_size(num_rows), length)
-        if key in self._costs:
-            self._costs[key].add(seconds, num_drafted, num_rows)
-        else:
-            self._costs[key] = StepCost(seconds, num_drafted, num_rows)
+        length. Steps take longer as texts grow: what a length in use becomes slower by, with as
+        many drafted tokens, is added to the lengths that were measured earlier."""
+        size = _size(num_rows)
+        count = self._recorded[2] + 1 if self._recorded[:2] == (size, length) else 1
+        self._recorded = size, length, count
+        cost = self._costs.get((size, length))
+        if cost is None:
+            self._costs[size, length] = StepCost(seconds, num_drafted, num_rows)
+            return
+        is_alike = abs(num_drafted - cost.num_drafted) <= MAX_TOKENS_ALIKE * num_rows
+        before = cost.seconds, cost.num_drafted
+        cost.add(seconds, num_drafted, num_rows)
+        if is_alike and count > PROBE_STEPS and cost.count > 1:
+            slower = cost.seconds - before[0] - self._find_token_cost(size, length)[1] * (cost.num_drafted - before[1])
+            for other in self._probed:
+                if other != length and (size, other) in self._costs:
+                    self._costs[size, other].seconds += slower
 
     def find_best(self, size: int) -> int:
         """The length with the highest predicted rate."""
@@ -130,6 +144,17 @@ class DraftLengths:
         rates = self._expected_tokens() / seconds
         best = int(rates.argmax())
         return best if rates[best] > MIN_GAIN * rates[0] else 0
+
+    def _find_pause(self, size: int, best: int, probed: int) -> int:
+        """The steps of the best length, at least, before the steps that probe a length: so many
+        that the output lost in these is PROBE_SHARE of that of all steps."""
+        costs = self._find_costs(size)
+        if not costs:
+            return 0
+        tokens = self._expected_tokens()
+        used, tried = (float(np.interp(length, list(costs), [cost.seconds for cost in costs.values()])) for length in (best, probed))
+        lost = PROBE_STEPS * (tried / used - tokens[probed] / tokens[best])
+        return int(min(lost / PROBE_SHARE, MAX_USE_STEPS))
 
     def _expected_tokens(self) -> np.ndarray:
         """Output tokens a row for each length: float [num_steps + 1]."""
@@ -148,15 +173,22 @@ class DraftLengths:
         """The probability of acceptance from which a drafted token pays: the tokens that a step
         puts out in the time that one more drafted token takes. 0: the lengths differ too little."""
         costs = self._find_costs(size)
-        known = [each for each in costs if each <= length]
-        if len(known) < 2:
-            return 0.0 if costs else UNMEASURED
-        shorter, longer = (costs[each] for each in known[-2:])
-        tokens = longer.num_drafted - shorter.num_drafted
-        if tokens < MIN_TOKENS_APART * longer.num_rows:
-            return 0.0
-        rate = longer.num_rows * self._expected_tokens()[known[-1]] / longer.seconds
-        return min(CAUTION * rate * (longer.seconds - shorter.seconds) / tokens, 0.9)
+        if not costs:
+            return UNMEASURED
+        known, seconds = self._find_token_cost(size, length)
+        rate = costs[known].num_rows * self._expected_tokens()[known] / costs[known].seconds if seconds else 0.0
+        return min(CAUTION * rate * seconds, 0.9)
+
+    def _find_token_cost(self, size: int, length: int) -> tuple[int, float]:
+        """The greatest measured length up to this one, and the seconds of a drafted token: by which
+        it differs from the longest one with fewer tokens. 0 seconds: there is none."""
+        costs = self._find_costs(size)
+        *shorter, known = (-1, *(each for each in costs if each <= length))
+        for each in reversed(shorter[1:]):
+            tokens = costs[known].num_drafted - costs[each].num_drafted
+            if tokens >= MIN_TOKENS_APART * costs[known].num_rows:
+                return known, max(costs[known].seconds - costs[each].seconds, 0.0) / tokens
+        return 0, 0.0
 
     def _plan(self, size: int) -> Iterator[tuple[int, int, bool]]:
         """The steps of one size of batch, without end: length, least tokens for a slot, and
@@ -168,15 +200,20 @@ class DraftLengths:
         num_steps, place, last = FIRST_STEPS, 0, -1
         while True:
             best = self.find_best(size)
-            for left in range(num_steps // CHECK_STEPS, 0, -1):
+            pause = max(num_steps, self._find_pause(size, best, self._choose_probe(best, place)))
+            for left in range(pause // CHECK_STEPS, 0, -1):
                 num_idle = 0 if best else CHECK_STEPS - FILL_STEPS * (left == 1)
                 yield from (*[(best, 0, True)] * num_idle, *[(best, 0, False)] * (CHECK_STEPS - num_idle))
                 best = self.find_best(size)
-            others = [length for length in self._probed if length != best]
-            length = others[-1 - place // (1 if best else 2) % len(others)] if best or place % 2 else 1
+            length = self._choose_probe(best, place)
             yield from [(length, int(best == 0 or not self._costs), False)] * PROBE_STEPS
             num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
             place, last = place + 1, best
+
+    def _choose_probe(self, best: int, place: int) -> int:
+        """The length of probe number `place`."""
+        others = [length for length in self._probed if length != best]
+        return others[-1 - place // (1 if best else 2) % len(others)] if best or place % 2 else 1
 
 
 def _decay(num_rows: int) -> float:

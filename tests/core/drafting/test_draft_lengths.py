@@ -3,6 +3,7 @@ and step times."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -76,6 +77,28 @@ def test_drafts_that_are_always_wrong_are_given_up() -> None:
     assert (used.chosen[[1, 2, 4]] >= PROBE_STEPS).all()
 
 
+def test_probes_take_little_time_where_drafts_cost_much() -> None:
+    """As a batch whose verification computes for as long as its tokens are many."""
+
+    def cost(rows: int, length: int, drafted: int) -> float:
+        return 9.0 + 7.3 * length
+
+    used = Simulation([0.0] * 8, 3, cost)
+    used.run(10)  # the first measurements
+    rate, best = used.run(600), Simulation([0.0] * 8, 3, cost).run(10, 0)
+    assert 0.985 * best < rate < best
+
+
+def test_growth_of_texts_does_not_favour_what_was_measured_earlier() -> None:
+    def run(fixed: int | None) -> float:
+        steps = itertools.count()
+        used = Simulation([0.54] * 16, 3, lambda rows, length, drafted: 5.0 + 1.8 * length + 0.004 * next(steps))
+        used.run(200, fixed)
+        return used.run(600, fixed)
+
+    assert run(None) > 0.985 * max(run(fixed) for fixed in range(4))
+
+
 def test_drafter_is_idle_between_probes() -> None:
     used, idle, probes = Simulation([0.0] * 8, 3, by_tokens), [], 0
     used.run(100)
@@ -95,7 +118,8 @@ def test_change_of_the_acceptance_is_noticed() -> None:
     assert used.chosen[3] > 500
     used.rates[:] = 0.05
     used.run(200)
-    assert used.chosen[0] > 120
+    assert used.chosen[0] > 100
+    assert used.drafted.sum() < 0.3 * 3 * 4 * 200  # before that, the slots' own limits fall
     used.rates[:] = 0.9
     used.run(2000)
     assert used.chosen[3] > 1200
