@@ -5,10 +5,11 @@ For each batch and each mean acceptance length: draft lengths 1, 2 and 3 fixed, 
 steps of decodes alone, after a warm-up. The engine without a drafter is measured first and freed.
 Scheduler and runner share one thread, without text and transport. Steps take longer as texts grow,
 so a ratio is to the rate without drafts at the same mean length of the texts, which is interpolated
-between two measurements.
+between two measurements. Prompts are not computed: the cache has random keys and values.
 
     python benchmarks/speculative_gpu.py --out speculative-gpu.json
     python benchmarks/speculative_gpu.py --batches 1 8 --context 32000 --lengths 1 3 --fixed 3
+    python benchmarks/speculative_gpu.py --batches 64 --lengths 3 --profile
     python benchmarks/speculative_gpu.py --tiny --device cpu --batches 2 --seconds 0.1
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps
 from frame.core.interfaces.drafter import Drafter
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
@@ -64,7 +66,7 @@ def make_loop(args: argparse.Namespace, root: Path, *, drafts: bool) -> tuple[Lo
         "model": {"path": str(target), "load_format": "dummy", "skip_tokenizer_init": True, "max_context": args.context + args.room},
         "cache": {"max_total_tokens": most * (args.context + min(args.room, 1000)) + 8192},
         "scheduler": {"max_running_requests": most},
-        "execution": {"device": args.device, "cuda_graph_max_bs": 0 if args.device == "cpu" else args.graphs},
+        "execution": {"device": args.device, "cuda_graph_max_bs": 0 if args.device == "cpu" else args.graphs, "prompt_graph_max_tokens": 0},
     }
     if drafts:
         config["speculative"] = {
@@ -72,13 +74,51 @@ def make_loop(args: argparse.Namespace, root: Path, *, drafts: bool) -> tuple[Lo
         }  # fmt: skip
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
+    skip_prompts(runner, shape)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
     chosen = prepared.resolved.choice("drafter") if drafts else None
     return loop, None if chosen is None else prepared.registry.create(chosen, prepared.resolved.drafter_context)
 
 
-def measure(loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: float, seconds: float) -> dict[str, float]:
-    """Output tokens and steps per second from `warm_up` seconds after the last prompt on."""
+def skip_prompts(runner: Any, shape: dict[str, Any]) -> None:
+    """Fill the cache with random numbers, and replace the forward passes of prompts by zeros."""
+    compute = runner.forward
+    for layer in range(shape["num_hidden_layers"]):
+        for tensor in runner.inputs.kv.layer(layer):
+            tensor.normal_()
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        if int(batch.host.query_lens.max()) <= NUM_STEPS + 1:
+            return compute(batch)
+        hidden = torch.zeros(len(batch.token_ids), shape["hidden_size"], dtype=runner.context.dtype, device=runner.context.device)
+        taps = batch.get(HiddenStateTaps)
+        if taps is not None:
+            taps.states.update(dict.fromkeys(taps.layers, hidden))
+        return hidden
+
+    runner.forward = forward
+
+
+def profile(loop: LocalLoop, args: argparse.Namespace, batch: int) -> None:
+    """Print the device's time by kernel, in milliseconds a step."""
+    activity = torch.profiler.ProfilerActivity
+    is_gpu = args.device == "cuda"
+    recorder = torch.profiler.profile(activities=[activity.CUDA if is_gpu else activity.CPU])
+    row = measure(loop, args, batch, 0.2, args.seconds, recorder)
+    times = [
+        ((each.self_device_time_total if is_gpu else each.self_cpu_time_total) / 1e3 / row["steps"], each)
+        for each in recorder.key_averages()
+    ]
+    for milliseconds, each in sorted(times, key=lambda pair: -pair[0])[:35]:
+        print(f"  {milliseconds:8.4f} ms {each.count / row['steps']:7.1f} x {each.key[:120]}")
+    print(f"  {sum(pair[0] for pair in times):8.4f} ms in all, of {row['ms_per_step']:.3f} ms a step of {batch} rows", flush=True)
+
+
+def measure(
+    loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: float, seconds: float, recorder: torch.profiler.profile | None = None
+) -> dict[str, float]:
+    """Output tokens and steps per second from `warm_up` seconds after the last prompt on. recorder:
+    records this time."""
     numbers, waiting = random.Random(batch), set()
     for row in range(batch):
         prompt = [numbers.randrange(3, 500) for _ in range(args.context)]
@@ -101,11 +141,15 @@ def measure(loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: floa
             pass  # the requests leave
         elif began is None:
             if now >= ready:
-                began, load = now, loop.scheduler.get_load()
+                if recorder is not None:
+                    recorder.start()
+                began, load = time.perf_counter(), loop.scheduler.get_load()
         else:
             tokens, steps = tokens + sum(map(len, message.token_ids)), steps + 1
             if now >= began + seconds or message.finishes:
                 end, after = now, loop.scheduler.get_load()
+                if recorder is not None:
+                    recorder.stop()
                 loop.scheduler.abort_all()
     if began is None or end is None:
         raise RuntimeError(f"{args.room} tokens end before {warm_up + seconds} seconds; raise --room")
@@ -113,6 +157,7 @@ def measure(loop: LocalLoop, args: argparse.Namespace, batch: int, warm_up: floa
     return {
         "tokens_per_second": tokens / (end - began),
         "ms_per_step": 1e3 * (end - began) / steps,
+        "steps": steps,
         "tokens_per_row": tokens / steps / batch,
         "position": (before + tokens / 2) / batch,
         "drafted_per_row": drafted / steps / batch,
@@ -137,6 +182,7 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=256, help="largest batch of a CUDA graph, in tokens")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a measurement; of an adaptive one three times as long")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no batch is begun")
+    parser.add_argument("--profile", action="store_true", help="print the kernels' times at the greatest fixed length, and nothing else")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model instead of Llama-3.1-8B's shape")
     parser.add_argument("--out", type=Path)
@@ -150,6 +196,14 @@ def main() -> None:
             args.out.write_text(json.dumps({"settings": {**vars(args), "out": None}, "results": found}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
+        if args.profile:
+            loop, drafter = make_loop(args, Path(folder), drafts=True)
+            assert drafter is not None
+            loop.runner.inputs.synthetic = SyntheticAcceptance(args.lengths[-1], NUM_STEPS)  # type: ignore[attr-defined]
+            loop.scheduler.enable_speculation(drafter, NUM_STEPS)
+            for batch in args.batches:
+                profile(loop, args, batch)
+            return
         loop, _ = make_loop(args, Path(folder), drafts=False)
         times = (0.1, 5 * args.seconds)
         off = {batch: [measure(loop, args, batch, each, args.seconds) for each in times] for batch in args.batches}
