@@ -300,9 +300,12 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
         return None
     make, own, checkpoint = prepared
     model, report = load_model(make, own, checkpoint)
-    groups = model_geometry(model, KVGeometry((), 1, build.dtype)).groups
-    if any(group.kind != "tokens" for group in groups) or (parts.draft is not None and not groups):
-        raise ConfigurationError("speculative.draft_model_path has layers with a window or a state; name a draft model without")
+    kinds = {group.kind for group in model_geometry(model, KVGeometry((), 1, build.dtype)).groups}
+    # an indexer of a prediction layer has a number of its own, one of a draft model a number of the
+    # target's
+    known = {"tokens"} if parts.draft is not None else {"tokens", "sidecar"}
+    if not kinds <= known or (parts.draft is not None and not kinds):
+        raise ConfigurationError("speculative.draft_model_path has layers with a window, a state or an indexer; name a draft model without")
     return _Drafter(model, report.bytes, own.attention)
 
 

@@ -4,6 +4,7 @@ captured pass is computed anew from its fixed inputs; tests/gpu/test_draft_graph
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,10 +15,12 @@ from frame.core.interfaces.batch import ForwardBatch
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 from frame.testing.plain_attention import CAPABILITIES, PlainAttention
 from tests.core.drafting.test_draft_runner import record_drafts
 from tests.core.test_speculative_equality import FOLDER, make_requests
+from tests.plugins.drafters.test_mtp import GLM, add_module
 
 PROMPTS, PARAMS = make_requests(8, seed=5)
 PROMPTS[4:6] = [[9], [7]]  # complete prompts of one token, beside drafts
@@ -71,6 +74,14 @@ def run(
 def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: str | None) -> None:
     captured = run(20, algorithm, draft=draft)
     assert captured == run(0, algorithm, draft=draft)
+    assert len(captured[1]) > 12
+
+
+def test_captured_passes_select_keys(tmp_path: Path) -> None:
+    """The indexer of a prediction layer reads the lengths of the replay."""
+    add_module(make_checkpoint("DeepseekV32ForCausalLM", tmp_path / "plain"), tmp_path / "with", GLM, 64)
+    captured = run(20, "mtp", str(tmp_path / "with"))
+    assert captured == run(0, "mtp", str(tmp_path / "with"))
     assert len(captured[1]) > 12
 
 

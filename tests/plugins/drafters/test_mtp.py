@@ -114,12 +114,12 @@ def test_the_module_computes_what_its_layers_do(architecture: str, tmp_path: Pat
     torch.testing.assert_close(got, expected(model, layout, own, ids, states), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "NemotronHForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "NemotronHForCausalLM", "DeepseekV32ForCausalLM"])
 def test_drafts_change_no_token(architecture: str, tmp_path: Path) -> None:
-    """A whole engine with experts on both sides, or recurrent layers: random drafts, of which few
-    are accepted."""
+    """A whole engine with experts on both sides, recurrent layers, or indexers: random drafts, of
+    which few are accepted."""
     folder = make_checkpoint(architecture, tmp_path / "plain")
-    add_module(folder, tmp_path / "with", LAYOUTS[architecture], 64)
+    add_module(folder, tmp_path / "with", LAYOUTS.get(architecture, GLM), 64)
     prompts = [[number + 6 for number in range(length)] for length in (5, 30, 17)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     loops = [make_loop(path=str(tmp_path / "with"), algorithm=algorithm) for algorithm in (None, "mtp")]
