@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements, find_kernel_obstacle
 from frame.core.interfaces.weight_format import Codes, PackedWeight, WeightScheme
 from frame.testing.attention_cases import build_context
 from frame.testing.conformance import Check, SkipCheck, Subject
@@ -28,6 +28,7 @@ SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per ou
     (WeightScheme("int4", (1, 0)), False),
     (WeightScheme("int4", (1, 32)), False),
     (WeightScheme("int4", (1, 64), zeros=True), False),
+    (WeightScheme("int4", (1, 32), minima=True), False),
     (WeightScheme("int4", (1, 128), zeros=True, ordered=True), False),
     (WeightScheme("int8", (1, 0)), False),
     (WeightScheme("int8", (1, 128), zeros=True), False),
@@ -92,10 +93,10 @@ class Case:
         weight = make_weight(self.scheme, outputs, inputs, experts=experts, outer=self.outer, dtype=self.dtype, seed=seed)
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.to(self.device))
-        obstacle = self.kernel.find_obstacle(weight)
+        obstacle = find_kernel_obstacle(self.kernel, weight)
         if obstacle is not None and self.scheme.codes == "int8":
             weight.rounds_inputs = True
-            obstacle = self.kernel.find_obstacle(weight)
+            obstacle = find_kernel_obstacle(self.kernel, weight)
         if obstacle is not None:
             raise SkipCheck(obstacle)
         return weight

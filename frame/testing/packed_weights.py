@@ -34,7 +34,8 @@ def make_weight(
         orders = [torch.randperm(inputs, generator=generator) for _ in range(max(1, experts))]
         order = (torch.stack(orders) if experts else orders[0]).to(torch.int32)
     factor = torch.rand(*lead, outputs, generator=generator) + 0.5 if outer else None
-    return PackedWeight(scheme, inputs, codes, scales, zeros, factor, order, divides=bool(seed % 2))
+    minima = scales * torch.rand(shape, generator=generator).mul_(16).to(dtype) if scheme.minima else None
+    return PackedWeight(scheme, inputs, codes, scales, zeros, factor, order, divides=bool(seed % 2), minima=minima)
 
 
 def _make_codes(codes: Codes, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -63,6 +64,10 @@ def check_form(weight: PackedWeight, outputs: int, inputs: int, lead: tuple[int,
     assert weight.scales.is_floating_point(), "scales are no floats"
     assert (weight.zeros is not None) == scheme.zeros, "zero points and the scheme differ"
     assert (weight.order is not None) == scheme.ordered, "the order and the scheme differ"
+    assert (weight.minima is not None) == scheme.minima, "minima and the scheme differ"
+    if weight.minima is not None:
+        assert weight.minima.is_floating_point(), "minima are no floats"
+        assert weight.minima.shape == weight.scales.shape, "there is not one minimum for each scale"
     if weight.zeros is not None:
         assert weight.zeros.dtype == torch.int16, f"zero points are {weight.zeros.dtype}, not int16"
         assert weight.zeros.shape == weight.scales.shape, "there is not one zero point for each scale"

@@ -124,7 +124,8 @@ def test_mixtures(case: int, activation: Any) -> None:
                 assert float((each.double() - want).abs().max() / want.abs().max()) <= 3 * CLOSE
 
 
-FEW = [CASES[0][0], CASES[1][0], WeightScheme("int4", (1, 96)), CASES[6][0]]
+MINIMA = WeightScheme("int4", (1, 32), minima=True)
+FEW = [CASES[0][0], CASES[1][0], WeightScheme("int4", (1, 96)), CASES[6][0], MINIMA]
 
 
 @pytest.mark.parametrize("scheme", FEW, ids=str)
@@ -157,6 +158,13 @@ def test_many_rows_multiply_the_dequantized_weight() -> None:
     weight = weight_of(WeightScheme("int4", (1, 64), zeros=True), False, 64, 128, DTYPES[0])
     x = torch.randn(MAX_FUSED_ROWS + 1, 128, device=DEVICE, dtype=DTYPES[0])
     check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+
+
+def test_more_rows_of_a_weight_with_minima() -> None:
+    weight = weight_of(MINIMA, False, 64, 96, DTYPES[0])
+    x = torch.randn(20, 96, device=DEVICE, dtype=DTYPES[0])
+    check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+    assert "of one matrix" in str(find_obstacle(weight_of(MINIMA, False, 64, 96, DTYPES[0], experts=2)))
 
 
 def test_groups_that_no_tile_fits_are_refused() -> None:

@@ -102,10 +102,12 @@ class GemmKernel(ABC):
 
     `unpacks`: the kernel dequantizes weights after loading and keeps no codes. `in_place`: its
     products read the codes of the weight itself, so weights that are shared are not copied.
+    `minima`: it multiplies weights with minima; others are not asked about them.
     """
 
     unpacks: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
+    minima: ClassVar[bool] = False
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context
@@ -123,6 +125,13 @@ class GemmKernel(ABC):
     @abstractmethod
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         """The products with weights [experts, outputs, inputs]."""
+
+
+def find_kernel_obstacle(kernel: GemmKernel, weight: PackedWeight) -> str | None:
+    """Why the kernel does not multiply this weight; None: it does."""
+    if weight.scheme.minima and not kernel.minima:
+        return "it takes no minima"
+    return kernel.find_obstacle(weight)
 
 
 @dataclass(frozen=True, slots=True)

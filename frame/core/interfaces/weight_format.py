@@ -33,6 +33,7 @@ NF4 = (  # the values of NormalFloat4 (QLoRA, arXiv 2305.14314): quantiles of a 
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+_TENSORS = "codes", "scales", "zeros", "outer", "order", "input_scale", "minima"
 _OFFSET = 8  # of unsigned int4 codes without zero points
 
 
@@ -43,18 +44,21 @@ class WeightScheme:
     `codes`: "plain" (the model's dtype, no scales), "int4" (unsigned), "int8" (signed), "e2m1" and
     "e4m3" (floats), "nf4" (indices of `NF4`). `group`: (outputs, inputs) that share one scale; 0:
     all. `zeros`: each scale has a zero point. `ordered`: the inputs are permuted (act-order).
+    `minima`: each scale has a minimum, a float, in place of a zero point.
     """
 
     codes: Codes
     group: tuple[int, int] = (1, 0)
     zeros: bool = False
     ordered: bool = False
+    minima: bool = False
 
     def __str__(self) -> str:
         parts: list[str] = [self.codes]
         if self.codes != "plain":
             parts.append(f"by {' x '.join(str(size or 'all') for size in self.group)}")
-        return " ".join([*parts, *["with zero points"] * self.zeros, *["in act-order"] * self.ordered])
+        names = ("with zero points", self.zeros), ("with minima", self.minima), ("in act-order", self.ordered)
+        return " ".join([*parts, *(name for name, is_set in names if is_set)])
 
 
 @dataclass(slots=True)
@@ -65,7 +69,8 @@ class PackedWeight:
     e4m3: float8_e4m3fn; 4 bits: uint8, padded to blocks of 32 columns, in 16 bytes each, whose
     first half is in the low nibbles). `scales`: floats [..., outputs / rows, columns / width],
     rounded up, with (rows, width) the scheme's group. `zeros`: int16 of the same shape, subtracted
-    from the codes (None: 0, and 8 for int4). `outer`: float32 [..., outputs], a second scale that
+    from the codes (None: 0, and 8 for int4 without minima). `minima`: floats of the same shape,
+    subtracted from code * scale (None: 0). `outer`: float32 [..., outputs], a second scale that
     multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32 [..., columns],
     the input that each column multiplies; a column whose weight is zero may repeat an input.
     Without it the columns are the inputs.
@@ -85,6 +90,7 @@ class PackedWeight:
     input_scale: torch.Tensor | None = None
     divides: bool = False
     rounds_inputs: bool = False
+    minima: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -98,7 +104,7 @@ class PackedWeight:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that are present, by name."""
-        named = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "outer", "order", "input_scale")}
+        named = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def expert(self, index: int) -> PackedWeight:
@@ -129,16 +135,18 @@ class PackedWeight:
         return _spread(scales, self.scheme.group, self.outputs, self.columns)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The reference: (code - zero point) * scale in float32, rounded to `dtype`, [..., outputs,
-        inputs]."""
+        """The reference: (code - zero point) * scale - minimum in float32, rounded to `dtype`,
+        [..., outputs, inputs]."""
         if self.scheme.codes == "plain":
             return self.codes.to(dtype)
         numbers = self.numbers()
         if self.zeros is not None:
             numbers -= _spread(self.zeros.float(), self.scheme.group, self.outputs, self.columns)
-        elif self.scheme.codes == "int4":
+        elif self.scheme.codes == "int4" and self.minima is None:
             numbers -= _OFFSET
         numbers *= self.spread_scales()
+        if self.minima is not None:
+            numbers -= _spread(self.minima.float(), self.scheme.group, self.outputs, self.columns)
         if self.order is None:
             return numbers.to(dtype)
         whole = numbers.new_zeros(*numbers.shape[:-1], self.inputs)

@@ -277,12 +277,12 @@ def _load_scale(pointers, mask, factor, OUTER: tl.constexpr):
 
 @triton.jit
 def dequantize_kernel(
-    codes, scales, zeros, outer, out, N, K, code_stride, scale_stride,
+    codes, scales, zeros, outer, minima, out, N, K, code_stride, scale_stride,
     CODES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, num_warps: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, HAS_MINIMA: tl.constexpr, num_warps: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g], computed in float32. Grid: (tiles of
-    outputs, tiles of inputs)."""
+    """out[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] - minima[n, g], computed in float32.
+    Grid: (tiles of outputs, tiles of inputs)."""
     PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
     BLOCKS: tl.constexpr = BK // 32
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -299,7 +299,7 @@ def dequantize_kernel(
     HALF: tl.constexpr = 16 if PACKED else 32
     factor = tl.load(outer + row_of)[:, None] if OUTER > 0 else 1.0
     low_scale = _load_scale(scales + at, is_block, factor, OUTER)
-    low_zero = load_zero(zeros, at, CODES, HAS_ZEROS, is_block)
+    low_zero = load_zero(zeros, at, "int8" if HAS_MINIMA else CODES, HAS_ZEROS, is_block)
     if PACKED:
         high_scale, high_zero = low_scale, low_zero
         if GROUP_K == 16:
@@ -314,6 +314,8 @@ def dequantize_kernel(
     else:
         values = decode_codes(packed, repeat_blocks(low_zero, BN, BLOCKS, HALF), CODES, tl.float32)
         values = values * repeat_blocks(low_scale, BN, BLOCKS, HALF)
+    if HAS_MINIMA:
+        values -= repeat_blocks(tl.load(minima + at, mask=is_block, other=0.0).to(tl.float32), BN, BLOCKS, 32)
     tl.store(out + row_of[:, None] * K + inputs[None, :], values.to(out.dtype.element_ty), mask=(rows < N)[:, None] & (inputs < K)[None, :])
 
 
@@ -399,10 +401,11 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(weight.outputs, weight.columns, dtype=dtype, device=scales.device)
     bn, bk = 32, 128
     dequantize_kernel[(-(-weight.outputs // bn), -(-weight.columns // bk))](
-        weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer, out,
+        weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
+        scales if weight.minima is None else weight.minima, out,
         weight.outputs, weight.columns, weight.codes.shape[-1], scales.shape[-1], CODES=weight.scheme.codes, BN=bn, BK=bk,
         GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
-        num_warps=4,
+        HAS_MINIMA=weight.minima is not None, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -412,6 +415,8 @@ def find_obstacle(weight: PackedWeight) -> str | None:
     rows, group = weight.scheme.group
     if weight.codes.dim() > 2 and len(weight.codes) > _MAX_EXPERTS:
         return f"it takes at most {_MAX_EXPERTS} experts"
+    if weight.minima is not None and (weight.codes.dim() > 2 or group % 32 or rows != 1 or weight.order is not None):
+        return "it takes minima for groups of multiples of 32 inputs of one matrix, in their order"
     is_packed = weight.scheme.codes in NIBBLES
     if not rows or (group and group % 32 and not (group == 16 and is_packed)):
         return f"it takes scales for all inputs or for multiples of 32, not for {group}"

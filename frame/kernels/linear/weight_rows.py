@@ -207,7 +207,7 @@ def weight_rows_kernel(
     TOP: tl.constexpr,  # pairs that share a row of x; 0: one matrix
     EARLY: tl.constexpr,  # ids may be read before the PDL wait
     WEIGHTED: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, PORTABLE: tl.constexpr,
+    CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_BIAS: tl.constexpr, PORTABLE: tl.constexpr,
     GROUPS: tl.constexpr,  # that 128 inputs meet
     SETS: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, num_warps: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +216,7 @@ def weight_rows_kernel(
 
     Grid: (blocks of outputs, 8 * SETS / GROUPS rows or one pair). Column c of the eight holds the
     inputs of group c // (8 / GROUPS), zeros elsewhere. sum (code - zero) x is sum code x - zero sum
-    x, the latter by MMAs with ones.
+    x, the latter by MMAs with ones. `zeros` are the minima with HAS_MINIMA.
     """
     WARPS: tl.constexpr = num_warps
     SPAN: tl.constexpr = WARPS * 128
@@ -293,11 +293,14 @@ def weight_rows_kernel(
                 factor = _spread(scale, WARPS)
                 for s in tl.static_range(SETS):
                     part = _multiply(left, rights[s], WARPS)
-                    if HAS_ZEROS:
+                    if HAS_MINIMA:
+                        part -= OFFSET * inputs_sums[s]
+                    elif HAS_ZEROS:
                         part -= (_spread(zero, WARPS) + OFFSET) * inputs_sums[s]
                     elif CODES == "int4":
                         part -= (8.0 + OFFSET) * inputs_sums[s]
-                    next_sums += (sums[p * SETS + s] + factor * part,)
+                    part = sums[p * SETS + s] + factor * part
+                    next_sums += (part - _spread(zero, WARPS) * inputs_sums[s] if HAS_MINIMA else part,)
                 place = words + p * STEP * CODE_STRIDE
                 fresh = k + DEPTH * SPAN
                 next_tiles += (_load_tile(place, scales, zeros, fresh, K, is_row[p], offsets[p], lanes, blocks, GROUP, HAS_ZEROS),)
@@ -403,11 +406,12 @@ def _launch(
     if x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)  # rows are read by 16 bytes
     codes = weight.codes.view(torch.int32)
-    others = [scales if each is None else each for each in (weight.zeros, bias, ids, pair_weights)]
+    zeros = weight.zeros if weight.minima is None else weight.minima
+    others = [scales if each is None else each for each in (zeros, bias, ids, pair_weights)]
     tensors = (x, codes, scales, *others, out)
     sets = 1 if top else next_power_of_2(ceil_div(len(out) * groups, _COLUMNS))
     key = out.shape[1], weight.columns, codes.shape[-1], scales.shape[-1], weight.scheme.group[1], top, groups, sets
-    traits = pair_weights is not None, weight.scheme.codes, weight.zeros is not None, bias is not None
+    traits = pair_weights is not None, weight.scheme.codes, zeros is not None, weight.minima is not None, bias is not None
     launch = _prepared(tuple(each.dtype for each in tensors), key, traits, activation, plan, x.device)
     is_gated = activation is not None and activation.is_gated
     launch((ceil_div(out.shape[1], 16 if is_gated else 16 * plan.blocks), len(out) if top else 1, 1), tensors, (len(x), x.stride(0)))
@@ -415,11 +419,11 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _prepared(
-    types: tuple[torch.dtype, ...], key: tuple[int, ...], traits: tuple[bool, str, bool, bool], activation: Activation | None,
+    types: tuple[torch.dtype, ...], key: tuple[int, ...], traits: tuple[bool, str, bool, bool, bool], activation: Activation | None,
     plan: RowsPlan, device: torch.device,
 ) -> PreparedLaunch:  # fmt: skip
     constants: dict[str, object] = dict(zip(("N", "K", "CODE_STRIDE", "SCALE_STRIDE", "GROUP", "TOP", "GROUPS", "SETS"), key, strict=True))
-    constants |= dict(zip(("WEIGHTED", "CODES", "HAS_ZEROS", "HAS_BIAS"), traits, strict=True))
+    constants |= dict(zip(("WEIGHTED", "CODES", "HAS_ZEROS", "HAS_MINIMA", "HAS_BIAS"), traits, strict=True))
     constants |= (activation or Activation("none")).constants
     constants |= {"EARLY": traits[0], "BLOCKS": plan.blocks, "DEPTH": plan.depth, "PORTABLE": INTERPRETED}
     return PreparedLaunch(weight_rows_kernel, (*types, 1, 8), constants, device, plan.warps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
@@ -14,6 +16,8 @@ _OUTPUTS = 16  # the kernel's outputs are multiples of it
 
 class Int4CpuKernel(GemmKernel):
     """int4 weights in groups of 32 to 256 inputs, in bfloat16."""
+
+    minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if weight.codes.device.type != "cpu":
@@ -32,8 +36,8 @@ class Int4CpuKernel(GemmKernel):
 
 
 class Int4Product:
-    """`_weight_int4pack_mm_for_cpu`: (code - 8) * scale + zero, with the zero points of the weight
-    as numbers."""
+    """`_weight_int4pack_mm_for_cpu`: (code - 8) * scale + zero, with the zero points or minima of
+    the weight as numbers."""
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
@@ -41,6 +45,8 @@ class Int4Product:
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # noqa: SLF001
         scales = weight.scales.float()
         zeros = scales.new_zeros(()).expand_as(scales) if weight.zeros is None else (8 - weight.zeros.float()) * scales
+        if weight.minima is not None:
+            zeros = 8 * scales - weight.minima.float()
         self.scales = torch.stack((scales, zeros), -1).transpose(0, 1).contiguous().to(torch.bfloat16)  # [groups, outputs, 2]
         self.tensors = (self.packed, self.scales)
         self._group = weight.scheme.group[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +14,8 @@ from frame.models.layers.weights.plain_product import multiply_grouped
 
 class ReferenceKernel(GemmKernel):
     """Dequantizes the weight in every product, so it takes any weight, slowly."""
+
+    minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None

@@ -14,6 +14,7 @@ class UnpackedKernel(GemmKernel):
     """The numbers of the checkpoint at the speed and in the memory of unquantized weights."""
 
     unpacks: ClassVar[bool] = True
+    minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None

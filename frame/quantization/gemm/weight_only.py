@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,9 @@ _COUNTERS = 1 << 16  # tiles whose split-K sums are counted
 
 
 class WeightOnlyKernel(GemmKernel):
-    """Dequantizes codes in registers; for many rows, the whole weight once."""
+    """Dequantizes codes in registers; for many rows, or with minima, the whole weight once."""
+
+    minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         from frame.kernels.linear.weight_only import find_obstacle
@@ -61,7 +63,7 @@ class WeightOnlyProduct:
             flat = flat.index_select(1, self.weight.order)
         if 0 < rows <= self._few.count_most_rows(self.weight, x.dtype):
             out = self._few.multiply_rows(flat, self.weight, bias, self._few.choose_rows_plan(self.weight))
-        elif rows > self._module.MAX_FUSED_ROWS:
+        elif rows > self._module.MAX_FUSED_ROWS or (rows and self.weight.minima is not None):
             out = F.linear(flat, self._module.dequantize(self.weight, x.dtype), bias)
         else:
             plan = self._module.choose_plan(max(1, rows), self.weight, self._processors)

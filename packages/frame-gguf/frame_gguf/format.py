@@ -18,13 +18,17 @@ from frame.core.interfaces.weight_format import (
     StoredTensor,
     WeightFormat,
     WeightScheme,
+    pack_nibbles,
 )
 from frame_gguf.names import read_places
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q6_K": (256, 210)}  # inputs and bytes of a block
+_SIZES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144), "Q8_0": (32, 34), "Q6_K": (256, 210)}  # inputs and bytes of a block
+
+
+_MINIMA = WeightScheme("int4", (1, 32), minima=True)
 
 
 class Gguf(WeightFormat):
@@ -65,12 +69,29 @@ class BlockLayer(LayerFormat):
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         blocks = tensors["weight"].unflatten(-1, (-1, _SIZES[self.type][1]))
-        if self.type == "Q6_K":
-            return _decode_q6(blocks, inputs)
+        if self.type in ("Q6_K", "Q4_K"):
+            return (_decode_q6 if self.type == "Q6_K" else _decode_q4)(blocks, inputs)
+        if self.type == "Q4_1":  # a scale, and what is added
+            minima = -_floats(blocks[..., 2:4])
+            return PackedWeight(_MINIMA, inputs, blocks[..., 4:].flatten(-2), _floats(blocks[..., :2]), minima=minima)
         scales, codes = _floats(blocks[..., :2]), blocks[..., 2:].flatten(-2)
         if self.type == "Q4_0":  # the low nibbles are the first half of a block, as in the canonical form
             return PackedWeight(WeightScheme("int4", (1, 32)), inputs, codes, scales)
         return PackedWeight(WeightScheme("int8", (1, 32)), inputs, codes.view(torch.int8), scales)
+
+
+def _decode_q4(blocks: torch.Tensor, inputs: int) -> PackedWeight:
+    """Two float16 factors, 12 bytes of eight scales and eight minima with 6 bits each, and 128 of
+    nibbles, 32 low ones before the 32 high ones of the same bytes."""
+    outer, small, codes = blocks.split((4, 12, 128), -1)
+    scales, minima, rest = small.unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((scales & 63, (rest & 15) | (scales >> 2 & 48)), -1)
+    minima = torch.cat((minima & 63, (rest >> 4) | (minima >> 2 & 48)), -1)
+    factors = outer.contiguous().view(torch.float16).float()
+    codes = codes.unflatten(-1, (4, 1, 32))
+    codes = pack_nibbles(torch.cat((codes & 15, codes >> 4), -2).flatten(-3))
+    scales, minima = factors[..., :1] * scales, factors[..., 1:] * minima
+    return PackedWeight(_MINIMA, inputs, codes.flatten(-2), scales.flatten(-2), minima=minima.flatten(-2))
 
 
 def _decode_q6(blocks: torch.Tensor, inputs: int) -> PackedWeight:

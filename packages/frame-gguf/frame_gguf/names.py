@@ -16,7 +16,8 @@ from gguf import GGUFReader
 
 from frame.core.errors import CheckpointError
 
-KEPT = ("Q4_0", "Q8_0", "Q6_K")  # types that stay quantized
+KEPT = ("Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K")  # types that stay quantized
+WITH_MINIMA = ("Q4_1", "Q4_K")  # experts of these types are dequantized, as GPU kernels take minima for one matrix
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe")
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _DEQUANTIZED = ("token_embd", "output")
@@ -89,7 +90,8 @@ def _field(reader: GGUFReader, name: str) -> Any:
 def _place(tensor: Any, permuted: dict[str, int], file: Path) -> Iterator[tuple[str, Place]]:
     name = str(tensor.name)
     whole, _, kind = name.partition(".")
-    is_kept = tensor.tensor_type.name in KEPT and whole not in _DEQUANTIZED
+    type_name = tensor.tensor_type.name
+    is_kept = type_name in KEPT and whole not in _DEQUANTIZED
     if name in _UNUSED:
         return
     if whole in _WHOLE and kind in ("weight", "bias"):
@@ -106,5 +108,6 @@ def _place(tensor: Any, permuted: dict[str, int], file: Path) -> Iterator[tuple[
             raise CheckpointError(f"{file}: {name} has {len(tensor.data)} rows, which {heads} heads do not divide: download it again.")
         yield prefix + f"{_BLOCK[found['part']]}.{found['kind']}", Place(tensor, None, heads, is_kept)
         return
+    stays = is_kept and type_name not in WITH_MINIMA
     for expert in range(len(tensor.data)):
-        yield prefix + f"mlp.experts.{expert}.{experts[1]}_proj.{found['kind']}", Place(tensor, expert, 0, is_kept)
+        yield prefix + f"mlp.experts.{expert}.{experts[1]}_proj.{found['kind']}", Place(tensor, expert, 0, stays)

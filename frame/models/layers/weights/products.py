@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.gemm_kernel import GemmChoice, choose_ranges
+from frame.core.interfaces.gemm_kernel import GemmChoice, choose_ranges, find_kernel_obstacle
 
 if TYPE_CHECKING:
     from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
@@ -43,7 +43,7 @@ def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) 
 
 
 def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:
-    obstacles = {choice.name: choice.kernel.find_obstacle(weight) for choice in choices if choice.multiplies(weight.scheme.codes)}
+    obstacles = {choice.name: find_kernel_obstacle(choice.kernel, weight) for choice in choices if choice.multiplies(weight.scheme.codes)}
     for choice in choices:
         obstacle = obstacles.get(choice.name)
         if choice.required and obstacle:
