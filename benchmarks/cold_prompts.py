@@ -5,10 +5,10 @@ object.
     python benchmarks/cold_prompts.py --models .gpu/models/qwen3.6-35b-a3b --prompt-tokens 2048
 
 Two schedulers, with the cache and without, share one runner. They take the same prompts of random
-tokens in turn, in an order that changes between rounds. The cache holds a few rounds of prompts, so that it evicts. On a CPU the
-figures are CPU time in one thread, on a GPU wall time. `ratio` is the ratio of the sums over all
-rounds, `interval` the range of 95 % of the sums of resampled rounds. Without --models: two small
-models with random weights, one hybrid and one with full attention.
+tokens in turn, in an order that changes between rounds. The cache holds a few rounds of prompts, so
+that it evicts. On a CPU the figures are CPU time in one thread, on a GPU wall time. `ratio` is the
+ratio of the sums over all rounds, `interval` the range of 95 % of the ratios of resampled rounds.
+Without --models: two small models with random weights, one hybrid and one with full attention.
 """
 
 from __future__ import annotations

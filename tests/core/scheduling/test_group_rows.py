@@ -11,8 +11,12 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
-from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.build import Limits
+from frame.core.interfaces.cache_groups import CacheTensor, LayerCache, PagePool
+from frame.core.kv_cache.capacity import plan_pools
+from frame.core.kv_cache.geometry import group_layers
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.small_rig import config, params, policy, prompt
 
@@ -203,6 +207,23 @@ def test_load_and_outline_name_the_pages_of_every_group() -> None:
 def test_a_short_request_takes_one_page_of_each_group() -> None:
     rig = make(PagePool("window", 9, 16, 128), PagePool("snapshot", 3, 0), page_size=16, num_pages=9)
     rig.add(prompt(12), params(max_tokens=3))
+    rig.step()
+    assert len(rig.allocator.pages_out()) == 3
+    rig.run()
+
+
+def test_a_sidecar_takes_no_pages_of_its_own() -> None:
+    """Indexer keys are in the pages of their tokens."""
+    kinds = ("tokens", "sidecar", "window", "sidecar", "snapshot")
+    layers = [LayerCache(i, kind, (CacheTensor((8,)),), 10 if kind == "window" else None) for i, kind in enumerate(kinds)]
+    geometry = group_layers(layers, 4, torch.float32)
+    pools = plan_pools(geometry, Limits(4, 32, 100, 4), 256)
+    assert [pool.kind for pool in pools] == ["window", "snapshot"]
+    assert [geometry.groups[group.pool].kind for group in geometry.groups if group.kind == "sidecar"] == ["tokens"]
+    rig = make(*pools)
+    assert [cached(rig, prompt(16)), cached(rig, [*prompt(16), 5, 6])] == [0, 16]
+    rig.scheduler.flush_cache()
+    rig.add(prompt(3, 50), params(max_tokens=3))
     rig.step()
     assert len(rig.allocator.pages_out()) == 3
     rig.run()
