@@ -61,6 +61,7 @@ def measure(rows: int, context: int) -> dict[str, float]:
     programs, sparse_kernel.PROGRAMS = sparse_kernel.PROGRAMS, 1
     found["attention undivided"] = measure_once(attend)
     sparse_kernel.PROGRAMS = programs
+    found["attention, 2 stages"] = measure_stages(attend)
     best = exact.topk(SELECTED, -1).indices
     rows_of = table.gather(1, best // PAGE).long() * PAGE + best % PAGE
     found["equal slots"] = int(sum(len(set(a) & set(b)) for a, b in zip(slots.tolist(), rows_of.tolist(), strict=True))) / rows
@@ -75,7 +76,15 @@ def measure_heads(tokens: int) -> dict[str, float]:
     slots = torch.rand(tokens, total, device=DEVICE).topk(SELECTED, -1).indices.sort(-1).values
     found = {}
     for name, memory in (("16 heads", 0), ("64 heads", 1 << 20)):
-        found[name] = measure_once(partial(attend_sparse, absorbed, rope, latents, slots, 0.1, 1.0, memory))
+        attend = partial(attend_sparse, absorbed, rope, latents, slots, 0.1, 1.0, memory)
+        found[name], found[f"{name}, 2 stages"] = measure_once(attend), measure_stages(attend)
+    return found
+
+
+def measure_stages(part: Callable[[], Any]) -> float:
+    stages, sparse_kernel.STAGES = sparse_kernel.STAGES, 2
+    found = measure_once(part)
+    sparse_kernel.STAGES = stages
     return found
 
 

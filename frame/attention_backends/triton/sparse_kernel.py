@@ -24,6 +24,7 @@ _WIDE_PROGRAMS = 128  # programs at least
 _KEY_BYTES = 64  # of one column of a step's keys
 _SPLIT_KEYS = 128  # that a program reads at least; the merge of shorter parts costs more than they gain
 PROGRAMS = 256  # keys are divided among about so many
+STAGES = 3  # slots are loaded two steps ahead, keys one
 
 
 def attend_sparse(
@@ -49,7 +50,7 @@ def attend_sparse(
         q, q_rope, cached, slots, out, parts, weights, scale * k_scale, k_scale, keys, share, *q.stride()[:2],
         *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0), slots.stride(0), HEADS=heads, RANK=rank, ROPE=rope, BLOCK_HEADS=taken,
         BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step, BLOCK_SHARE=next_power_of_2(share),
-        IS_SPLIT=splits > 1, UPCAST=INTERPRETED, num_warps=warps, num_stages=2,
+        IS_SPLIT=splits > 1, UPCAST=INTERPRETED, num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(heads, tokens)](
