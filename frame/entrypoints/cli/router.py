@@ -18,6 +18,10 @@ import click
 def command(
     replicas: tuple[str, ...], host: str, port: int, health_interval: float, max_body_bytes: int, max_connections: int
 ) -> None:
+    from frame.entrypoints.processes.start_signals import StartSignals
+
+    signals = StartSignals()  # before the other imports, which take most of the start
+
     from frame.core.config.schema import LogSection
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
@@ -34,5 +38,6 @@ def command(
         logging.getLogger(__name__).warning(
             "the router listens on %s, which other machines can reach, and checks no API key; start its servers with --api-key", host
         )
+    signals.hold()
     listener = bound_port(host, port, "--host and --port")
-    asyncio.run(route(RouterSettings(urls, health_interval, max_body_bytes, max_connections), listener))
+    asyncio.run(route(RouterSettings(urls, health_interval, max_body_bytes, max_connections), listener, signals))

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +49,7 @@ from frame.entrypoints.processes.deployment import Deployment, Layout
 from frame.entrypoints.processes.hang_dump import LoopWatchdog
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer, wait_ready
 from frame.entrypoints.processes.resource_monitor import start_monitor
-from frame.entrypoints.processes.start_signals import StartSignals, is_on_terminal
+from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.tls import load_certificate
@@ -275,11 +274,7 @@ class Server:
     async def run(self) -> int:
         """-> exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._on_signal if is_on_terminal() else self._on_hang_up)
-        if self._signals.take():
-            self._on_signal()
+        self._signals.forward(self._on_signal, self._on_hang_up)
         for replica in self._replicas:
             loop.add_reader(replica.deployment.transport.fd, replica.client.receive_messages)
             replica.client.receive_messages()  # the descriptor tells of changes only

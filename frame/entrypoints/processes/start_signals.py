@@ -1,14 +1,15 @@
-"""`StartSignals`: SIGTERM and SIGINT end a server that starts, with exit code 0.
+"""`StartSignals`: SIGTERM and SIGINT end a server that starts, with exit code 0, and call the
+handlers of one that runs.
 
-Used by `frame serve` until the event loop of the server has handlers of its own. Must not know what
-is being started.
+Used by `frame serve` and `frame router`. Must not know what is being started.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from frame.entrypoints.logs import report
@@ -52,10 +53,21 @@ class StartSignals:
             report(f"stopped by {signal.Signals(self._received).name} while starting")
             raise SystemExit(0)
 
-    def take(self) -> bool:
-        """Whether a signal has come; the caller handles it, `check` does not."""
-        received, self._received = self._received, None
-        return received is not None
+    def forward(self, on_end: Callable[[], None], on_hang_up: Callable[[], None] | None = None) -> None:
+        """From now on call `on_end` in this thread's event loop, also for a signal that has come.
+        `on_hang_up`: what SIGHUP calls where it does not mean the end. Later than the loop's end
+        signals do nothing, so that none interrupts what the process still has to end."""
+        loop = asyncio.get_running_loop()
+
+        def receive(number: int, frame: object) -> None:
+            called = on_hang_up if number == signal.SIGHUP and not is_on_terminal() else on_end
+            if called is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(called)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, receive)
+        if self._received is not None:
+            on_end()
 
     def _receive(self, number: int, frame: object) -> None:
         self._received = number

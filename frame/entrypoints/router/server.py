@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import signal
 import socket
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -20,6 +19,7 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.logs import report
+from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
 
@@ -56,15 +56,15 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-async def route(settings: RouterSettings, listener: socket.socket) -> None:
-    """Route requests until SIGINT or SIGTERM; a second signal does not wait for those that run."""
+async def route(settings: RouterSettings, listener: socket.socket, signals: StartSignals) -> None:
+    """Route requests until SIGINT or SIGTERM; a second signal does not wait for those that run.
+    `signals`: of the start, held."""
     stop, now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
         (now if stop.is_set() else stop).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    signals.forward(on_signal)
     raise_file_limit(2 * settings.max_connections)
     timeout = httpx.Timeout(None, connect=CONNECT)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE)

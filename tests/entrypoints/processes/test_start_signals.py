@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import uvloop
+from click.testing import CliRunner
 
+from frame.entrypoints.cli.router import command
+from frame.entrypoints.processes import start_signals
 from frame.entrypoints.processes.start_signals import StartSignals
+from frame.entrypoints.router import server
 
 
 @pytest.fixture
-def signals() -> Iterator[StartSignals]:
+def handlers() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    yield StartSignals()
+    yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def signals(handlers: None, monkeypatch: pytest.MonkeyPatch) -> StartSignals:
+    monkeypatch.setattr(start_signals, "is_on_terminal", lambda: False)
+    return StartSignals()
 
 
 class Struck:
@@ -58,11 +73,43 @@ def test_a_held_signal_ends_a_released_block(signals: StartSignals) -> None:
         pytest.fail("the block was entered")
 
 
-def test_a_signal_that_was_taken_ends_nothing(signals: StartSignals) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_loop_gets_the_signals_until_it_ends(signals: StartSignals, run: Callable[[Any], None]) -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        ended, hung_up = asyncio.Event(), asyncio.Event()
+        signals.forward(ended.set, hung_up.set)
+        for number, event in ((signal.SIGTERM, ended), (signal.SIGINT, ended), (signal.SIGHUP, hung_up)):
+            event.clear()
+            sender = threading.Timer(0.01, os.kill, (os.getpid(), number))  # the loop waits by then
+            sender.start()
+            await asyncio.wait_for(event.wait(), 5)
+            seen.append(number.name)
+
     signals.hold()
-    assert not signals.take()
-    signal.raise_signal(signal.SIGINT)
-    assert signals.take()
-    signals.check()
-    with signals.released():
-        pass
+    run(main())
+    assert seen == ["SIGTERM", "SIGINT", "SIGHUP"]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.raise_signal(number)  # ends nothing
+
+
+def test_a_loop_gets_the_signal_that_has_come(signals: StartSignals) -> None:
+    seen: list[bool] = []
+
+    async def main() -> None:
+        signals.forward(lambda: seen.append(True))
+
+    signals.hold()
+    signal.raise_signal(signal.SIGTERM)
+    asyncio.run(main())
+    assert seen == [True]
+
+
+def test_a_router_that_starts_ends_with_0(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(_: str) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server, "check_url", strike)
+    assert CliRunner().invoke(command, ["--replica", "http://127.0.0.1:1"], catch_exceptions=False).exit_code == 0
