@@ -60,7 +60,6 @@ class AttentionRequirements:
     sparse: bool = False  # layers select the keys of each token (`SparseKeys`)
     bidirectional: bool = False  # an encoder: every token attends to the whole row
     graphs: bool = False  # CUDA-graph capture of decode
-    batch_invariant: bool = False
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them, where another backend computes the other
     other_head_dims: tuple[int, ...] = ()  # of layers with heads of another size
     group: int | None = None  # query heads per KV head; no backend refuses one, but speeds differ
@@ -111,7 +110,6 @@ class AttentionCapabilities:
     sparse: bool = False  # `run_mla` reads `SparseKeys`
     bidirectional: bool = False
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
-    batch_invariant: bool = False
     shared_prefixes: bool = False  # decodes read a prefix that rows share once
     device_lengths: bool = False  # lengths are read on the device; those of `HostView` may be bounds
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
@@ -191,7 +189,6 @@ class AttentionCapabilities:
             (requirements.sparse and not self.sparse, "does not attend to selected keys (sparse attention)"),
             (requirements.bidirectional and not self.bidirectional, "computes causal attention only, and the model is an encoder"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
-            (requirements.batch_invariant and not self.batch_invariant, "is not batch invariant"),
         )
         return [Reason(sentence) for missing, sentence in wanted if missing]
 
@@ -222,8 +219,7 @@ class AttentionBackend(ABC):
       copied.
     - Plans of two steps may exist at once: `run` reads the plan of its batch and no other.
     - `plan` and `run` write to none of their arguments, and to the cache only under `stores_kv`.
-    - The result of a row depends on that row alone (up to rounding; exactly, if the capabilities
-      say `batch_invariant`).
+    - The result of a row depends on that row alone, up to rounding.
     - One backend object serves all layers of one model on one rank.
     - `prepare` is called once, after construction and before the first `plan`. Where the
       capabilities say `compiles_at_start`, it may run

@@ -306,16 +306,6 @@ class StoresForOneStep(StoresKV):
         return out
 
 
-@mutant.using(capabilities=replace(CAPABILITIES, batch_invariant=True))
-class NotBatchInvariant(PlainAttention):
-    """States batch invariance and rounds by the number of rows."""
-
-    capabilities = replace(CAPABILITIES, batch_invariant=True)
-
-    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return super().run(spec, q, k, v, batch) * (1 + 1e-6 * batch.num_rows)
-
-
 @mutant.using(capabilities=replace(CAPABILITIES, device_lengths=True))
 class PlansFromBounds(PlainAttention):
     """States that it reads lengths on the device, and plans from those of the host."""
