@@ -95,6 +95,7 @@ class FakeRunner(ModelRunner):
         self.vocab_size = vocab_size
         self.num_tokens = 0  # computed in all, prompts and decodes
         self._is_invalid = is_invalid
+        self.bans_all = False  # invalid rows have no token with a logit above -inf
         self._table = np.zeros((num_slots, max_pages), np.int32)
         self._token = np.full((num_pages, page_size), -1, np.int64)
         self._hash = np.zeros((num_pages, page_size), np.uint64)
@@ -247,6 +248,7 @@ class FakeRunner(ModelRunner):
             top_logprobs=_logprob(top) if width else None,
             prompt_logprobs=self._prompt_logprobs(batch) if batch.prompt_logprobs is not None else None,
             invalid=invalid if invalid.any() else None,
+            banned=invalid if self.bans_all and invalid.any() else None,
         )
 
     def _prompt_logprobs(self, batch: ScheduledBatch) -> list[PromptLogprobs | None]:

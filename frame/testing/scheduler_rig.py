@@ -203,7 +203,11 @@ class SchedulerRig:
             raise AssertionError(f"{rid} never finished")
         if request.got != request.whole[: len(request.got)]:
             raise AssertionError(f"{rid} yielded {request.got}, an unconstrained run yields {request.whole}")
-        ended_early = request.finish.reason == "abort" or request.finish.code in ("non_finite_logits", "deadline_exceeded")
+        ended_early = request.finish.reason == "abort" or request.finish.code in (
+            "non_finite_logits",
+            "invalid_request",
+            "deadline_exceeded",
+        )
         if not ended_early and len(request.got) != len(request.whole):
             raise AssertionError(f"{rid} ended after {len(request.got)} of {len(request.whole)} tokens: {request.finish}")
         if request.got and request.cached is None:

@@ -85,6 +85,7 @@ class StepOutput:
             counts=counts,
             drafts=drafts,
             invalid=None if is_finite.all() else ~is_finite,
+            banned=None if is_finite.all() else np.isneginf(best),
             prompt_logprobs=prompts,
             faults=self.faults,
             **values,

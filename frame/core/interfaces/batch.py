@@ -107,6 +107,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: np.ndarray | None = None  # float32 [samples, k]
     prompt_logprobs: list[PromptLogprobs | None] | None = None  # one per batch row
     invalid: np.ndarray | None = None  # bool [samples]; whether a logit was not finite; None: no row has one
+    banned: np.ndarray | None = None  # bool [samples]; of the invalid ones: whether every logit was -inf; None: none is known to be
     faults: dict[int, str] | None = None  # by sample: why a logits processor failed on its request, which ends
     pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of pooling tasks, whose `token_ids` are empty
     groups: list[StepResult] = []  # of each attention group, for a batch with groups, whose `token_ids` are empty

@@ -15,6 +15,7 @@ import numpy as np
 
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, StepTokens, TokenLogprobs
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
@@ -24,6 +25,10 @@ from frame.core.scheduling.speculation import Speculation
 NON_FINITE = Finish(
     "error", error="the model's logits were not finite; the request was ended, others are not affected", code="non_finite_logits"
 )
+
+
+_GRAMMARS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+_BANS = {"bad_words": "shorten bad_words", "bad_words_ids": "shorten bad_words_ids", "logit_bias": "change logit_bias"}
 
 
 @dataclass(slots=True)
@@ -206,7 +211,10 @@ class OutputProcessor:
             sampled.finishes[i] = Finish("stop", matched=int(tokens[i]))
         if result.invalid is not None:
             for i in np.flatnonzero(result.invalid[sampled.entries]).tolist():
-                sampled.finishes[i] = NON_FINITE
+                is_banned = result.banned is not None and result.banned[sampled.entries[i]]
+                request = self._table.get_request(slots[i])
+                num_output = int(num_committed[i]) - 1 - request.prompt_len
+                sampled.finishes[i] = _explain_bans(request.params, num_output) if is_banned else NON_FINITE
                 sampled.discarded.add(i)
         for i, entry in enumerate(sampled.entries.tolist()) if result.faults else ():
             if result.faults is not None and entry in result.faults:
@@ -345,3 +353,19 @@ def _prompt_logprobs(request: Request) -> TokenLogprobs:
             logprobs[chunk.first + i] = value
             top[chunk.first + i] = list(zip(chunk.top_ids[i, :count].tolist(), chunk.top_logprobs[i, :count].tolist(), strict=True))
     return TokenLogprobs(request.prompt.tolist(), logprobs, top, ranks)
+
+
+def _explain_bans(params: SamplingParams, num_output: int) -> Finish:
+    """How a request ends after `num_output` tokens if every logit is -inf: by its parameters,
+    where some ban tokens."""
+    remedies = {name: remedy for name, remedy in _BANS.items() if getattr(params, name)}
+    if params.bad_words:
+        remedies.pop("bad_words_ids", None)  # made of them
+    if num_output < params.min_tokens:
+        remedies = {"min_tokens": f"lower min_tokens to {num_output}"} | remedies
+    fields = [*(name for name in _GRAMMARS if getattr(params, name)), *remedies]
+    if not fields:
+        return NON_FINITE
+    remedy = " or ".join(remedies.values()) or f"change {fields[0]}"
+    what = f"after {num_output} tokens of output no token is allowed by {' and '.join(fields)}"
+    return Finish("error", error=f"{what}; {remedy}", code="invalid_request", param=next(iter(remedies), fields[0]))

@@ -164,6 +164,7 @@ def test_broken_logits_are_reported_by_row():
         values = logits(hidden)
         values[1, 17] = float("nan")
         values[2, 17] = float("inf")
+        values[3] = float("-inf")
         return values
 
     script = Script(runner)
@@ -171,7 +172,8 @@ def test_broken_logits_are_reported_by_row():
     script.run(extends=list(prompts.items()), setups=[setup(s, p, temperature=float(s == 3)) for s, p in prompts.items()])
     runner.model.compute_logits = broken
     result = script.run(decodes=[0, 1, 2, 3])
-    assert result.invalid.tolist() == [False, True, True, False]
+    assert result.invalid.tolist() == [False, True, True, True]
+    assert result.banned.tolist() == [False, False, False, True]
     assert ((result.token_ids >= 0) & (result.token_ids < VOCAB)).all()
     runner.model.compute_logits = logits
     assert script.run(decodes=[0, 3]).invalid is None

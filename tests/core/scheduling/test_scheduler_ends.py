@@ -143,6 +143,35 @@ def test_non_finite_logits_end_only_their_request(overlap: bool) -> None:
     assert len(made.requests[broken].got) == 3
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        (
+            {"regex": "a+", "min_tokens": 7},
+            "after 3 tokens of output no token is allowed by regex and min_tokens; lower min_tokens to 3",
+            "min_tokens",
+        ),
+        ({"choice": ("a",), "min_tokens": 2}, "after 3 tokens of output no token is allowed by choice; change choice", "choice"),
+        (
+            {"min_tokens": 7, "bad_words_ids": ((1,),)},
+            "after 3 tokens of output no token is allowed by min_tokens and bad_words_ids; lower min_tokens to 3 or shorten bad_words_ids",
+            "min_tokens",
+        ),
+        ({}, "the model's logits were not finite; the request was ended, others are not affected", None),
+    ],
+)
+def test_a_request_that_bans_all_tokens_ends_with_the_fields_that_do(fields: dict[str, Any], error: str, param: str | None) -> None:
+    bad = prompt(9, 3)
+    made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
+    made.runner.bans_all = True
+    fine, banned = made.add(prompt(9), GREEDY), made.add(bad, params(**fields))
+    made.run()
+    assert made.requests[fine].finish == Finish("length")
+    finish = made.requests[banned].finish
+    assert finish is not None
+    assert (finish.error, finish.param) == (error, param)
+
+
 def test_a_step_with_non_finite_logits_caches_nothing() -> None:
     bad = prompt(9, 3)
     made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: len(tokens) == 13)
