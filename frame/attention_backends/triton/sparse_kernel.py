@@ -41,7 +41,7 @@ def attend_sparse(
     blocks, step = ceil_div(heads, taken), _KEY_BYTES // q.element_size()
     splits = max(1, min(PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
     share = ceil_div(keys, splits * step) * step
-    out, wide = torch.empty_like(q), max(16, next_power_of_2(rank))
+    out, wide = q.new_empty(q.shape), max(16, next_power_of_2(rank))
     parts, weights = out, out
     if splits > 1:
         parts = torch.empty(tokens * splits * heads, rank, device=q.device)
@@ -49,13 +49,11 @@ def attend_sparse(
     _sparse_kernel[(tokens, blocks, splits)](
         q, q_rope, cached, slots, out, parts, weights, scale * k_scale, k_scale, keys, share, *q.stride()[:2],
         *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0), slots.stride(0), HEADS=heads, RANK=rank, ROPE=rope, BLOCK_HEADS=taken,
-        BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step, BLOCK_SHARE=next_power_of_2(share),
+        BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step, BLOCK_ALL=next_power_of_2(keys),
         IS_SPLIT=splits > 1, UPCAST=INTERPRETED, num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(heads, tokens)](
-            parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=wide, OUT_TOKEN=out.stride(0), OUT_HEAD=out.stride(1)
-        )
+        _merge_kernel[(heads, tokens)](parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=wide)
     return out
 
 
@@ -95,7 +93,7 @@ def _sparse_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    BLOCK_SHARE: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -109,7 +107,7 @@ def _sparse_kernel(
     top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_RANK], tl.float32)
-    own = begin + tl.arange(0, BLOCK_SHARE)
+    own = begin + tl.arange(0, BLOCK_ALL)
     listed = tl.load(slots + token * slots_row + own, mask=own < tl.minimum(begin + share, num_keys), other=-1)
     for first in range(begin, tl.max(tl.where(listed >= 0, own + 1, 0), 0), BLOCK_KEYS):
         places = first + tl.arange(0, BLOCK_KEYS)
@@ -148,13 +146,11 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    OUT_TOKEN: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
 ):
     """Grid: (heads, tokens)."""
     none = tl.zeros([1], tl.int32)
     token, head = none + tl.program_id(1), none + tl.program_id(0)
     merge_parts(
         parts, weights, out, token * splits, none + splits, none, none, none, 0, token, head, none == 0,
-        HEADS, RANK, BLOCK_RANK, 0, OUT_TOKEN, OUT_HEAD, 1,
+        HEADS, RANK, BLOCK_RANK, 0, HEADS * RANK, RANK, 1,
     )  # fmt: skip
