@@ -68,6 +68,8 @@ def make_loop(args: argparse.Namespace, root: Path, *, drafts: bool) -> tuple[Lo
         "scheduler": {"max_running_requests": most},
         "execution": {"device": args.device, "cuda_graph_max_bs": 0 if args.device == "cpu" else args.graphs, "prompt_graph_max_tokens": 0},
     }
+    if args.apart:
+        config["plugins"] = {"options": {"attention_backend/triton": {"share_prefixes": False}}}
     if drafts:
         config["speculative"] = {
             "algorithm": "eagle3", "num_steps": NUM_STEPS, "draft_model_path": str(head), "synthetic_acceptance_length": 1.0,
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="of a measurement; of an adaptive one three times as long")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no batch is begun")
     parser.add_argument("--profile", action="store_true", help="print the kernels' times at the greatest fixed length, and nothing else")
+    parser.add_argument("--apart", action="store_true", help="each row reads its keys alone, in one draft too (share_prefixes: false)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model instead of Llama-3.1-8B's shape")
     parser.add_argument("--out", type=Path)

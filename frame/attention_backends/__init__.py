@@ -80,7 +80,9 @@ class TritonOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    share_prefixes: bool = Field(True, description="Decode rows with a common prefix read its keys once for all (cascade attention).")
+    share_prefixes: bool = Field(
+        True, description="Decode rows with a common prefix, or of one draft, read its keys once for all (cascade attention)."
+    )
 
 
 UNPROVEN = 12  # rank of backends that were never run on the hardware they are made for: below all that were

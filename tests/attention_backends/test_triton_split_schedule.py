@@ -120,3 +120,17 @@ def test_shared_items_hold_a_prefix_once_for_each_tile_of_rows() -> None:
         assert (parts[0, 2], parts[-1, 3]) == (0, prefix)
         assert (parts[1:, 2] == parts[:-1, 3]).all()
     assert int(np.sum(info[[0, 2, 4, 6, 8], 3])) == shared
+
+
+def test_tokens_of_a_draft_are_one_row() -> None:
+    from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW, make_schedule
+
+    config = make_config(tokens=4)
+    lengths, slots = [50, 51, 52, 9, 7, 8, 9, 10, 11, 12, 3, 1, 1], [5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7, 9, 9]
+    prefixes = torch.zeros(5, config.capacity, dtype=torch.int32)
+    found = make_schedule(config, 13, torch.tensor(lengths, dtype=torch.int32), torch.tensor(slots), prefixes, pdl=False).numpy()
+    items = found[HEADER.value + config.capacity * ROW.value :][: found[0] * ITEM.value].reshape(-1, ITEM.value)
+    # (first row, request slot, end, tokens, position of the first)
+    expected = [(0, 5, 52, 3, 49), (3, 5, 9, 1, 8), (4, 6, 10, 4, 6), (8, 6, 12, 2, 10), (10, 7, 3, 1, 2)]
+    expected += [(11, 9, 1, 1, 0), (12, 9, 1, 1, 0)]
+    assert sorted(map(tuple, items[:, [0, 1, 3, 4, 5]].tolist())) == expected

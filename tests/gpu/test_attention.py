@@ -11,6 +11,9 @@ from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+if torch.cuda.is_available():
+    from tests.kernels.draft_attention import *  # noqa: F403
+
 CHECKS, MISSING = checks_on("cuda", "attention_backend")
 
 

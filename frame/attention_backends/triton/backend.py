@@ -49,7 +49,7 @@ class TritonBackend(AttentionBackend):
         self._limits = device_limits = DeviceLimits.from_device(device)
         self._prefixes = SharedPrefixes(device, limits.max_decodes)
         self._shares = shares
-        self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares)
+        self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares, 1 + limits.max_drafted if shares else 1)
         self._extends = ExtendLauncher(device, device_limits)
         self._dequantizer = Dequantizer(device)
 

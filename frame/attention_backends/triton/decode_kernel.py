@@ -3,7 +3,8 @@
 of work items (`split_schedule.py`).
 
 All query heads that share a key head are one tile, so each key is read once per group; rows with a
-common prefix form one tile over it (cascade attention, as in FlashInfer and Hydragen).
+common prefix form one tile over it (cascade attention, as in FlashInfer and Hydragen). Rows of
+one request, as the tokens of a draft, form a tile too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from frame.attention_backends.triton.merge_kernel import merge_parts
-from frame.attention_backends.triton.online_softmax import LOG2E, TAIL, attend_keys, cast_queries, load_rows
+from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TAIL, attend_keys, cast_queries, load_rows
 from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
 
 SHARED_PART = tl.constexpr(1 << 16)  # counters hold own items in the low bits, shared items above
@@ -50,6 +51,7 @@ def attend_item(
     q1_pointer,
     q2_pointer,
     row,  # [M]
+    query_at,  # [M] position of each query, for MASK == CAUSAL
     head,  # [M]
     valid,
     row_max,
@@ -87,6 +89,7 @@ def attend_item(
     SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     LANES: tl.constexpr,
+    MASK: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -99,7 +102,7 @@ def attend_item(
     row_max, row_sum, acc = attend_keys(
         q1,
         q2,
-        row,
+        query_at,
         row_max,
         row_sum,
         tl.zeros([LANES, BLOCK_VALUE], tl.float32),
@@ -131,12 +134,15 @@ def attend_item(
         0,
         SOFT_CAP,
         VALUES_IN_KEYS,
-        TAIL,
+        MASK,
         False,
         WIDE,
         UPCAST,
     )
-    return acc * (value_scale / row_sum)[:, None], row_max + tl.log2(row_sum)
+    weight = row_max + tl.log2(row_sum)
+    if MASK == CAUSAL:
+        row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # of a query that sees none of the keys; its weight is -inf
+    return acc * (value_scale / row_sum)[:, None], weight
 
 
 @triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "own_items"])
@@ -179,7 +185,8 @@ def decode_kernel(
     TILE_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_LANES: tl.constexpr,  # HEADS, padded to a power of two
+    TOKENS: tl.constexpr,  # see `SplitConfig`
+    MERGE_LANES: tl.constexpr,  # HEADS * TOKENS, padded to a power of two
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH1: tl.constexpr,
@@ -214,7 +221,7 @@ def decode_kernel(
     row_part = schedule + HEADER
     item = row_part + capacity * ROW + index * ITEM
     arrivals = row_part + capacity * ROW + max_items * ITEM
-    own_lines = own_items * NUM_HEADS  # lines of own parts; those of shared prefixes come after them
+    own_lines = own_items * TOKENS * NUM_HEADS  # lines of own parts, token by token; those of shared prefixes come after them
     columns = tl.arange(0, BLOCK_VALUE)
     num_items = tl.load(schedule)
     num_shared = tl.load(schedule + 1) if TILE_ROWS > 0 else 0
@@ -235,6 +242,7 @@ def decode_kernel(
             out, weight = attend_item(
                 q1_pointer,
                 q2_pointer,
+                row,
                 row,
                 head,
                 valid,
@@ -273,6 +281,7 @@ def decode_kernel(
                 SOFT_CAP,
                 VALUES_IN_KEYS,
                 TILE_LANES,
+                TAIL,
                 WIDE,
                 UPCAST,
             )
@@ -284,10 +293,21 @@ def decode_kernel(
                 arrive_shared(arrivals + row * tl.num_programs(0) + tl.program_id(0), valid & (lane % HEADS == 0))
     elif index < num_items:
         lane = tl.arange(0, BLOCK_QUERIES)
-        in_group = first_head + lane
-        valid = (lane < HEADS) & (in_group < GROUP)
+        if TOKENS > 1:
+            num_tokens = tl.load(item + 4)
+            token = lane // HEADS
+            in_group = first_head + lane % HEADS
+            valid = (token < num_tokens) & (in_group < GROUP)
+            row = token + which
+            query_at = token + tl.load(item + 5)
+            first_line = index - num_shared + token * own_items
+        else:
+            in_group = first_head + lane
+            valid = (lane < HEADS) & (in_group < GROUP)
+            row = tl.zeros([BLOCK_QUERIES], tl.int32) + which
+            query_at = row
+            first_line = index - num_shared
         head = kv_head * GROUP + in_group
-        row = tl.zeros([BLOCK_QUERIES], tl.int32) + which
         info = row_part + which * ROW
         own_first = tl.load(info)
         own_count = tl.load(info + 1)
@@ -304,6 +324,7 @@ def decode_kernel(
             q1_pointer,
             q2_pointer,
             row,
+            query_at,
             head,
             valid,
             row_max,
@@ -341,35 +362,44 @@ def decode_kernel(
             SOFT_CAP,
             VALUES_IN_KEYS,
             BLOCK_QUERIES,
+            CAUSAL if TOKENS > 1 else TAIL,
             WIDE,
             UPCAST,
         )
         mask = valid[:, None] & (columns < VALUE)[None, :]
         if own_count + shared_count == 1:
-            places = (which.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
+            places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
             tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=mask)
         else:
-            line = ((index - num_shared) * NUM_HEADS + head).to(tl.int64)
+            line = (first_line * NUM_HEADS + head).to(tl.int64)
             tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
             tl.store(weights_pointer + line, weight, mask=valid)
             if MERGE_IN_KERNEL:
-                few = tl.arange(0, HEAD_LANES)
-                valid_few = (few < HEADS) & (first_head + few < GROUP)
-                head_few = kv_head * GROUP + first_head + few
-                none = tl.zeros([HEAD_LANES], tl.int32)
+                few = tl.arange(0, MERGE_LANES)
+                none = tl.zeros([MERGE_LANES], tl.int32)
+                if TOKENS > 1:
+                    valid_few = (few // HEADS < num_tokens) & (first_head + few % HEADS < GROUP)
+                    head_few = kv_head * GROUP + first_head + few % HEADS
+                    row_few = which + few // HEADS
+                    own_few = own_first + few // HEADS * own_items
+                else:
+                    valid_few = (few < HEADS) & (first_head + few < GROUP)
+                    head_few = kv_head * GROUP + first_head + few
+                    row_few = none + which
+                    own_few = none + own_first
                 arrival = arrivals + which * tl.num_programs(0) + tl.program_id(0)
                 if arrive_own(arrival, own_count, shared_count, TILE_ROWS):
                     merge_parts(
                         parts_pointer,
                         weights_pointer,
                         out_pointer,
-                        none + own_first,
+                        own_few,
                         none + own_count,
                         none + shared_first,
                         none + shared_count,
                         none + within,
                         own_lines,
-                        none + which,
+                        row_few,
                         head_few,
                         valid_few,
                         NUM_HEADS,
@@ -378,5 +408,5 @@ def decode_kernel(
                         TILE_ROWS,
                         OUT_STRIDE,
                         OUT_HEAD,
-                        HEAD_LANES,
+                        MERGE_LANES,
                     )

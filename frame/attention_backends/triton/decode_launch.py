@@ -41,10 +41,12 @@ class DecodeVariant:
 
 class DecodeLauncher:
     """Launches the decode kernel. `capacity`: most rows of a step. `shares`: whether rows read a
-    common prefix together (cascade attention)."""
+    common prefix together (cascade attention). `tokens`: consecutive tokens of one request that
+    are rows of a step, and read its keys together, as far as a tile has room for them."""
 
-    def __init__(self, device: torch.device, device_limits: DeviceLimits, capacity: int, shares: bool) -> None:
+    def __init__(self, device: torch.device, device_limits: DeviceLimits, capacity: int, shares: bool, tokens: int = 1) -> None:
         self._device, self._limits, self._capacity, self._shares = device, device_limits, capacity, shares
+        self._tokens = tokens
         self._pdl = supports_pdl(device)
         self._variants: dict[tuple[Any, ...], DecodeVariant] = {}
         # by layer and strides
@@ -98,6 +100,7 @@ class DecodeLauncher:
             block_keys=sizes.tile.keys,
             window=get_window(spec),
             tile_rows=tile_rows if shares and tile_rows > 1 else 0,
+            tokens=1 if get_window(spec) or sizes.merge_separately else min(self._tokens, sizes.tile.queries // taken),
         )
         self._variants[key] = DecodeVariant(sizes, split, *self._space_for(split, operands.value_width, out.device))
         return self._variants[key]
@@ -110,7 +113,8 @@ class DecodeLauncher:
             "TILE_ROWS": variant.split.tile_rows,
             "TILE_LANES": sizes.tile_lanes,
             "TILE_KEYS": sizes.tile_keys,
-            "HEAD_LANES": next_power_of_2(min(group, tile.queries)),
+            "TOKENS": variant.split.tokens,
+            "MERGE_LANES": next_power_of_2(min(group, tile.queries) * variant.split.tokens),
             "NUM_HEADS": variant.split.heads,
             "MERGE_IN_KERNEL": not sizes.merge_separately,
         }
@@ -123,7 +127,7 @@ class DecodeLauncher:
         variant.launch = PreparedLaunch(decode_kernel, example, constants, self._device, tile.warps)
 
     def _space_for(self, split: SplitConfig, value: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        lines = (split.max_own_items + split.max_shared_items * split.tile_rows) * split.heads
+        lines = (split.max_own_items * split.tokens + split.max_shared_items * split.tile_rows) * split.heads
         found = self._space.get((lines, value))
         if found is None:
             found = torch.empty(lines, value, device=device), torch.empty(lines, device=device)

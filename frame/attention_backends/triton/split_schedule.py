@@ -21,7 +21,8 @@ from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 # A schedule is one int32 tensor: header (number of items, number of shared items); 8 per row (first
 # own item, own items, first shared item, shared items, position in its tile); 8 per item (row, or
 # first index in the order of shared rows; page-table row; first key; last key + 1; rows of the
-# tile); 1 arrival counter per row and block of heads, zero between launches.
+# tile, or tokens of one request; position of the first of these); 1 arrival counter per row and
+# block of heads, zero between launches.
 HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
 CLASSES = tl.constexpr(8)  # classes of pieces by length
 
@@ -39,6 +40,7 @@ class SplitConfig:
     block_keys: int  # pieces start at multiples of it
     window: int  # negative: chunks of so many keys
     tile_rows: int  # rows per tile of a shared prefix; 0: prefixes are not shared
+    tokens: int = 1  # consecutive rows at most, of consecutive tokens of one request, that are divided as one row
 
     def count_tiles(self, rows: int) -> int:
         """Most tiles of rows that share a prefix."""
@@ -77,6 +79,35 @@ def split_keys(keys, split, BLOCK_KEYS: tl.constexpr):
     return tl.cdiv(keys, length), length
 
 
+@triton.jit
+def greater(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def is_next(seq_lens, request_slots, begins, rows, ahead, num_rows, TILE_ROWS: tl.constexpr):
+    """Whether the row `ahead` rows later is the token so far later of the same request, and neither
+    shares a prefix with other rows."""
+    valid = (rows >= 0) & (rows + ahead < num_rows)
+    same = tl.load(request_slots + rows, mask=valid, other=0) == tl.load(request_slots + rows + ahead, mask=valid, other=0)
+    apart = tl.load(seq_lens + rows + ahead, mask=valid, other=0) - tl.load(seq_lens + rows, mask=valid, other=0)
+    if TILE_ROWS > 0:
+        same &= (tl.load(begins + rows, mask=valid, other=0) == 0) & (tl.load(begins + rows + ahead, mask=valid, other=0) == 0)
+    return valid & same & (apart == ahead)
+
+
+@triton.jit
+def count_tokens(seq_lens, request_slots, begins, rows, num_rows, TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """The rows from each one on that are divided as one row; 0 where those of an earlier one
+    include it."""
+    goes_on = is_next(seq_lens, request_slots, begins, rows - 1, 1, num_rows, TILE_ROWS)
+    starts = tl.associative_scan(tl.where(goes_on, 0, rows), 0, greater)
+    counts = tl.full(rows.shape, 1, tl.int32)
+    for ahead in tl.static_range(1, TOKENS):
+        counts += tl.where(is_next(seq_lens, request_slots, begins, rows, ahead, num_rows, TILE_ROWS), 1, 0)
+    return tl.where((rows < num_rows) & ((rows - starts) % TOKENS == 0), counts, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "pieces", "tiled_pieces", "most_pieces"])
 def schedule_kernel(
     schedule,
@@ -95,6 +126,7 @@ def schedule_kernel(
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_ARRIVALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,7 +148,13 @@ def schedule_kernel(
     num_shared = 0
     if TILE_ROWS > 0:
         begin = tl.load(prefixes + rows, mask=valid, other=0)
+    end = seq_len
     own = seq_len - begin
+    tokens = tl.full([BLOCK_ROWS], 1, tl.int32)
+    if TOKENS > 1:
+        tokens = count_tokens(seq_lens, request_slots, prefixes, rows, num_rows, TOKENS, TILE_ROWS)
+        end = seq_len + tokens - 1
+        own = tl.where(tokens > 0, end - begin, 0)
     total = tl.sum(own, 0)
     split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
     if TILE_ROWS > 0:
@@ -170,7 +208,10 @@ def schedule_kernel(
         tl.store(item, rows, mask=used)
         tl.store(item + 1, slot, mask=used)
         tl.store(item + 2, begin + number * length, mask=used)
-        tl.store(item + 3, tl.minimum(seq_len, begin + (number + 1) * length), mask=used)
+        tl.store(item + 3, tl.minimum(end, begin + (number + 1) * length), mask=used)
+        if TOKENS > 1:
+            tl.store(item + 4, tokens, mask=used)
+            tl.store(item + 5, seq_len - 1, mask=used)
     tl.store(schedule, num_shared + taken)
     tl.store(schedule + 1, num_shared)
     for start in range(0, num_rows * BLOCKS, BLOCK_ARRIVALS):
@@ -201,6 +242,7 @@ def make_schedule(
         BLOCK_KEYS=config.block_keys,
         WINDOW=config.window,
         TILE_ROWS=config.tile_rows,
+        TOKENS=config.tokens,
         BLOCK_ARRIVALS=1024,
         PDL=pdl,
         launch_pdl=pdl,

@@ -123,6 +123,7 @@ def limits_of(resolved: Resolved) -> Limits:
         max_tokens_per_step=most + is_padded,
         max_context=resolved.max_context,
         page_size=resolved.page_size,
+        max_drafted=num_steps,
         max_single_rows=max(resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0),
     )
 

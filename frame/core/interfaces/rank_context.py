@@ -36,6 +36,7 @@ class Limits:
     max_tokens_per_step: int
     max_context: int  # tokens of a sequence, prompt and output
     page_size: int  # tokens
+    max_drafted: int = 0  # tokens of a draft
     # rows of one token each at most, if more than running requests: a decode graph has one for each
     # drafted token too, and cross-attention one for each token of a step
     max_single_rows: int = 0
