@@ -189,13 +189,14 @@ def test_triton_compiles_in_the_threads(target: None, tmp_path: Any, monkeypatch
     assert (counts.compiled, counts.loaded) == (1, 1)
 
 
-def make_config(path: Any) -> FrameConfig:
+def make_config(path: Any, draft: Any) -> FrameConfig:
     return FrameConfig.model_validate(
         {
             "model": {"path": str(path), "dtype": "bfloat16"},
             "cache": {"max_total_tokens": 8192},
             "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 128},
             "execution": {"device": "cpu"},
+            "speculative": {} if draft is None else {"algorithm": "draft_model", "draft_model_path": str(draft)},
         }
     )
 
@@ -219,8 +220,10 @@ def test_steps_without_launches_read_valid_indices(
     monkeypatch.setattr(components, "_build_attention", lambda _, context, __: backend.TritonBackend(context))
     monkeypatch.setattr(components.TorchModelRunner, "warm_up", lambda _: None)
     monkeypatch.setattr(components, "check_finite", lambda _: None)
-    path = find_model(EMBEDDED) if architecture == EMBEDDED else make_checkpoint(architecture, tmp_path, max_position_embeddings=4096)
-    prepared = prepare(make_config(path))
+    path = tiny = find_model(EMBEDDED)
+    if architecture != EMBEDDED:
+        path = make_checkpoint(architecture, tmp_path, max_position_embeddings=4096)
+    prepared = prepare(make_config(path, tiny if path == tiny else None))
     runner = build_rank(prepared.resolved, prepared.registry)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills `torch.empty` with the largest integers and NaN
     try:

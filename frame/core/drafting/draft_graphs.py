@@ -63,9 +63,11 @@ class DraftGraphs:
         """The largest number of rows that has graphs."""
         return self._graphs.most
 
-    def capture(self) -> None:
-        """Run and capture each size, the largest first, so that smaller sizes reuse its memory."""
-        pool, graphs = self._graphs.platform.create_graph_pool(), self._graphs
+    def capture(self, *, is_dry: bool = False) -> None:
+        """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
+        is_dry: run each size only."""
+        graphs = self._graphs
+        pool = None if is_dry else graphs.platform.create_graph_pool()
         most_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.most))
         with uncollected():
             for step in reversed(graphs.steps):

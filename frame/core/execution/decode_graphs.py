@@ -188,15 +188,17 @@ class DecodeGraphs:
 
     def capture(self, *, is_dry: bool = False) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
-        is_dry: run each size only."""
+        is_dry: run each size only, and keep the states of the step."""
         pool = None if is_dry else self.platform.create_graph_pool()
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self.device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self.device)
         with uncollected():
             for size in reversed(self._sizes):
                 step = self._captured(self._batch(size, counted, token_ids), pool)
-                if not is_dry:
-                    self.steps.insert(0, step)
+                if is_dry:  # without the pool of graphs, all logits together take gigabytes
+                    outputs = step.outputs._replace(logits=step.outputs.best)
+                    step = replace(step, outputs=outputs, captured=_Recomputed(lambda: (), ()), filtered=None)
+                self.steps.insert(0, step)
 
     def replay(
         self, tokens: TokenRows, draws: Mapping[str, np.ndarray], settle: Callable[[Mapping[str, torch.Tensor]], None] | None = None

@@ -164,12 +164,11 @@ class TorchModelRunner(ModelRunner):
         graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, sizes, platform, self._graph_redraw)
         problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
         self._capture(partial(graphs.capture, is_dry=is_dry), problem)
-        if is_dry:
-            return
-        self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
+        if not is_dry:
+            self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
         if self.drafts is not None:
             problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
-            self._capture(self.drafts.make_graphs(graphs).capture, problem)
+            self._capture(partial(self.drafts.make_graphs(graphs).capture, is_dry=is_dry), problem)
 
     @property
     def _graph_redraw(self) -> Redraw | None:

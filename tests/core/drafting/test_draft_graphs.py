@@ -64,6 +64,8 @@ def run(
     prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
     runner = build_rank(prepared.resolved, prepared.registry)
     if most:
+        if draft is not None:
+            runner.capture_decode_graphs(most, is_dry=True)
         runner.capture_decode_graphs(most)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
     found = record_drafts(loop)
