@@ -97,7 +97,9 @@ class GatedDeltaNet(nn.Module):
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(queries, keys and values; gate; beta; decay) before their activations."""
         sizes, (key_heads, heads) = self.sizes, self.heads
-        first, second = (projection(x) for projection in self.projections)
+        large, small = self.projections
+        second = small(x)  # before the large product, which loads weights while this one waits for x and runs
+        first = large(x)
         if not sizes.grouped:
             values = heads * sizes.value
             mixed, gate = first.split((2 * key_heads * sizes.key + values, values), -1)
