@@ -38,6 +38,8 @@ LAYERS = {  # outputs, inputs
     "qwen o": (5120, 5120),
     "qwen gate_up": (34816, 5120),
     "qwen down": (5120, 17408),
+    "qwen moe qkv": (5120, 2048),
+    "qwen moe o": (2048, 4096),
 }
 FORMS = {
     "int4 g128": (WeightScheme("int4", (1, 128)), False),

@@ -47,6 +47,16 @@ class Int4Options(RoundingOptions):
     group_size: Literal[32, 64, 128, 256] = Field(64, description="Inputs that share a scale and a zero point.")
 
 
+class HummingOptions(BaseModel):
+    """Settings of `humming`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    few_rows: bool = Field(
+        False, description="Keep the codes a second time for the Triton kernel, which multiplies few rows and few pairs faster."
+    )
+
+
 @hookimpl
 def register_weight_formats(registry: KindRegistry) -> None:
     """Add the in-tree weight formats."""
@@ -111,9 +121,9 @@ class TritonCapabilities(GemmCapabilities):
 # Measured on an H200 with the layers of Llama-3.1-8B and Qwen3-14B by benchmarks/quantized_gemm.py;
 # e4m3 is an estimate.
 _WEIGHT_ONLY_SPEEDS = (
-    *(Speed("int4", 16, 1.4), Speed("int4", 64, 0.8), Speed("int4", 0, 0.7)),
+    *(Speed("int4", 4, 2.1), Speed("int4", 16, 1.4), Speed("int4", 64, 0.8), Speed("int4", 0, 0.7)),
     *(Speed("int8", 16, 1.1), Speed("int8", 64, 0.8), Speed("int8", 0, 0.8)),
-    *(Speed("e2m1", 16, 0.8), Speed("e2m1", 64, 0.5), Speed("e2m1", 0, 0.7)),
+    *(Speed("e2m1", 2, 1.8), Speed("e2m1", 16, 0.8), Speed("e2m1", 64, 0.5), Speed("e2m1", 0, 0.7)),
     Speed("e4m3", 0, 0.9),
 )
 # As above (2026-11-22-humming-h200.json), without layers so small that their launch is what costs.
@@ -159,6 +169,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "frame.quantization.gemm.humming:HummingKernel",
         capabilities=GemmCapabilities(devices=("cuda",), speeds=_HUMMING_SPEEDS, dtypes=_LOW, min_compute_capability=(8, 0)),
         requires=("humming-kernels>=0.1.19",),
+        options=HummingOptions,
         rank=85,
         summary="4-bit weights, unquantized activations: CUDA kernels of humming-kernels, compiled on first use.",
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.quantization import HummingOptions
 from frame.quantization.gemm.humming import HummingKernel
 from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
@@ -44,10 +45,12 @@ def test_products(scheme: WeightScheme) -> None:
     weight = on_gpu(make_weight(scheme, OUTPUTS, INPUTS, dtype=torch.bfloat16))
     assert kernel.find_obstacle(weight) is None
     product, dense = kernel.prepare(weight), weight.dequantize(torch.float32).double()
+    both = HummingKernel(kernel.context, HummingOptions(few_rows=True)).prepare(weight)
     bias = torch.randn(OUTPUTS, device="cuda", dtype=torch.bfloat16)
     for rows in (1, 17, 300):
         x = torch.randn(rows, INPUTS, device="cuda", dtype=torch.bfloat16)
-        check(product(x, bias), x.double() @ dense.t() + bias.double())
+        for each in (product, both):
+            check(each(x, bias), x.double() @ dense.t() + bias.double())
     x = torch.randn(4, INPUTS, device="cuda", dtype=torch.bfloat16)
     product(x)
     graph = torch.cuda.CUDAGraph()

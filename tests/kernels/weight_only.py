@@ -108,7 +108,7 @@ def test_mixtures(case: int, activation: Any) -> None:
         weights = [weight_of(replace(scheme, group=group), outer, *sizes, dtype, experts) for sizes in ((wide, hidden), (hidden, inner))]
         first, second = (weight.dequantize(torch.float32) for weight in weights)
         gate_up, down = (WeightOnlyGroupedProduct(weight) for weight in weights)
-        for count in (1, *(rows * experts // top + 1 for rows in (MOST_PAIRS // experts, *PLAN_ROWS))) if LARGE else (2,):
+        for count in (1, *(rows * experts // top + 1 for rows in (MOST_PAIRS // experts, *PLAN_ROWS))) if LARGE else (1 + case % 2,):
             x = torch.randn(count, hidden, device=DEVICE, dtype=dtype)
             ids = torch.rand(count, experts, device=DEVICE).topk(top).indices
             tokens = DispatchOutput(x, ids, torch.rand(count, top, device=DEVICE))
@@ -136,9 +136,14 @@ def test_products_of_few_rows(scheme: WeightScheme) -> None:
         weight = weight_of(scheme, False, outputs, inputs, dtype)
         dense, most = weight.dequantize(torch.float32).double(), count_most_rows(weight, dtype)
         bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
-        for rows in (1, most // 2 - 1, most) if LARGE else (most - 1,):
+        for rows in (1, most, 2 * most, 16) if LARGE else (most + 1,):
             x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
-            check(multiply_rows(x, weight, bias, plan), x.double() @ dense.t() + bias.double())
+            want = x.double() @ dense.t() + bias.double()
+            check(multiply_rows(x, weight, bias, plan), want)
+            gated = WeightOnlyProduct(weight).multiply_gated(x[:most], bias)
+            assert gated is not None
+            gate, up = want[:most].chunk(2, -1)
+            check(gated, nn.functional.silu(gate) * up)
 
 
 def test_an_order_of_inputs() -> None:

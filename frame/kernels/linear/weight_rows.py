@@ -26,8 +26,8 @@ from frame.kernels.moe.grouped_gemm import Activation
 
 _CHUNK = 128  # inputs of which four neighbouring threads load the codes of 32 each
 _COLUMNS = 8  # of an MMA
-_MOST_SETS = 2  # of columns
-_FEW_TILES, _MANY_TILES = 160, 640  # of 16 outputs: up to which more warps share one, from which a program takes two
+_MOST_SETS = 1  # of columns; measured on an H200, two are slower than the kernel for more rows
+_FEW_OUTPUTS, _MANY_OUTPUTS = 2560, 10240  # up to which more warps share a block, from which a program takes two
 MOST_PAIRS = 64  # of tokens and experts
 
 
@@ -355,20 +355,26 @@ def count_most_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
 
 
 def choose_rows_plan(weight: PackedWeight, pairs: int = 0) -> RowsPlan:
-    """The plan for a weight [outputs, inputs], or for the experts of so many pairs."""
+    """The plan for a weight [outputs, inputs], or for the experts of so many pairs. Measured on an
+    H200."""
     if INTERPRETED:
         return RowsPlan(1, 1, 2)
-    tiles = weight.outputs // 16 * max(1, pairs)
-    depth = 2 if weight.columns >= 1024 else 1
-    if tiles >= _MANY_TILES:
-        return RowsPlan(4, depth, 2)
-    return RowsPlan(8 if weight.columns >= 4096 and tiles < _FEW_TILES else 4, depth, 1)
+    columns = weight.columns
+    if pairs:
+        warps = 4 if columns >= 2048 else 2
+        return RowsPlan(warps, min(4 if weight.scheme.codes == "int4" else 2, ceil_div(columns, warps * _CHUNK)))
+    if weight.outputs >= _MANY_OUTPUTS:
+        return RowsPlan(4, 2, 2)
+    return RowsPlan(8 if columns >= 4096 and weight.outputs <= _FEW_OUTPUTS else 4, 4)
 
 
-def multiply_rows(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, plan: RowsPlan) -> torch.Tensor:
-    """x [rows, inputs], inputs contiguous, up to `count_most_rows` -> [rows, outputs]."""
-    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, None, None, out, plan, None, 0)
+def multiply_rows(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, plan: RowsPlan, activation: Activation | None = None
+) -> torch.Tensor:
+    """x [rows, inputs], inputs contiguous, up to `count_most_rows` -> [rows, outputs], with the
+    activation, which halves gated outputs."""
+    out = torch.empty(len(x), _count_outputs(weight, activation), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, None, None, out, plan, activation, 0)
     return out
 
 
@@ -387,10 +393,13 @@ def multiply_pair_rows(
     With `pair_weights` the kernel before it must be one of these with the same `ids`: they are read
     while that one runs.
     """
-    outputs = weight.outputs // 2 if activation is not None and activation.is_gated else weight.outputs
-    out = torch.empty(ids.numel(), outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(ids.numel(), _count_outputs(weight, activation), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, ids, pair_weights, out, plan, activation, ids.numel() // len(x))
     return out
+
+
+def _count_outputs(weight: PackedWeight, activation: Activation | None) -> int:
+    return weight.outputs // 2 if activation is not None and activation.is_gated else weight.outputs
 
 
 def _count_groups(weight: PackedWeight) -> int:

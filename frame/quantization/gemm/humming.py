@@ -14,13 +14,18 @@ from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Produc
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
 from frame.models.layers.weights.expert_activation import activate
+from frame.quantization.gemm.weight_only import WeightOnlyGroupedProduct, WeightOnlyProduct
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.rank_context import RankContext
     from frame.kernels.moe.align import Alignment
 
 _TILE = 128  # the library's tiles divide the sizes of a weight, which it pads with zeros
 _OUTPUTS, _STEP = 64, 32  # what divides the outputs and the inputs before that
 _GROUPS = (0, 16, 32, 64, 128, 256)  # inputs that share a scale; 0: all
+_FEW_PAIRS = 32  # of tokens and experts, up to which the Triton kernel is faster
 _LOCKS = 2048  # counters of the library's split sums
 _NAMES = {"int4": "uint4", "e2m1": "float4e2m1"}
 _GROUPED = '{"gemm_type": "grouped_contiguous"}'
@@ -29,6 +34,10 @@ _INDEXED = '{"gemm_type": "indexed"}'
 
 class HummingKernel(GemmKernel):
     """Dequantizes codes in registers, for any number of rows."""
+
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
+        super().__init__(context)
+        self._keeps_codes = bool(getattr(options, "few_rows", False))
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         scheme, dtype = weight.scheme, self.context.dtype
@@ -47,21 +56,24 @@ class HummingKernel(GemmKernel):
         return None
 
     def prepare(self, weight: PackedWeight) -> Product:
-        return HummingProduct(weight)
+        return HummingProduct(weight, WeightOnlyProduct(weight) if self._keeps_codes else None)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        return HummingGroupedProduct(weight)
+        few = WeightOnlyGroupedProduct(weight, self.context.limits.max_tokens_per_step) if self._keeps_codes else None
+        return HummingGroupedProduct(weight, few)
 
 
 class HummingProduct:
-    """x times one weight, whose tensors are in the library's layout."""
+    """x times one weight, whose tensors are in the library's layout. `few` multiplies few rows, by
+    the codes in canonical form."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: PackedWeight, few: WeightOnlyProduct | None = None) -> None:
         from humming.forward import humming_forward
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
 
         assert weight.scales is not None
+        self._few = few
         device, dtype = weight.codes.device, weight.scales.dtype
         schema = HummingWeightSchema(
             b_dtype=_NAMES[weight.scheme.codes], weight_scale_group_size=weight.scheme.group[1], has_zero_point=weight.zeros is not None
@@ -83,9 +95,14 @@ class HummingProduct:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*self._tensors.values(), self._locks]
+        return [*self._tensors.values(), self._locks, *(self._few.tensors if self._few is not None else [])]
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        return None if self._few is None else self._few.multiply_gated(x, bias)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._few is not None and self._few.takes_few(x):
+            return self._few(x, bias)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         out: torch.Tensor = self._multiply(self._config, flat, **self._tensors, locks=self._locks)
         if bias is not None:
@@ -96,10 +113,15 @@ class HummingProduct:
 class HummingGroupedProduct(HummingProduct):
     """Rows times the weights of their experts."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: PackedWeight, few: WeightOnlyGroupedProduct | None = None) -> None:
         super().__init__(weight)
+        self._few_pairs = few
         self._experts = len(weight.codes)
         self._blocks: list[tuple[int, int]] = []  # (most pairs, rows of a block of one expert)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, *(self._few_pairs.tensors if self._few_pairs is not None else [])]
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         layout = F.pad(ends, (1, 0))  # the row before each expert's first
@@ -112,6 +134,9 @@ class HummingGroupedProduct(HummingProduct):
         """The whole experts; the products read tokens where they are."""
         if not isinstance(down, HummingGroupedProduct) or not kernels.can_use_triton(tokens.x.device):
             return None
+        few, few_down = self._few_pairs, down._few_pairs  # noqa: SLF001 - own class
+        if few is not None and few_down is not None and tokens.ids.numel() <= _FEW_PAIRS:
+            return few.mix(few_down, tokens, experts, parts)
         from frame.kernels.elementwise.activation import silu_mul
         from frame.kernels.moe.align import align_tokens
         from frame.kernels.moe.grouped_gemm import combine_pairs

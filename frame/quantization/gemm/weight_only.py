@@ -56,12 +56,25 @@ class WeightOnlyProduct:
         self._module, self._few, self._processors = weight_only, weight_rows, _count_processors(weight.codes.device)
         self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
 
+    def takes_few(self, x: torch.Tensor) -> bool:
+        """Whether the kernel for few rows multiplies x."""
+        return 0 < x.numel() <= x.shape[-1] * self._few.count_most_rows(self.weight, x.dtype)
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        if not self.takes_few(x):
+            return None
+        from frame.kernels.moe.grouped_gemm import SILU
+
+        flat = _flatten(x)
+        out = self._few.multiply_rows(flat, self.weight, bias, self._few.choose_rows_plan(self.weight), SILU)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+        flat = _flatten(x)
         rows = len(flat)
         if self.weight.order is not None:
             flat = flat.index_select(1, self.weight.order)
-        if 0 < rows <= self._few.count_most_rows(self.weight, x.dtype):
+        if self.takes_few(flat):
             out = self._few.multiply_rows(flat, self.weight, bias, self._few.choose_rows_plan(self.weight))
         elif rows > self._module.MAX_FUSED_ROWS or (rows and self.weight.minima is not None):
             out = F.linear(flat, self._module.dequantize(self.weight, x.dtype), bias)
@@ -102,6 +115,10 @@ class WeightOnlyGroupedProduct:
             self._mixture = Mixture(self.weight, down.weight, self._most)
         rows = self._mixture(tokens.x, tokens.ids, tokens.weights, experts)
         return None if rows is None else sum_pairs(rows, len(tokens.ids), parts)
+
+
+def _flatten(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _count_processors(device: torch.device) -> int:
