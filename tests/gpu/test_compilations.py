@@ -29,13 +29,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 2048,
     },
     "Qwen3MoeForCausalLM": {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+    "DeepseekV3ForCausalLM": {
+        "hidden_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+    },
 }
+QUANTIZATION = {"DeepseekV3ForCausalLM": "fp8"}
 LENGTHS = (1, 2, 3, 5, 7, 15, 16, 17, 33, 63, 64, 65, 90, 127, 129, 250, 511, 700, 1023, 1025, 1999, 2500, 3000)
 
 
-def make_loop(path: Path) -> LocalLoop:
+def make_loop(path: Path, quantization: str | None) -> LocalLoop:
     config = {
-        "model": {"path": str(path), "dtype": "bfloat16"},
+        "model": {"path": str(path), "dtype": "bfloat16", "quantization": quantization},
         "cache": {"max_total_tokens": 65_536},
         "scheduler": {"max_running_requests": 64, "chunked_prefill_size": 2048},
         "execution": {"device": "cuda"},
@@ -80,7 +93,9 @@ def test_nothing_is_compiled_while_requests_are_served(architecture: str, tmp_pa
         compiled.append(model_config["repr"])
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    loop = make_loop(make_checkpoint(architecture, tmp_path, max_position_embeddings=8192, **SHAPES[architecture]))
+    loop = make_loop(
+        make_checkpoint(architecture, tmp_path, max_position_embeddings=8192, **SHAPES[architecture]), QUANTIZATION.get(architecture)
+    )
     assert compiled, "nothing is seen of what the start compiles"
     compiled.clear()
     draw = random.Random(1)
