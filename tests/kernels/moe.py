@@ -104,6 +104,23 @@ def test_ties_select_the_first_experts() -> None:
     torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_float32_logits_of_many_tokens(exact: bool) -> None:
+    """A float32 weight that bfloat16 holds exactly is multiplied in bfloat16 on a GPU, with sums in
+    float32."""
+    context = replace(CONTEXT, dtype=torch.bfloat16)
+    router = Router(context, "gate", 32, 512, RoutingRule(2, precise=True)).to(DEVICE)
+    router.weight.data.normal_(std=512**-0.5)
+    if exact:
+        router.weight.data.copy_(router.weight.data.bfloat16())
+    router.finish()
+    x = torch.randn(200, 512, device=DEVICE).bfloat16()
+    logits = router._logits(x)
+    assert logits.dtype == torch.float32
+    assert (router._narrow is not None) == (exact and DEVICE.type == "cuda")
+    torch.testing.assert_close(logits.double(), x.double() @ router.weight.double().T, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])
 def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
     x = torch.randn(5, 2 * hidden, device=DEVICE)[:, :hidden]

@@ -286,13 +286,23 @@ class LatentExpansion(nn.Module):
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, nope] -> [tokens, heads, rank]."""
-        return torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        return multiply_heads(q_nope, self.w_uk)
 
     def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, rank] -> [tokens, heads, value]."""
-        return torch.bmm(out.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
+        return multiply_heads(out, self.w_uv.transpose(1, 2))
 
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, rank] -> keys [n, heads, nope] and values [n, heads, value]."""
         keys = F.linear(latent, self.w_uk.flatten(0, 1)).unflatten(-1, (self.heads, -1))
         return keys, F.linear(latent, self.w_uv.flatten(0, 1)).unflatten(-1, (self.heads, -1))
+
+
+def multiply_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, inputs] by [heads, inputs, outputs] -> contiguous [tokens, heads, outputs].
+
+    The strides depend on no number of tokens, for kernels are compiled for strides.
+    """
+    out = x.new_empty(*x.shape[:2], weights.shape[2])
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out

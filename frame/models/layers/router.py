@@ -75,6 +75,8 @@ class Router(nn.Module):
         self._has_kernels = kernels.can_use_triton(context.device)
         self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=torch.float32 if rule.precise else context.dtype))
         self.weight.bind(f"{name}.weight")
+        self._narrow: torch.Tensor | None = None
+        self._dtype = context.dtype
         if rule.correction:
             self.correction = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
             self.correction.bind(f"{name}.e_score_correction_bias")
@@ -86,6 +88,13 @@ class Router(nn.Module):
         if rule.bias:
             self.bias = ShardedParameter(torch.empty(num_experts, dtype=self.weight.dtype))
             self.bias.bind(f"{name}.bias")
+
+    def finish(self) -> None:
+        """Keep a float32 weight in the model's dtype too if that loses nothing, as in published
+        checkpoints: tensor cores then multiply exactly, and sum in float32."""
+        narrow = self.weight.data.to(self._dtype)
+        is_exact = self.weight.is_cuda and narrow.dtype is not self.weight.dtype and torch.equal(narrow.float(), self.weight.data)
+        self._narrow = narrow if is_exact else None
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if they are already computed."""
@@ -111,6 +120,8 @@ class Router(nn.Module):
         from frame.kernels.moe.router import FEW_TOKENS, compute_few_logits
 
         if len(x) > FEW_TOKENS:
+            if self._narrow is not None and self.bias is None and x.dtype is self._dtype:
+                return torch.mm(x, self._narrow.t(), out_dtype=torch.float32)
             return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
         logits = compute_few_logits(x, self.weight)
         return logits if self.bias is None else logits + self.bias

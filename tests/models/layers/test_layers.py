@@ -19,6 +19,7 @@ from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.model import ModelConfig
 from frame.models.layers.attention import get_layer_window
 from frame.models.layers.linear import HeadLayout
+from frame.models.layers.mla import multiply_heads
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule, load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -221,3 +222,15 @@ def test_plain_modules_load_by_their_names() -> None:
 )
 def test_sliding_windows_of_layers(config: dict[str, Any], windows: list[int | None]) -> None:
     assert [get_layer_window(config, layer) for layer in range(2)] == windows
+
+
+def test_absorbed_queries_have_strides_without_tokens() -> None:
+    """Attention kernels are compiled for the strides of their queries."""
+    weights = torch.randn(3, 4, 5)
+    strides = set()
+    for tokens in (1, 2, 7):
+        x = torch.randn(tokens, 3, 4)
+        found = multiply_heads(x, weights)
+        torch.testing.assert_close(found, torch.einsum("thi,hio->tho", x, weights))
+        strides.add(found.stride())
+    assert len(strides) == 1
