@@ -4,6 +4,6 @@ from setuptools import Extension, setup
 
 FLAGS = ["-O3", "-std=c++17", "-march=sapphirerapids", "-fopenmp"]
 
-setup(
-    ext_modules=[Extension("frame_amx._products", ["frame_amx/products.cpp"], extra_compile_args=FLAGS, extra_link_args=["-fopenmp"])]
-)
+SOURCES = ["frame_amx/products.cpp", "frame_amx/operations.cpp"]
+
+setup(ext_modules=[Extension("frame_amx._products", SOURCES, extra_compile_args=FLAGS, extra_link_args=["-fopenmp"])])

@@ -102,6 +102,7 @@ UNTESTED: dict[str, str] = {
     "frame.core.execution.async_output": "every StepResult in tests/core/execution/test_model_runner.py comes out of it",
     "frame.core.interfaces.attention_spec": "one data class and a protocol; every test of an attention backend uses both",
     "frame.core.interfaces.rank_context": "data classes and protocols; every backend under test is built from them",
+    "frame.core.interfaces.row_operations": "data and a protocol; tests of frame-amx and of the Triton kernels use them",
     "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",
     "frame.testing.pytest_plugin": "run as a pytest plugin by tests/examples and tests/testing",
     "frame.entrypoints.tools.bench.offline": "the Python API's engine runs the workloads that tests/entrypoints/cli/test_bench.py asks for",

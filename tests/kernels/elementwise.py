@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.kernels.elementwise.activation import sigmoid_mul, silu_mul
 from frame.kernels.elementwise.finite import replace_non_finite_rows
 from frame.kernels.elementwise.norm import add_rms_norm, rms_norm
-from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, latent_norm_rope_store, norm_rope_store, rotate_
+from frame.kernels.elementwise.rope import latent_norm_rope_store, norm_rope_store, rotate_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # relative error of one rounding

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.gemm_kernel import GemmChoice
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
+    from frame.core.interfaces.row_operations import RowOperations
     from frame.core.interfaces.weight_format import WeightFormat
 
 __all__ = ["BuildContext", "Collective", "Limits", "LoadCode"]
@@ -30,3 +31,9 @@ class BuildContext(RankContext):
     gemm_kernels: tuple[GemmChoice, ...] = ()
     moe_runner: MoERunner | None = None  # None: the model has no experts
     moe_dispatcher: MoEDispatcher | None = None
+
+    @property
+    def row_operations(self) -> RowOperations | None:
+        """The operations between the products that a GEMM kernel offers; None: none does."""
+        offered = (choice.kernel.row_operations for choice in self.gemm_kernels)
+        return next((operations for operations in offered if operations is not None), None)

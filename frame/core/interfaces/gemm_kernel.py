@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.rank_context import RankContext
-
+    from frame.core.interfaces.row_operations import RowOperations
 
 
 _MOST = 1 << 62  # stands for any number of rows
@@ -103,11 +103,13 @@ class GemmKernel(ABC):
     `unpacks`: the kernel dequantizes weights after loading and keeps no codes. `in_place`: its
     products read the codes of the weight itself, so weights that are shared are not copied.
     `minima`: it multiplies weights with minima; others are not asked about them.
+    `row_operations`: what the package also computes between the products; None: nothing.
     """
 
     unpacks: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
     minima: ClassVar[bool] = False
+    row_operations: RowOperations | None = None
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         self.context = context

@@ -10,12 +10,12 @@ position. Everything is computed in float32 and rounded once. References:
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import (
     PreparedLaunch,
@@ -35,40 +35,6 @@ FP8_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
 SMALLEST, LARGEST = tl.constexpr(2.0**-24), tl.constexpr(65504.0)  # positive numbers of float16
 ROUND = tl.constexpr(1.5 * 2**23)  # x + ROUND - ROUND rounds a small float32 to the nearest integer
-
-
-class QKVLayout(NamedTuple):
-    """How a row of [queries | keys | values] is divided into heads.
-
-    `num_heads`, `num_kv_heads`: numbers of query and key-value heads. `dim`: head dimension.
-    `rotated`: the first entries of a head that rotate. `interleaved`: pairs are neighbours (GPT-J
-    style); otherwise halves (GPT-NeoX style). `gated`: each query is followed by a gate of its
-    size, which the kernels leave as it is.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-    rotated: int
-    interleaved: bool = False
-    gated: bool = False
-
-
-class KVCacheTarget(NamedTuple):
-    """Where the keys and values of a batch are stored.
-
-    `slots` int64 [tokens]; `k` and `v` contiguous [pages, page_size, num_kv_heads, dim] of any
-    float dtype, or int8. Values for a float8_e4m3 cache are divided by the scale and saturate. An
-    int8 cache has the scales of each token and head, float16 [pages, page_size, num_kv_heads].
-    """
-
-    slots: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    k_scales: torch.Tensor | None = None
-    v_scales: torch.Tensor | None = None
 
 
 def norm_rope_store(

@@ -20,7 +20,7 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import ShardedParameter, ShardRule
-from frame.models.layers.qk_norm import QKNorm, QKNormKind, RotatedNorm, build_qk_norm
+from frame.models.layers.qk_norm import FusedQKVKernel, QKNormKind, RotatedNorm, build_qk_norm
 from frame.models.layers.rotary import SPARE_POSITIONS
 from frame.models.layers.weights.kv_scales import KVScales
 
@@ -96,8 +96,7 @@ class Attention(nn.Module):
         if options.qk_norm is not None:
             self.qk_norm = build_qk_norm(context, prefix, heads, options.qk_norm, options.qk_norm_kind, options.norm_offset)
         can_norm = options.qk_norm_kind == "head" if options.gated else options.qk_norm_kind != "rotated"
-        can_fuse = rotary.fused and options.rotates and can_norm
-        self.kernel = FusedQKVKernel(context, self.spec, rotary, options.gated) if can_fuse else None
+        self.kernel = FusedQKVKernel.build(context, self.spec, rotary, options.gated) if options.rotates and can_norm else None
         self.kv_scales = KVScales(prefix, heads.keys, context.kv_dtype == torch.float8_e4m3fn)
         self.sinks: ShardedParameter | None = None
         if options.sinks:
@@ -124,7 +123,7 @@ class Attention(nn.Module):
         if self.value_norm is not None:
             values = qkv[:, -self.spec.num_kv_heads * self.spec.v_head_dim :].unflatten(-1, (-1, self.spec.v_head_dim))
             values.copy_(F.rms_norm(values.float(), values.shape[-1:], None, self.value_norm))
-        if rows is None and self.kernel is not None:
+        if self.kernel is not None and not torch.compiler.is_compiling():
             q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
         elif rows is not None or self.rotary is None:
             q, k, v = self._rotated(qkv, rows)
@@ -199,41 +198,6 @@ class SharedKVAttention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(-1, self.heads[1])).view(-1, *self.heads)
         q = self.rotary.rotate(q, self.rotary.gather_rows(batch.positions) if rows is None else rows)
         return self.o_proj(source.attend(q, *source.step_kv, batch))
-
-
-class FusedQKVKernel:
-    """Query and key norm, rotary embedding and cache store of one layer in one kernel. Keys are
-    rotated in place."""
-
-    def __init__(self, context: BuildContext, spec: AttentionSpec, rotary: Rotary, gated: bool) -> None:
-        from frame.kernels.elementwise.rope import KVCacheTarget, QKVLayout, norm_rope_store
-
-        capabilities = context.attention.capabilities if context.attention is not None else None
-        self.run = norm_rope_store
-        self.cache = KVCacheTarget
-        self.rotary = rotary
-        self.heads = QKVLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved, gated)
-        self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd"
-        self.has_fp8 = kernels.supports_fp8(context.device)
-
-    def __call__(
-        self, spec: AttentionSpec, qkv: torch.Tensor, norm: nn.Module | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """Queries, keys and values in the layout of a backend, and whether keys and values are
-        already stored in the cache."""
-        cache = None
-        if self.stores:
-            k_cache, v_cache = batch.kv.layer(spec.layer)
-            if self.has_fp8 or k_cache.dtype is not torch.float8_e4m3fn:
-                scales = batch.kv.scales(spec.layer) if k_cache.dtype is torch.int8 else ()
-                cache = self.cache(batch.kv_slots, k_cache, v_cache, spec.k_scale, spec.v_scale, *scales)
-        weights = (norm.pair, norm.eps) if isinstance(norm, QKNorm) else None
-        if norm is not None and weights is None:  # a norm that the kernel does not compute
-            qk = qkv.unflatten(-1, (-1, spec.head_dim))[:, : spec.num_heads + spec.num_kv_heads]
-            qk.copy_(norm(qk))
-        q = self.run(qkv, batch.positions, self.rotary.table, self.heads, weights, cache)
-        k, v = qkv.unflatten(-1, (-1, spec.head_dim))[:, -2 * spec.num_kv_heads :].chunk(2, 1)
-        return q, k, v, cache is not None
 
 
 def apply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     AddNorm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _add_norm(device: torch.device) -> AddNorm | None:
-    """The fused kernel, if the device runs Triton."""
-    if not kernels.can_use_triton(device):
-        return None
+def _add_norm(context: BuildContext, size: int) -> AddNorm | None:
+    """The fused kernel: of Triton if the device runs it, or a GEMM kernel's."""
+    if not kernels.can_use_triton(context.device):
+        operations = context.row_operations
+        return None if operations is None or not operations.can_norm(size) else operations.add_rms_norm
     from frame.kernels.elementwise.norm import add_rms_norm
 
     return add_rms_norm
@@ -48,7 +49,8 @@ class RMSNorm(nn.Module):
         self.weight = ShardedParameter(torch.empty(size, dtype=context.dtype))
         self.weight.bind(f"{name}.weight")
         self.register_buffer("twice", None, persistent=False)
-        self.kernel = _add_norm(context.device)
+        self.kernel = _add_norm(context, size)
+        self.sums_parts = kernels.can_use_triton(context.device)  # the kernel takes [tokens, parts, size]
         self.scale = None
 
     def finish(self) -> None:
@@ -56,7 +58,7 @@ class RMSNorm(nn.Module):
         if self.offset:
             self.scale = self.weight.data.float() + self.offset  # a 16-bit sum would lose the small weights
         elif self.kernel is not None:
-            self.scale = self.weight.data
+            self.scale = self.weight.data if self.sums_parts else self.weight.data.float()
         elif self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
             self.twice = torch.cat((self.weight.data, self.weight.data))
 
@@ -90,10 +92,11 @@ class RMSNorm(nn.Module):
             if joined is not None:
                 return joined
             x = add_up(x)
-        if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():
-            return self.kernel(x, residual, self.scale, self.eps)
-        if x.dim() == 3:
+        kernel = None if torch.compiler.is_compiling() else self.kernel
+        if x.dim() == 3 and (kernel is None or not self.sums_parts):
             x = x.float().sum(1).to(x.dtype)
+        if kernel is not None and self.scale is not None:
+            return kernel(x, residual, self.scale, self.eps)
         stream = x if residual is None else x + residual
         return self(stream), stream
 

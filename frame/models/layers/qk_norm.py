@@ -1,5 +1,5 @@
 """Norms of queries and keys before the rotary embedding: over each head, or over all heads
-together.
+together; and the kernel that also rotates them and stores keys and values.
 
 Used by `attention`. Must not know an architecture.
 """
@@ -12,11 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
+from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.attention import AttentionSpec
+    from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.row_operations import RowOperations
+    from frame.models.layers.rotary import Rotary
 
 QKNormKind = Literal["head", "projection", "layer", "rotated"]
 
@@ -44,7 +50,8 @@ class QKNorm(nn.Module):
         q, k = (part.data.float() + self.offset if self.offset else part.data for part in (self.q, self.k))
         weight = torch.cat((q.expand(self.heads[0], -1), k.expand(self.heads[1], -1)))
         self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("pair", torch.stack((q, k)), persistent=False)
+        pair = torch.stack((q, k))
+        self.register_buffer("pair", pair.float() if pair.device.type == "cpu" else pair, persistent=False)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """[tokens, q heads + kv heads, head_dim] -> the same shape."""
@@ -106,6 +113,63 @@ class RotatedNorm(nn.Module):
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim] -> the same shape."""
         return F.rms_norm(qk.float(), qk.shape[-1:], None, self.eps).to(qk.dtype)
+
+
+class FusedQKVKernel:
+    """Query and key norm, rotary embedding and cache store of one layer in one kernel. Keys are
+    rotated in place."""
+
+    def __init__(
+        self, context: BuildContext, spec: AttentionSpec, rotary: Rotary, heads: QKVLayout, operations: RowOperations | None
+    ) -> None:
+        """operations: a GEMM kernel's; None: the Triton kernel."""
+        if operations is None:
+            from frame.kernels.elementwise.rope import norm_rope_store
+
+            self.run = norm_rope_store
+        else:
+            self.run = operations.norm_rope_store
+        capabilities = context.attention.capabilities if context.attention is not None else None
+        self.operations = operations
+        self.rotary = rotary
+        self.heads = heads
+        self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd"
+        self.has_fp8 = kernels.supports_fp8(context.device)
+
+    @classmethod
+    def build(cls, context: BuildContext, spec: AttentionSpec, rotary: Rotary, gated: bool) -> FusedQKVKernel | None:
+        """That of the device; None where there is none for these heads."""
+        heads = QKVLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary.dim, rotary.interleaved, gated)
+        if rotary.fused:
+            return cls(context, spec, rotary, heads, None)
+        operations = context.row_operations
+        if operations is None or not operations.can_rotate(heads):
+            return None
+        return cls(context, spec, rotary, heads, operations)
+
+    def _can_store(self, dtype: torch.dtype) -> bool:
+        if self.operations is not None:
+            return self.operations.can_store(dtype)
+        return self.has_fp8 or dtype is not torch.float8_e4m3fn
+
+    def __call__(
+        self, spec: AttentionSpec, qkv: torch.Tensor, norm: nn.Module | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """Queries, keys and values in the layout of a backend, and whether keys and values are
+        already stored in the cache."""
+        cache = None
+        if self.stores:
+            k_cache, v_cache = batch.kv.layer(spec.layer)
+            if self._can_store(k_cache.dtype):
+                scales = batch.kv.scales(spec.layer) if k_cache.dtype is torch.int8 else ()
+                cache = KVCacheTarget(batch.kv_slots, k_cache, v_cache, spec.k_scale, spec.v_scale, *scales)
+        weights = (norm.pair, norm.eps) if isinstance(norm, QKNorm) else None
+        if norm is not None and weights is None:  # a norm that the kernel does not compute
+            qk = qkv.unflatten(-1, (-1, spec.head_dim))[:, : spec.num_heads + spec.num_kv_heads]
+            qk.copy_(norm(qk))
+        q = self.run(qkv, batch.positions, self.rotary.table, self.heads, weights, cache)
+        k, v = qkv.unflatten(-1, (-1, spec.head_dim))[:, -2 * spec.num_kv_heads :].chunk(2, 1)
+        return q, k, v, cache is not None
 
 
 def build_qk_norm(

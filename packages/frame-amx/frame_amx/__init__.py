@@ -1,10 +1,15 @@
-"""The record of frame-amx. Must not import the plugin."""
+"""The records of frame-amx. Must not import the plugins."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
+from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -17,6 +22,39 @@ _SPEEDS = (
     *(Speed("int8", 16, 1.8), Speed("int8", 64, 1.3), Speed("int8", 0, 0.8)),
     *(Speed("int4", 16, 2.2), Speed("int4", 32, 1.5), Speed("int4", 0, 0.87)),
 )
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the CPU has AMX tiles with bfloat16, as Linux tells it."""
+    path = Path("/proc/cpuinfo")
+    return path.exists() and "amx_bf16" in path.read_text().split()
+
+
+@dataclass(frozen=True, slots=True)
+class AmxCapabilities(AttentionCapabilities):
+    """Those of the library, which is compiled for CPUs with AMX."""
+
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        reasons = AttentionCapabilities.unsupported(self, requirements)
+        return reasons if has_tiles() else [*reasons, Reason("needs a CPU with AMX tiles of bfloat16")]
+
+
+ATTENTION = AmxCapabilities(
+    devices=("cpu",), phases=("decode",), dtypes=("bfloat16",), head_dim_multiple=32, max_head_dim=256, sliding_window=True
+)
+
+
+@hookimpl
+def register_attention_backends(registry: KindRegistry) -> None:
+    """Add the attention of decodes."""
+    registry.add(
+        "amx",
+        "frame_amx.attention:AmxAttention",
+        capabilities=ATTENTION,
+        rank=25,
+        summary="Attention of decodes on Intel CPUs with AMX: bfloat16, over the pages in place.",
+    )
 
 
 @hookimpl

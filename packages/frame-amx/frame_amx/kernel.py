@@ -6,19 +6,18 @@ Loaded by its record. Must not know checkpoints and layers.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch  # before the library, which shares the threads of torch's libgomp
+import torch
 import torch.nn.functional as F
 
-from frame.core.errors import ConfigurationError
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct
+from frame_amx.library import load_library
+from frame_amx.operations import AmxOperations
 
 if TYPE_CHECKING:
+    import ctypes
+
     from pydantic import BaseModel
 
     from frame.core.interfaces.rank_context import RankContext
@@ -28,25 +27,6 @@ _KINDS = {"plain": 0, "int8": 1, "int4": 2}
 _OUTPUTS, _INPUTS = 32, 32  # sizes are multiples of them
 _MOST_INPUTS = 1 << 17  # of which an int32 holds the sum
 _PLAIN_ROWS = 128  # of plain weights; for more, PyTorch's product is as fast
-_ARGUMENTS: list[type[ctypes._SimpleCData[Any]]] = [
-    *(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),  # the weight
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),  # x and the result
-]
-
-
-def find_library() -> Path | None:
-    """The file of the compiled library."""
-    paths = [Path(__file__).parent / f"_products{suffix}" for suffix in EXTENSION_SUFFIXES]
-    return next((path for path in paths if path.exists()), None)
-
-
-@cache
-def open_library(path: Path) -> ctypes.CDLL | None:
-    """The library; None where the CPU or the operating system has no AMX tiles with bfloat16."""
-    library = ctypes.CDLL(str(path))
-    library.frame_amx_multiply.argtypes = _ARGUMENTS
-    library.frame_amx_multiply.restype = None
-    return None if library.frame_amx_open() else library
 
 
 class AmxKernel(GemmKernel):
@@ -56,10 +36,9 @@ class AmxKernel(GemmKernel):
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        path = find_library()
-        if path is None:
-            raise ConfigurationError("frame-amx has no compiled library: install it with a C++ compiler, or set model.gemm_kernel: plain.")
-        self._library = open_library(path)
+        self._library = load_library()
+        if self._library is not None and context.device.type == "cpu" and context.dtype == torch.bfloat16:
+            self.row_operations = AmxOperations(self._library)
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if self._library is None:

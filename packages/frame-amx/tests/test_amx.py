@@ -1,4 +1,5 @@
-"""The kernel `amx`: the suite of GEMM kernels, and products of every way in which it multiplies."""
+"""The kernel and the attention backend `amx`: their suites, products of every way in which the
+kernel multiplies, and the operations between the products."""
 
 from __future__ import annotations
 
@@ -11,13 +12,19 @@ from pathlib import Path
 import frame_amx
 import pytest
 import torch
-from frame_amx import kernel as amx
+import torch.nn.functional as F
+from frame_amx import library
+from frame_amx.attention import AmxAttention
 from frame_amx.kernel import AmxKernel, AmxProduct
+from frame_amx.operations import AmxOperations
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.gemm_kernel import GemmChoice, Speed
+from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.models.layers.embedding import Head, VocabEmbedding
+from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.attention_cases import build_context
@@ -46,7 +53,7 @@ def built_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def found_library(built_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "find_library", lambda: built_library)
+    monkeypatch.setattr(library, "find_library", lambda: built_library)
 
 
 def make_kernel() -> AmxKernel:
@@ -57,20 +64,21 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < 8e-3  # two roundings to bfloat16
 
 
-def test_conformance() -> None:
+@pytest.mark.parametrize(("kind", "plugin", "least"), [("gemm_kernel", AmxKernel, 12), ("attention_backend", AmxAttention, 8)])
+def test_conformance(kind: str, plugin: type, least: int) -> None:
     registry = load_registry(installed=False)
-    part = registry.kind("gemm_kernel", "frame_amx")
-    frame_amx.register_gemm_kernels(part)
+    part = registry.kind(kind, "frame_amx")
+    {"gemm_kernel": frame_amx.register_gemm_kernels, "attention_backend": frame_amx.register_attention_backends}[kind](part)
     registry.commit(part)
-    subject = conformance.Subject(registry.get("gemm_kernel", "amx"), AmxKernel, None, conformance.Setting())
+    subject = conformance.Subject(registry.get(kind, "amx"), plugin, None, conformance.Setting())
     done = 0
-    for check in conformance.checks("gemm_kernel", subject):
+    for check in conformance.checks(kind, subject):
         try:
             check.run()
             done += 1
         except conformance.SkipCheck:
             continue
-    assert done >= 12
+    assert done >= least
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -89,7 +97,7 @@ def test_products(scheme: WeightScheme, threads: int) -> None:
             gated = product.multiply_gated(x)
             if gated is not None:
                 gate, up = wanted.chunk(2, -1)
-                close(gated, torch.nn.functional.silu(gate) * up)
+                close(gated, F.silu(gate) * up)
     finally:
         torch.set_num_threads(before)
 
@@ -131,7 +139,77 @@ def test_tied_head_shares_the_weight() -> None:
     close(head(x), x.double() @ embedding.weight.double().t())
 
 
+def operations() -> AmxOperations:
+    found = make_kernel().row_operations
+    assert isinstance(found, AmxOperations)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_norm_adds_the_residual(rows: int) -> None:
+    """Rows apart in memory; the sum is written over the residual."""
+    x, residual = torch.randn(rows, 560).bfloat16()[:, :544], torch.randn(rows, 544).bfloat16()
+    weight, total = torch.rand(544) + 0.5, (x + residual)
+    out, stream = operations().add_rms_norm(x, residual, weight, 1e-6)
+    assert stream is residual
+    assert torch.equal(residual, total)
+    close(out, F.rms_norm(total.double(), (544,), weight.double(), 1e-6))
+    out, stream = operations().add_rms_norm(x, None, weight, 1e-6)
+    assert stream is x
+    close(out, F.rms_norm(x.double(), (544,), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize(("heads", "is_normed"), [(QKVLayout(6, 2, 64, 64), True), (QKVLayout(3, 1, 96, 32), False)])
+def test_rotation_and_store(heads: QKVLayout, is_normed: bool) -> None:
+    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.dim
+    rows = torch.randn(5, width + 8).bfloat16()[:, :width]
+    angles = torch.randn(20, heads.rotated // 2)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    table, positions = torch.stack((cos, sin), 1).unsqueeze(2).bfloat16(), torch.tensor([3, 0, 19, 7, 7])
+    weights = torch.rand(2, heads.dim) + 0.5
+    parts = rows.double().unflatten(1, (-1, heads.dim)).split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), 1)
+    wanted = []
+    for part, weight in zip(parts[:2], weights.double(), strict=True):
+        part = F.rms_norm(part, (heads.dim,), weight, 1e-6) if is_normed else part
+        cos, sin = table.double()[positions].unbind(1)
+        head, tail = part[..., : heads.rotated], part[..., heads.rotated :]
+        wanted.append(torch.cat((head * cos + head.roll(heads.rotated // 2, -1) * sin, tail), -1))
+    caches = [torch.full((3, 4, heads.num_kv_heads, heads.dim), torch.nan).bfloat16() for _ in range(2)]
+    slots = torch.tensor([4, 11, 0, 6, 5])
+    q = operations().norm_rope_store(rows, positions, table, heads, (weights, 1e-6) if is_normed else None, KVCacheTarget(slots, *caches))
+    close(q, wanted[0])
+    close(caches[0].flatten(0, 1)[slots], wanted[1])
+    assert torch.equal(caches[1].flatten(0, 1)[slots].double(), parts[2])
+    assert int(caches[0].isnan().sum()) == 7 * heads.num_kv_heads * heads.dim
+    stored = rows.unflatten(1, (-1, heads.dim))[:, heads.num_heads : -heads.num_kv_heads]
+    assert torch.equal(stored, caches[0].flatten(0, 1)[slots])
+
+
+def test_model_uses_the_operations() -> None:
+    """Layers built with the kernel give what PyTorch's operations give."""
+    context = build_context("cpu", torch.bfloat16, 16)
+    fast = replace(context, gemm_kernels=(GemmChoice("amx", make_kernel(), (Speed("plain", 0, 1.0),)),))
+    norms = [RMSNorm(each, "norm", 64, 1e-6, offset) for each in (context, fast) for offset in (0.0, 1.0)]
+    for norm in norms:
+        norm.weight.data.copy_(torch.linspace(0.5, 1.5, 64))
+        norm.finish()
+    assert [norm.kernel is None for norm in norms] == [True, True, False, False]
+    x = torch.randn(3, 64).bfloat16()
+    for plain, quick in zip(norms[:2], norms[2:], strict=True):
+        close(quick(x), plain(x).double())
+        parts = torch.randn(3, 2, 64).bfloat16()
+        for got, wanted in zip(quick.add_residual(parts, x.clone()), plain.add_residual(parts, x.clone()), strict=True):
+            close(got, wanted.double())
+
+
+def test_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend says what it needs; `auto` then leaves decodes to another one."""
+    monkeypatch.setattr(frame_amx, "has_tiles", lambda: False)
+    needed = AttentionRequirements("cpu", None, "mha", 64, 64, None, "bfloat16", "bfloat16", 16, phases=("decode",))
+    assert [reason.sentence for reason in frame_amx.ATTENTION.unsupported(needed)] == ["needs a CPU with AMX tiles of bfloat16"]
+
+
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "find_library", lambda: None)
+    monkeypatch.setattr(library, "find_library", lambda: None)
     with pytest.raises(ConfigurationError, match="no compiled library"):
         make_kernel()

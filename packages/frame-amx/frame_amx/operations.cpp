@@ -1,0 +1,198 @@
+// What a decode step computes between the products, on bfloat16 rows: RMSNorm with the residual sum;
+// norms of heads, rotary embedding and the store in the KV cache; attention of one token per row
+// over the paged cache. Sums are float32, and results are rounded once.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using bf16 = uint16_t;
+
+constexpr int kLanes = 16;           // float32 of a register
+constexpr int kPair = 32;            // bfloat16 of a register
+constexpr int kMostDim = 256;        // of a head
+constexpr int kQueries = 8;          // query heads that share a pass over the keys
+constexpr int64_t kThreadWork = 1 << 15;  // numbers from which on a second thread is used
+
+inline __m512 Load(const bf16 *x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
+}
+
+inline void Store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+inline int CountThreads(int64_t work, int threads) { return work < kThreadWork ? 1 : threads; }
+
+// 1 / rms of the n float32 numbers at x.
+inline float InverseRms(const float *x, int64_t n, float eps) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += kLanes) sum = _mm512_fmadd_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(x + i), sum);
+  return 1 / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps);
+}
+
+// The halves of the first `rotated` numbers, as [cos, cos; -sin, sin] at `table` turns them.
+inline void Rotate(float *x, const bf16 *table, int rotated) {
+  const int half = rotated / 2;
+  for (int i = 0; i < half; i += kLanes) {
+    const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
+    _mm512_storeu_ps(x + i, _mm512_fmadd_ps(a, Load(table + i), _mm512_mul_ps(b, Load(table + rotated + i))));
+    _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(b, Load(table + half + i), _mm512_mul_ps(a, Load(table + rotated + half + i))));
+  }
+}
+
+// e to x, for x <= 0 and NaN, which stays (`max` returns its second operand).
+inline __m512 Exp(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-87.f), x);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
+  __m512 p = _mm512_set1_ps(1.f / 720);
+  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, n);
+}
+
+// The keys of one row and KV head: position p is at `pages[p / size]`, row p % size.
+struct Keys {
+  const bf16 *data;
+  const int32_t *pages;
+  int64_t size, stride;  // tokens of a page; numbers between tokens
+  const bf16 *At(int64_t p) const { return data + (pages[p / size] * size + p % size) * stride; }
+};
+
+// Attention of `count` query heads, `dim` apart at q and out, to the positions [first, last).
+void Attend(const bf16 *q, int count, int dim, Keys keys, Keys values, int64_t first, int64_t last, float scale, bf16 *out) {
+  alignas(64) float sums[kQueries][kMostDim] = {};  // of 32 numbers first the even, then the odd ones
+  alignas(64) float weights[kQueries][kLanes];
+  float most[kQueries], total[kQueries] = {};
+  std::fill(most, most + kQueries, -INFINITY);
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  for (int64_t p = first; p < last; p += kLanes) {
+    const int tokens = (int)std::min<int64_t>(kLanes, last - p);
+    const bf16 *rows[kLanes];
+    for (int t = 0; t < tokens; t++) rows[t] = values.At(p + t);
+    for (int t = 0; t < tokens; t++) {
+      const bf16 *key = keys.At(p + t);
+      for (int i = 0; i < count; i++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int c = 0; c < dim; c += kPair)
+          sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(key + c), (__m512bh)_mm512_loadu_si512(q + i * dim + c));
+        weights[i][t] = _mm512_reduce_add_ps(sum) * scale;
+      }
+    }
+    const __mmask16 valid = (1u << tokens) - 1;
+    for (int i = 0; i < count; i++) {
+      const __m512 scores = _mm512_load_ps(weights[i]);
+      const float now = std::max(most[i], _mm512_mask_reduce_max_ps(valid, scores));
+      const float factor = std::exp(most[i] - now);
+      const __m512 part = _mm512_maskz_mov_ps(valid, Exp(_mm512_sub_ps(scores, _mm512_set1_ps(now))));
+      _mm512_store_ps(weights[i], part);
+      total[i] = total[i] * factor + _mm512_reduce_add_ps(part);
+      most[i] = now;
+      for (int c = 0; c < dim; c += kPair) {
+        __m512 even = _mm512_mul_ps(_mm512_load_ps(sums[i] + c), _mm512_set1_ps(factor));
+        __m512 odd = _mm512_mul_ps(_mm512_load_ps(sums[i] + c + kLanes), _mm512_set1_ps(factor));
+        for (int t = 0; t < tokens; t++) {
+          const __m512i both = _mm512_loadu_si512(rows[t] + c);
+          const __m512 weight = _mm512_set1_ps(weights[i][t]);
+          even = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), even);
+          odd = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_and_si512(both, high)), odd);
+        }
+        _mm512_store_ps(sums[i] + c, even);
+        _mm512_store_ps(sums[i] + c + kLanes, odd);
+      }
+    }
+  }
+  alignas(64) bf16 order[kPair];
+  for (int i = 0; i < kPair; i++) order[i] = (bf16)(i / 2 + i % 2 * kLanes);
+  const __m512i places = _mm512_load_si512(order);
+  for (int i = 0; i < count; i++)
+    for (int c = 0; c < dim; c += kPair) {
+      const __m512 factor = _mm512_set1_ps(1 / total[i]);
+      const __m512 even = _mm512_mul_ps(_mm512_load_ps(sums[i] + c), factor), odd = _mm512_mul_ps(_mm512_load_ps(sums[i] + c + kLanes), factor);
+      _mm512_storeu_si512(out + i * dim + c, _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [rows, size], `stride` apart. stream += x if it is not null ([rows, size], `apart` apart; rounded
+// before it is normed); out [rows, size] = norm(stream) * weight, or of x. size: a multiple of 16.
+void frame_amx_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t stride, bf16 *stream, int64_t apart, const float *weight,
+                            float eps, bf16 *out, int threads) {
+#pragma omp parallel for num_threads(CountThreads(rows * size, threads))
+  for (int64_t row = 0; row < rows; row++) {
+    const bf16 *from = x + row * stride;
+    if (stream) {
+      bf16 *sum = stream + row * apart;
+      for (int64_t i = 0; i < size; i += kLanes) Store(sum + i, _mm512_add_ps(Load(from + i), Load(sum + i)));
+      from = sum;
+    }
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += kLanes) squares = _mm512_fmadd_ps(Load(from + i), Load(from + i), squares);
+    const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+    for (int64_t i = 0; i < size; i += kLanes)
+      Store(out + row * size + i, _mm512_mul_ps(_mm512_mul_ps(Load(from + i), factor), _mm512_loadu_ps(weight + i)));
+  }
+}
+
+// qkv [tokens, heads + 2 * kv_heads, dim], rows `stride` apart: norms (if `weights` float32 [2, dim]
+// is not null) and rotates queries into q [tokens, heads, dim] and keys in place, then stores keys
+// and values at `slots` of the caches [slots, kv_heads, dim], unless `slots` is null. dim and half of
+// `rotated`: multiples of 16.
+void frame_amx_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int heads, int kv_heads, int dim, int rotated,
+                               const int64_t *positions, const bf16 *table, const float *weights, float eps, const int64_t *slots,
+                               bf16 *k_cache, bf16 *v_cache, bf16 *q, int threads) {
+#pragma omp parallel for num_threads(CountThreads(tokens * stride, threads))
+  for (int64_t token = 0; token < tokens; token++) {
+    bf16 *row = qkv + token * stride;
+    const bf16 *turn = table + positions[token] * 2 * rotated;
+    alignas(64) float x[kMostDim];
+    for (int head = 0; head < heads + kv_heads; head++) {
+      const bool is_key = head >= heads;
+      for (int i = 0; i < dim; i += kLanes) _mm512_store_ps(x + i, Load(row + head * dim + i));
+      if (weights) {
+        const __m512 factor = _mm512_set1_ps(InverseRms(x, dim, eps));
+        for (int i = 0; i < dim; i += kLanes)
+          _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(x + i), factor), _mm512_loadu_ps(weights + is_key * dim + i)));
+      }
+      Rotate(x, turn, rotated);
+      bf16 *to = is_key ? row + head * dim : q + (token * heads + head) * dim;
+      for (int i = 0; i < dim; i += kLanes) Store(to + i, _mm512_load_ps(x + i));
+    }
+    if (slots) {
+      const size_t width = (size_t)kv_heads * dim;
+      memcpy(k_cache + slots[token] * width, row + heads * dim, 2 * width);
+      memcpy(v_cache + slots[token] * width, row + heads * dim + width, 2 * width);
+    }
+  }
+}
+
+// q [rows, heads, dim] -> out of that shape: attention of one token per row to the last `window`
+// (0: all) of its `lengths[row]` cached positions. Caches [pages, page_size, kv_heads, dim]; the
+// pages of a row are those of `table` [slots, width] at slots[row]. dim: a multiple of 32.
+void frame_amx_attend(const bf16 *q, int64_t rows, int heads, int kv_heads, int dim, const bf16 *k_cache, const bf16 *v_cache,
+                      int64_t page_size, const int32_t *table, int64_t width, const int64_t *slots, const int32_t *lengths,
+                      int64_t window, float scale, bf16 *out, int threads) {
+  const int group = heads / kv_heads;
+  int64_t work = 0;
+  for (int64_t row = 0; row < rows; row++) work += (int64_t)lengths[row] * kv_heads * dim;
+#pragma omp parallel for num_threads(CountThreads(work, threads)) schedule(dynamic)
+  for (int64_t item = 0; item < rows * kv_heads; item++) {
+    const int64_t row = item / kv_heads, head = item % kv_heads, length = lengths[row];
+    const int32_t *pages = table + slots[row] * width;
+    const int64_t stride = (int64_t)kv_heads * dim, first = window ? std::max<int64_t>(0, length - window) : 0;
+    for (int i = 0; i < group; i += kQueries) {
+      const int64_t at = (row * heads + head * group + i) * dim;
+      const Keys keys{k_cache + head * dim, pages, page_size, stride}, values{v_cache + head * dim, pages, page_size, stride};
+      Attend(q + at, std::min(kQueries, group - i), dim, keys, values, first, length, scale, out + at);
+    }
+  }
+}
+
+}  // extern "C"
