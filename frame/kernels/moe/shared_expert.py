@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import choose_warps, next_power_of_2
+from frame import kernels
+from frame.kernels.launch import choose_warps, launch_dependents, next_power_of_2
 
 
 def add_shared_expert(
@@ -29,7 +30,8 @@ def add_shared_expert(
     _add_shared_expert[(tokens,)](
         routed, shared, x if gated else shared, gate if gated else shared, out,
         routed.stride(0), routed.stride(1), shared.stride(0), 0 if x is None else x.stride(0),
-        HIDDEN=hidden, BLOCK=block, PARTS=routed.shape[1] if routed.dim() == 3 else 1, GATED=gated, num_warps=choose_warps(block),
+        HIDDEN=hidden, BLOCK=block, PARTS=routed.shape[1] if routed.dim() == 3 else 1, GATED=gated,
+        PDL=kernels.supports_pdl(shared.device), num_warps=choose_warps(block),
     )  # fmt: skip
     return out
 
@@ -49,8 +51,11 @@ def _add_shared_expert(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Grid: tokens."""
+    """Grid: tokens. It follows kernels of two streams, so that it is launched without PDL; the next
+    kernel may still start early."""
+    launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
