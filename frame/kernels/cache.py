@@ -71,6 +71,15 @@ def select_cache_folder(chip: str, environ: MutableMapping[str, str] | None = No
     return Path(environ[CACHE_DIR_VARIABLE])
 
 
+def start_key() -> None:
+    """Hash the Triton installation in a thread. The hash is a part of each kernel's key, and Triton
+    otherwise computes it, in 0.7 to 1.5 s, when the first kernel is launched."""
+    with contextlib.suppress(ImportError):  # Triton is not installed, or has another name for it
+        from triton.runtime.cache import triton_key
+
+        threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
+
+
 @contextlib.contextmanager
 def count_compilations() -> Iterator[KernelCounts]:
     """Count the kernels that Triton compiles or loads inside the block. A listener that was

@@ -10,36 +10,35 @@ a kernel. Importing this module does not import Triton.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-THREADS = 16
+THREADS = 8  # a fifth of a compilation holds the interpreter's lock
 _OURS = ("frame.kernels.", "frame.attention_backends.triton.")  # what reads their outputs takes zeros
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 
 
 @contextmanager
-def compile_ahead(rank: int = 0) -> Iterator[None]:
-    """Compile frame's Triton kernels where this thread launches them, and launch none; on return
-    all are compiled. Kernels of others run as usual.
+def compile_ahead(rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """Note frame's Triton kernels where this thread launches them, and launch none; at the end of
+    the block compile all. Kernels of others run as usual.
 
     Outputs of kernels keep what they held, and tensors made by `torch.empty` hold zeros, which are
-    valid as indices. Odd ranks compile the last kernel first, so that ranks that share a cache
-    folder compile different ones. A kernel that does not compile raises its error when it is
-    launched after the block.
+    valid as indices. Each of `ranks`, which share a cache folder, compiles a part of the list first
+    and finds the others' there. A kernel that does not compile raises its error when it is launched
+    after the block.
     """
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     from frame.kernels.launch import PreparedLaunch
 
-    here, jobs, launches = threading.get_ident(), _Jobs(takes_last=rank % 2 == 1), list[PreparedLaunch]()
+    here, jobs, launches = threading.get_ident(), dict[tuple[int, str], _Job](), list[PreparedLaunch]()
     run, compile_kernel = JITFunction.run, JITFunction._do_compile  # noqa: SLF001 - Triton has no public hook that takes the place of a compilation
     prepare, launch = PreparedLaunch.__init__, PreparedLaunch.__call__
 
@@ -52,7 +51,13 @@ def compile_ahead(rank: int = 0) -> Iterator[None]:
     def compile_here(kernel, key, *rest):
         if not is_ahead(kernel):
             return compile_kernel(kernel, key, *rest)
-        return jobs.submit((id(kernel), key), partial(compile_kernel, kernel, key, *rest))
+
+        def job():
+            code = compile_kernel(kernel, key, *rest)
+            driver.active.launcher_cls(code.src, code.metadata)  # compiles the module that launches it, and leaves it in the folder
+            return code
+
+        return jobs.setdefault((id(kernel), key), _Job(job, len(kernel.src))).code
 
     def prepare_here(prepared, *args):
         prepare(prepared, *args)
@@ -61,47 +66,42 @@ def compile_ahead(rank: int = 0) -> Iterator[None]:
     def launch_here(prepared, *args):
         return None if is_ahead(prepared.kernel) else launch(prepared, *args)
 
-    with ExitStack() as stack:
-        stack.enter_context(jobs.executor)
-        stack.enter_context(_replaced(JITFunction, run=run_here, _do_compile=compile_here))
-        stack.enter_context(_replaced(PreparedLaunch, __init__=prepare_here, __call__=launch_here))
-        stack.enter_context(_ZeroedTensors())
+    with (
+        _replaced(JITFunction, run=run_here, _do_compile=compile_here),
+        _replaced(PreparedLaunch, __init__=prepare_here, __call__=launch_here),
+        _ZeroedTensors(),
+    ):
         yield
+    longest = sorted(jobs.values(), key=lambda job: -job.length)  # first, so that none begins last
+    with ThreadPoolExecutor(THREADS, "compile-ahead") as executor:
+        for part in range(ranks):
+            for job in longest[(rank + part) % ranks :: ranks]:
+                executor.submit(job.run)
     for each in launches:
-        if isinstance(each.compiled, _Compiling) and each.compiled.exception() is None:
+        if isinstance(each.compiled, _Code) and each.compiled.exception() is None:
             each.compiled = each.compiled.result()
 
 
-class _Compiling(Future[Any]):
-    """Stands for a kernel that is compiled."""
+class _Code(Future[Any]):
+    """Stands for the code of a kernel that is to be compiled."""
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         return self.result()[grid]
 
 
-class _Jobs:
-    """Compilations in threads."""
+class _Job:
+    """A compilation. `length`: of the kernel's source."""
 
-    def __init__(self, *, takes_last: bool) -> None:
-        self.executor = ThreadPoolExecutor(THREADS, "compile-ahead")
-        self._take = deque[tuple[_Compiling, Callable[[], Any]]].pop if takes_last else deque.popleft
-        self._waiting: deque[tuple[_Compiling, Callable[[], Any]]] = deque()
-        self._kernels: dict[tuple[int, str], _Compiling] = {}
+    def __init__(self, compile_kernel: Callable[[], Any], length: int) -> None:
+        self._compile = compile_kernel
+        self.length = length
+        self.code = _Code()
 
-    def submit(self, key: tuple[int, str], job: Callable[[], Any]) -> _Compiling:
-        """The kernel of this key, which `job` compiles."""
-        if key not in self._kernels:
-            self._kernels[key] = _Compiling()
-            self._waiting.append((self._kernels[key], job))
-            self.executor.submit(self._compile_next)
-        return self._kernels[key]
-
-    def _compile_next(self) -> None:
-        kernel, job = self._take(self._waiting)
+    def run(self) -> None:
         try:
-            kernel.set_result(job())
+            self.code.set_result(self._compile())
         except Exception as error:  # noqa: BLE001 - raised at the launch
-            kernel.set_exception(error)
+            self.code.set_exception(error)
 
 
 class _ZeroedTensors(TorchFunctionMode):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from frame.kernels.cache import CACHE_DIR_VARIABLE, KernelCache, KernelCounts, count_compilations, select_cache_folder
+from frame.kernels.cache import CACHE_DIR_VARIABLE, KernelCache, KernelCounts, count_compilations, select_cache_folder, start_key
 
 
 def test_the_users_folder_is_kept_and_the_default_is_named_by_gpu(tmp_path: Path) -> None:
@@ -30,6 +32,14 @@ def test_a_completed_start_makes_the_next_one_warm(tmp_path: Path) -> None:
     assert not KernelCache(tmp_path, "b").is_warm
     (tmp_path / "file").write_text("")
     KernelCache(tmp_path / "file", "a").mark_complete(KernelCounts())  # not writable: ignored
+
+
+def test_tritons_key_is_computed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache: Any = pytest.importorskip("triton.runtime.cache")
+    found = Future[str]()
+    monkeypatch.setattr(cache, "triton_key", lambda: found.set_result(threading.current_thread().name))
+    start_key()
+    assert found.result(10) == "triton-key"
 
 
 def test_triton_compilations_are_counted() -> None:

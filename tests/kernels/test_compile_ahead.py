@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -38,12 +40,18 @@ DEVICE = 99  # an index of its own: Triton keeps the kernels of a device in the 
 SIZES = (64, 128, 256, 512)
 
 
+@triton.jit
+def _fill(out):
+    tl.store(out + tl.arange(0, 64), 0.0)
+
+
 class FakeCode:
     """A compiled kernel that notes its launches."""
 
     def __init__(self, name: str, launches: list[str]) -> None:
         self.name, self.launches = name, launches
-        self.function = self.packed_metadata = None
+        self.function = self.packed_metadata = self.metadata = None
+        self.src = name
 
     def launch_metadata(self, *_: Any) -> None: ...
 
@@ -60,6 +68,7 @@ class FakeCompiler:
     def __init__(self) -> None:
         self.jobs: list[tuple[str, int]] = []
         self.launches: list[str] = []
+        self.launchers: list[str] = []
         self.error: Exception | None = None
         self.wait: Any = lambda: None
 
@@ -79,18 +88,20 @@ class FakeCompiler:
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    target = GPUTarget("cuda", 90, 32)
-    fake = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: DEVICE, get_current_stream=lambda _: 0)
+def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    chip = GPUTarget("cuda", 90, 32)
+    fake = SimpleNamespace(get_current_target=lambda: chip, get_current_device=lambda: DEVICE, get_current_stream=lambda _: 0)
+    fake.launcher_cls = lambda *_: None
     monkeypatch.setattr(driver, "_active", fake)
     _silu_mul.device_caches.pop(DEVICE, None)
-    yield
+    yield fake
     _silu_mul.device_caches.pop(DEVICE, None)
 
 
 @pytest.fixture
-def compiler(target: None, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+def compiler(target: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
     found = FakeCompiler()
+    target.launcher_cls = lambda name, _: found.launchers.append(name)
     monkeypatch.setattr(JITFunction, "_do_compile", lambda *arguments: found.compile(*arguments))  # noqa: PLW0108 - takes the kernel as `self`
     return found
 
@@ -134,23 +145,23 @@ def test_kernels_are_compiled_at_the_same_time(compiler: FakeCompiler) -> None:
     assert len({thread for _, thread in compiler.jobs} | {threading.get_ident()}) == len(SIZES) + 1
 
 
-@pytest.mark.parametrize(("rank", "order"), [(0, [0, 1, 2, 3]), (1, [0, 3, 2, 1])])
-def test_odd_ranks_begin_at_the_end(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[int]) -> None:
+@pytest.mark.parametrize(("rank", "order"), [(0, [0, 2, 1, 3]), (1, [1, 3, 0, 2])])
+def test_ranks_begin_with_different_kernels(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[int]) -> None:
     monkeypatch.setattr(ahead, "THREADS", 1)
-    began, listed = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        began.set()
-        listed.wait(20)
-
-    compiler.wait = wait
-    with compile_ahead(rank):
-        launch_kernel(SIZES[0])
-        assert began.wait(20)
-        for block in SIZES[1:]:
+    with compile_ahead(rank, 2):
+        for block in SIZES:
             launch_kernel(block)
-        listed.set()
-    assert compiler.names == [f"_silu_mul{SIZES[place]}" for place in order]
+        assert not compiler.jobs
+    assert compiler.launchers == compiler.names == [f"_silu_mul{SIZES[place]}" for place in order]
+
+
+def test_the_longest_kernel_is_compiled_first(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "THREADS", 1)
+    monkeypatch.setattr(_fill, "module", "frame.kernels.short")
+    with compile_ahead():
+        _fill[(1,)](torch.zeros(64))
+        launch_kernel(64)
+    assert compiler.names == ["_silu_mul64", "_fill"]
 
 
 def test_other_threads_and_the_kernels_of_others_run(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +187,7 @@ def test_a_kernel_that_does_not_compile_raises_at_its_launch(compiler: FakeCompi
         launch_kernel(64)
 
 
-def test_triton_compiles_in_the_threads(target: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_compiles_in_the_threads(target: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path))
     with count_compilations() as counts:
         with compile_ahead():

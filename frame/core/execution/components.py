@@ -247,7 +247,7 @@ def build_runner(
     clock = time.perf_counter()
     with blaming("in a warm-up step"):
         if kernels.can_use_triton(device) and not is_true_on_all_ranks(not is_cold, context.ep_group, device):
-            with compile_ahead(tp.rank):
+            with compile_ahead(tp.rank, tp.size):
                 runner.warm_up()
                 _capture_graphs(runner, resolved, {}, is_dry=True)
             phases["kernels"] = time.perf_counter() - clock

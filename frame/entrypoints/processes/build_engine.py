@@ -31,7 +31,7 @@ from frame.core.parallel.tp_follower import LeadingRunner
 from frame.entrypoints.processes.build_scheduler import build_schedulers
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
-from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder
+from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
 from frame.plugins.loader import observers as find_observers
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
     clock = time.perf_counter()
     kernels = kernel_cache(resolved, platform.device_name)
     was_warm = kernels.is_warm
+    start_key()
     with count_compilations() as counts:
         parts = load_parts(resolved, registry)
         plugins = time.perf_counter() - clock

@@ -75,7 +75,7 @@ def test_a_cold_start_runs_its_steps_twice(is_cold: bool, monkeypatch: pytest.Mo
     steps: list[str] = []
 
     @contextmanager
-    def compile_ahead(rank: int) -> Iterator[None]:
+    def compile_ahead(rank: int, ranks: int) -> Iterator[None]:
         steps.append("begin")
         yield
         steps.append("end")
