@@ -193,10 +193,11 @@ class DraftLengths:
     def _plan(self, size: int) -> Iterator[tuple[int, int, bool]]:
         """The steps of one size of batch, without end: length, least tokens for a slot, and
         `is_idle`. While no drafts are best, a probe drafts for every slot, so that the acceptance
-        stays known, and a drafter is not idle in the last steps before. Every other of these probes
+        stays known, and a drafter is not idle in the last steps before. A probe of length 0 is
+        idle, as the steps that it stands for. Every other of these probes
         has length 1, which costs least."""
         for length in (self._greatest, 0):
-            yield from [(length, 1, False)] * PROBE_STEPS
+            yield from [(length, 1, length == 0)] * PROBE_STEPS
         num_steps, place, last = FIRST_STEPS, 0, -1
         while True:
             best = self.find_best(size)
@@ -206,7 +207,7 @@ class DraftLengths:
                 yield from (*[(best, 0, True)] * num_idle, *[(best, 0, False)] * (CHECK_STEPS - num_idle))
                 best = self.find_best(size)
             length = self._choose_probe(best, place)
-            yield from [(length, int(best == 0 or not self._costs), False)] * PROBE_STEPS
+            yield from [(length, int(best == 0 or not self._costs), length == 0)] * PROBE_STEPS
             num_steps = min(2 * num_steps, MAX_USE_STEPS) if best == last else USE_STEPS
             place, last = place + 1, best
 

@@ -356,7 +356,7 @@ class Scheduler:
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
         num_ordered = 0 if order is None else order.num_tokens
-        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length, num_ordered)
+        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length, order is not None, num_ordered)
 
     def _order_drafts(self, plan: StepPlan, slots: np.ndarray) -> DraftOrder:
         """What the device drafter does after the step, whose rows have these slots."""

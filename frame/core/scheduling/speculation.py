@@ -214,7 +214,8 @@ class Speculation:
         before, self._committed = self._committed, None
         if rows == len(record.slots):
             self._committed = (record.step, length, now)
-            if before is not None and before[:2] == (record.step - 1, length):
+            is_typical = length > 0 or not record.is_followed  # a length of 0 in use has an idle drafter
+            if is_typical and before is not None and before[:2] == (record.step - 1, length):
                 self._lengths.record(rows, length, 0 if drafts is None else int(drafts.sum()), now - before[2])
 
     def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:

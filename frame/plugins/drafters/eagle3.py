@@ -85,10 +85,11 @@ class Eagle3Head(DraftModel, nn.Module):
         self._vocab_size = model_config.vocab_size
 
     def read_states(self, hidden: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        states: torch.Tensor = self.fc(torch.cat([taps[layer] for layer in self._layers], -1))
-        return states
+        return torch.cat([taps[layer] for layer in self._layers], -1)
 
     def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
+        if states.shape[-1] > self._target[0].model_config.hidden_size:  # the first pass, which steps without drafts leave out
+            states = self.fc(states)
         embedded = self.input_norm(self._target[0].embed(batch.token_ids))
         rows = None if self.rotary.fused else self.rotary.gather_rows(batch.positions)
         x = self.attention(torch.cat((embedded, self.hidden_norm(states)), -1), rows, batch)

@@ -10,6 +10,7 @@ import pytest
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.messages import Finish, Generate
+from frame.core.scheduling.running import StepRecord
 from frame.testing.drafters import Script
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import Expected, SchedulerRig
@@ -174,6 +175,17 @@ def test_counters_by_place() -> None:
     stats = used.scheduler._planner.speculation.stats
     assert stats.accepted_at == [stats.num_drafts, 0, 0]
     assert stats.num_accepted == stats.num_drafts == 4
+
+
+def test_length_0_is_measured_without_the_drafter() -> None:
+    used, measured, one = rig(), [], np.ones(1, np.int32)
+    used.enable_drafts(oracle, 3)
+    speculation = used.scheduler._planner.speculation
+    speculation._lengths.record = lambda *given: measured.append(given)  # type: ignore[method-assign]
+    for step, is_followed in enumerate([False, False, True, False]):
+        record = StepRecord(step, one, one, one, one, one.astype(np.bool_), 1, is_followed=is_followed)
+        speculation.record_step(record, step * (step + 1) / 2)
+    assert measured == [(1, 0, 0, 1.0), (1, 0, 0, 3.0)]
 
 
 # grammars -----------------------------------------------------------------------------------------
