@@ -51,10 +51,7 @@ class KernelCapabilities(AttentionCapabilities):
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
         if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
             requirements = replace(requirements, device="cuda", compute_capability=None)
-        reasons = AttentionCapabilities.unsupported(self, requirements)
-        if requirements.sparse and requirements.kv_dtype == "int8":
-            reasons.append(Reason("does not read selected keys of an int8 cache", "cache.kv_dtype: fp8_e4m3"))
-        return reasons
+        return AttentionCapabilities.unsupported(self, requirements)
 
 
 TRITON = KernelCapabilities(

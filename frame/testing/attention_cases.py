@@ -353,6 +353,7 @@ def _sparse_cases() -> Iterator[tuple[str, Case]]:
     for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
         yield f"mla-selected-keys-{name}", Case(rows, selected=9, **LATENT)
     yield "mla-selected-keys-pages-of-64", Case(MIXED, selected=40, page_size=64, **LATENT)
+    yield "mla-selected-keys-int8", Case(MIXED, selected=40, kv_dtype=torch.int8, **LATENT)
 
 
 def select_positions(case: Case, position: int) -> np.ndarray:

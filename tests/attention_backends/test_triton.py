@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,15 +36,6 @@ def test_runs_on_a_cpu_only_under_the_interpreter(monkeypatch: pytest.MonkeyPatc
     assert [reason.sentence for reason in record.capabilities.unsupported(CPU)] == ["runs on cuda, not on cpu"]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert record.capabilities.unsupported(CPU) == []
-
-
-def test_refuses_selected_keys_of_an_int8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities = load_registry(installed=False).get("attention_backend", "triton").capabilities
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    latent = replace(CPU, kind="mla", latent=(32, 16), kv_dtype="int8")
-    assert capabilities.unsupported(latent) == []
-    (reason,) = capabilities.unsupported(replace(latent, sparse=True))
-    assert reason.sentence == "does not read selected keys of an int8 cache"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")

@@ -11,6 +11,7 @@ import torch
 
 from frame.attention_backends.triton import sparse_kernel
 from frame.attention_backends.triton.sparse_kernel import attend_sparse
+from frame.core.kv_cache.kv_pool import quantize_rows
 from frame.kernels.index_scores import BINS, score_keys, select_best
 from frame.models import deepseek_v32
 
@@ -111,3 +112,21 @@ def test_programs_of_many_heads_compute_the_same(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sparse_kernel, "_WIDE_PROGRAMS", tokens)
     wide = attend_sparse(*operands, slots, 0.1, 0.5, 1 << 20)
     torch.testing.assert_close(wide, narrow, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_attention_to_selected_keys_of_8_bits(stored: torch.dtype) -> None:
+    tokens, heads, rank, rope, keys = 2, 20, 48, 16, 300
+    q, q_rope = random(tokens, heads, rank, dtype=torch.bfloat16), random(tokens, heads, rope, dtype=torch.bfloat16)
+    slots = torch.stack([torch.randperm(keys, generator=torch.Generator().manual_seed(row)) for row in range(tokens)]).to(DEVICE)
+    numbers, scales, k_scale = random(keys, rank + rope), None, 0.5
+    if stored == torch.int8:
+        cached, units = quantize_rows(numbers)
+        scales, k_scale, rows = units, 1.0, cached.double() * units.double()[:, None]
+    else:
+        cached = numbers.to(stored)
+        rows = cached.float().double() * k_scale
+    got = attend_sparse(q, q_rope, cached, slots, 0.1, k_scale, scales=scales)
+    weights = (torch.cat((q, q_rope), -1).double() @ rows.T * 0.1).softmax(-1)
+    want = weights @ rows[:, :rank]
+    assert (got - want).abs().max() <= TOLERANCE[torch.bfloat16] * want.abs().max()

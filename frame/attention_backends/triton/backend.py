@@ -94,7 +94,9 @@ class TritonBackend(AttentionBackend):
         if (chosen := batch.get(SparseKeys)) is not None:
             q = make_rows_contiguous(layer.absorb(q_nope))
             sparse = q, make_rows_contiguous(q_rope), cached, chosen.slots
-            return layer.unabsorb(attend_sparse(*sparse, spec.scale, spec.k_scale, self._limits.shared_memory))
+            k_scale = spec.k_scale if cached.dtype == torch.float8_e4m3fn else 1.0
+            units = next(iter(_scales(spec, cached, batch)), None)
+            return layer.unabsorb(attend_sparse(*sparse, spec.scale, k_scale, self._limits.shared_memory, units))
         expands = self._expands(layer, plan, latent.element_size())
         absorbed = plan.num_decodes if expands else q_nope.shape[0]  # number of tokens; decodes come first
         decoded = None

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from frame.attention_backends.triton.merge_kernel import merge_parts
-from frame.attention_backends.triton.online_softmax import LOG2E
+from frame.attention_backends.triton.online_softmax import LOG2E, VALUE_UNIT, cast_queries, widen
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, next_power_of_2
 
@@ -29,14 +29,15 @@ STAGES = 3  # slots are loaded two steps ahead, keys one
 
 def attend_sparse(
     q: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor, scale: float, k_scale: float,
-    shared_memory: int = 0,
+    shared_memory: int = 0, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """q [tokens, heads, rank] (absorbed), q_rope [tokens, heads, rope], cached [slots of the cache,
     rank + rope], slots int64 [tokens, keys], -1 for no key, but not the first -> [tokens, heads,
     rank]. `k_scale`: factor of the cached numbers. shared_memory: bytes per program that the
-    device has."""
+    device has. scales: of an int8 cache, float16 [slots of the cache]."""
     (tokens, heads, rank), rope, keys = q.shape, q_rope.shape[2], slots.shape[1]
-    is_wide = q.element_size() == 2 and shared_memory >= _WIDE_MEMORY and tokens * (heads // _WIDE_HEADS) >= _WIDE_PROGRAMS
+    fits = q.element_size() == cached.element_size() == 2 and shared_memory >= _WIDE_MEMORY
+    is_wide = fits and tokens * (heads // _WIDE_HEADS) >= _WIDE_PROGRAMS
     taken, warps = (_WIDE_HEADS, _WIDE_WARPS) if is_wide else (_HEADS, _WARPS)
     blocks, step = ceil_div(heads, taken), _KEY_BYTES // q.element_size()
     splits = max(1, min(PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
@@ -46,11 +47,13 @@ def attend_sparse(
     if splits > 1:
         parts = torch.empty(tokens * splits * heads, rank, device=q.device)
         weights = torch.empty(tokens * splits * heads, device=q.device)
+    v_scale = k_scale if scales is None else k_scale / VALUE_UNIT.value
+    numbers = (scale * k_scale, v_scale, keys, share, *q.stride()[:2], *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0))
     _sparse_kernel[(tokens, blocks, splits)](
-        q, q_rope, cached, slots, out, parts, weights, scale * k_scale, k_scale, keys, share, *q.stride()[:2],
-        *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0), slots.stride(0), HEADS=heads, RANK=rank, ROPE=rope, BLOCK_HEADS=taken,
-        BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step, BLOCK_ALL=next_power_of_2(keys),
-        IS_SPLIT=splits > 1, UPCAST=INTERPRETED, num_warps=warps, num_stages=STAGES,
+        q, q_rope, cached, slots, slots if scales is None else scales, out, parts, weights, *numbers, slots.stride(0), HEADS=heads,
+        RANK=rank, ROPE=rope, BLOCK_HEADS=taken, BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step,
+        BLOCK_ALL=next_power_of_2(keys), IS_SPLIT=splits > 1, HAS_SCALES=scales is not None, UPCAST=INTERPRETED, num_warps=warps,
+        num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(heads, tokens)](parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=wide)
@@ -65,17 +68,18 @@ def _load_columns(base, rows, first, valid, SIZE: tl.constexpr, BLOCK: tl.conste
     return found.to(tl.float32) if UPCAST else found
 
 
-@triton.jit(do_not_specialize=["scale", "k_scale", "num_keys", "share"])
+@triton.jit(do_not_specialize=["scale", "v_scale", "num_keys", "share"])
 def _sparse_kernel(
     q,
     q_rope,
     cached,
     slots,
+    scales,  # float16 [slots of the cache] of an int8 cache
     out,
     parts,  # float32 [tokens * splits * HEADS, RANK]: results of the parts of the keys
     weights,  # float32 [tokens * splits * HEADS]: log2 of their sums of weights, -inf without a key
     scale,
-    k_scale,
+    v_scale,
     num_keys,
     share,  # keys of a program
     q_token,
@@ -95,6 +99,7 @@ def _sparse_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_ALL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Grid: (tokens, blocks of heads, parts of the keys)."""
@@ -103,7 +108,9 @@ def _sparse_kernel(
     begin = tl.program_id(2) * share
     inside = heads < HEADS
     queries = _load_columns(q + token * q_token, heads * q_head, 0, inside, RANK, BLOCK_RANK, UPCAST)
+    queries = cast_queries(queries, cached, UPCAST)
     turned = _load_columns(q_rope + token * rope_token, heads * rope_head, 0, inside, ROPE, BLOCK_ROPE, UPCAST)
+    turned = cast_queries(turned, cached, UPCAST)
     top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_RANK], tl.float32)
@@ -113,20 +120,26 @@ def _sparse_kernel(
         places = first + tl.arange(0, BLOCK_KEYS)
         slot = tl.load(slots + token * slots_row + places, mask=places < num_keys, other=-1)
         valid = slot >= 0
-        latents = _load_columns(cached, slot * cached_row, 0, valid, RANK, BLOCK_RANK, UPCAST).to(queries.dtype)
-        keys = _load_columns(cached, slot * cached_row, RANK, valid, ROPE, BLOCK_ROPE, UPCAST).to(queries.dtype)
+        latents = _load_columns(cached, slot * cached_row, 0, valid, RANK, BLOCK_RANK, UPCAST)
+        latents = widen(latents, queries.dtype, UPCAST)
+        keys = widen(_load_columns(cached, slot * cached_row, RANK, valid, ROPE, BLOCK_ROPE, UPCAST), queries.dtype, UPCAST)
         scores = tl.dot(queries, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(turned, tl.trans(keys), scores, input_precision="ieee") * (scale * LOG2E)
+        if HAS_SCALES:
+            units = tl.load(scales + slot, mask=valid, other=0.0).to(tl.float32)
+            scores *= units[None, :]
         scores = tl.where(valid[None, :], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(highest == float("-inf"), 0.0, highest)  # no key so far
         factors = tl.exp2(scores - base[:, None])
         shrunk = tl.exp2(top - base)
         total = total * shrunk + tl.sum(factors, 1)
+        if HAS_SCALES:
+            factors *= units[None, :] * VALUE_UNIT
         acc = tl.dot(factors.to(latents.dtype), latents, acc * shrunk[:, None], input_precision="ieee")
         top = highest
     columns = tl.arange(0, BLOCK_RANK)
-    result = acc * (k_scale / tl.where(total > 0, total, 1.0))[:, None]
+    result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     mask = inside[:, None] & (columns < RANK)[None, :]
     if IS_SPLIT:
         lines = (token * tl.num_programs(2) + tl.program_id(2)) * HEADS + heads
