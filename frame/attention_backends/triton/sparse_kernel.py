@@ -42,7 +42,7 @@ def attend_sparse(
     blocks, step = ceil_div(heads, taken), _KEY_BYTES // q.element_size()
     splits = max(1, min(PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
     share = ceil_div(keys, splits * step) * step
-    out, wide = q.new_empty(q.shape), max(16, next_power_of_2(rank))
+    out, block_rank = q.new_empty(q.shape), max(16, next_power_of_2(rank))
     parts, weights = out, out
     if splits > 1:
         parts = torch.empty(tokens * splits * heads, rank, device=q.device)
@@ -51,12 +51,12 @@ def attend_sparse(
     numbers = (scale * k_scale, v_scale, keys, share, *q.stride()[:2], *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0))
     _sparse_kernel[(tokens, blocks, splits)](
         q, q_rope, cached, slots, slots if scales is None else scales, out, parts, weights, *numbers, slots.stride(0), HEADS=heads,
-        RANK=rank, ROPE=rope, BLOCK_HEADS=taken, BLOCK_RANK=wide, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step,
+        RANK=rank, ROPE=rope, BLOCK_HEADS=taken, BLOCK_RANK=block_rank, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step,
         BLOCK_ALL=next_power_of_2(keys), IS_SPLIT=splits > 1, HAS_SCALES=scales is not None, UPCAST=INTERPRETED, num_warps=warps,
         num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(heads, tokens)](parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=wide)
+        _merge_kernel[(heads, tokens)](parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=block_rank)
     return out
 
 

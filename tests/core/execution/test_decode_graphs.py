@@ -10,6 +10,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
@@ -31,6 +32,7 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.models.deepseek_v32 import Indexer
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -183,9 +185,26 @@ def test_garbage_waits_while_steps_are_captured() -> None:
     assert gc.isenabled()
 
 
+class NoWaits(TorchFunctionMode):
+    """Fails where an operation would wait for a GPU, or has a result whose shape depends on
+    values."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        assert name not in {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__index__"}, name
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_path):
+def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_path, monkeypatch):
     """Of 12 selected keys: rows that are shorter, that cross the number, and that are longer."""
+    forward = Indexer.forward
+
+    def select(*operands):
+        with NoWaits():
+            return forward(*operands)
+
+    monkeypatch.setattr(Indexer, "forward", select)
     folder = make_checkpoint(architecture, tmp_path)
     prompts = [[(7 * row + place) % 300 + 6 for place in range(length)] for row, length in enumerate((3, 9, 40, 70))]
     outputs = []
