@@ -54,7 +54,7 @@ class RoundedInt4Layer(LayerFormat):
         return {
             "codes": StoredTensor(torch.uint8, (OUTPUTS, Axis("input", BLOCK, BLOCK // 2))),
             "scales": StoredTensor(self.dtype, (OUTPUTS, Axis("input", size))),
-            "zeros": StoredTensor(torch.int16, (OUTPUTS, Axis("input", size))),
+            "zeros": StoredTensor(torch.int8, (OUTPUTS, Axis("input", size))),
         }
 
     def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
@@ -65,7 +65,7 @@ class RoundedInt4Layer(LayerFormat):
         zeros = (-low / scales.float()).round_().clamp_(0, 15)
         codes = (groups / scales.float().unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15).to(torch.uint8).flatten(1)
         padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % BLOCK))
-        return {"codes": pack_nibbles(padded), "scales": scales, "zeros": zeros.to(torch.int16)}
+        return {"codes": pack_nibbles(padded), "scales": scales, "zeros": zeros.to(torch.int8)}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         scheme = WeightScheme("int4", (1, gcd(inputs, self.group)), zeros=True)

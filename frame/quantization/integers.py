@@ -64,7 +64,7 @@ class Integers:
         group = ordered.codes.shape[-1] // ordered.scales.shape[-1]
         scheme = WeightScheme("int4" if self.bits <= 4 else "int8", (1, group), self.zeros is not None, order is not None)
         shift = (8 if self.bits <= 4 else 0) - (1 << self.bits - 1)  # from unsigned codes to the canonical ones
-        zeros = ordered.zeros.to(torch.int16).add_(shift) if ordered.zeros is not None else None
+        zeros = ordered.zeros.to(torch.int16).add_(shift).to(torch.int8) if ordered.zeros is not None else None
         codes = ordered.codes.to(torch.int16).add_(shift).to(torch.uint8 if self.bits <= 4 else torch.int8)
         if self.bits <= 4:
             codes = pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK)))

@@ -28,7 +28,7 @@ def make_weight(
     largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "nf4": 1.0, "e4m3": 2.0}[scheme.codes]
     scales = ((torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5 / largest).to(dtype)
     low, high = (0, 16) if scheme.codes == "int4" else (-128, 128)
-    zeros = torch.randint(low, high, shape, generator=generator).to(torch.int16) if scheme.zeros else None
+    zeros = torch.randint(low, high, shape, generator=generator).to(torch.int8) if scheme.zeros else None
     order = None
     if scheme.ordered:
         orders = [torch.randperm(inputs, generator=generator) for _ in range(max(1, experts))]
@@ -69,7 +69,7 @@ def check_form(weight: PackedWeight, outputs: int, inputs: int, lead: tuple[int,
         assert weight.minima.is_floating_point(), "minima are no floats"
         assert weight.minima.shape == weight.scales.shape, "there is not one minimum for each scale"
     if weight.zeros is not None:
-        assert weight.zeros.dtype == torch.int16, f"zero points are {weight.zeros.dtype}, not int16"
+        assert weight.zeros.dtype == torch.int8, f"zero points are {weight.zeros.dtype}, not int8"
         assert weight.zeros.shape == weight.scales.shape, "there is not one zero point for each scale"
     if weight.order is not None:
         assert weight.order.dtype == torch.int32, f"the order is {weight.order.dtype}, not int32"

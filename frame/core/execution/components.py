@@ -29,7 +29,6 @@ from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
-from frame.core.interfaces.moe import MovableExperts
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
@@ -39,7 +38,7 @@ from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
-from frame.core.parallel.expert_moves import ExpertBalancer
+from frame.core.parallel.expert_moves import ExpertBalancer, count_transit_bytes, list_movable
 from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
@@ -217,9 +216,11 @@ def build_runner(
                 "speculative.algorithm cannot be used with the recurrent layers of this model in pipeline stages, of which the "
                 "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
             )
-    activations = activation_bytes(model_config, context.limits, context.dtype)
+    moving = list_movable(model) if resolved.plan.balances_experts else []
+    transit = count_transit_bytes(moving, user.parallel.eplb_stage_bytes) if moving else 0
+    activations = activation_bytes(model_config, context.limits, context.dtype) + transit
     draft_bytes = drafter.bytes if drafter else 0
-    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before)
+    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, transit)
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
@@ -274,8 +275,7 @@ def _build_balancer(resolved: Resolved, model: Model, context: BuildContext) -> 
     """The balancer of the model's layers with experts. Raises ConfigurationError if their weights
     cannot be moved."""
     settings = resolved.user.parallel
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    layers = [module for module in modules if isinstance(module, MovableExperts)]
+    layers = list_movable(model)
     if not layers and context.pipeline is None:  # a stage may have none
         raise ConfigurationError("parallel.eplb is true, but the model's implementation cannot move experts; set it to false")
     if not all(layer.list_tensors() for layer in layers):
@@ -331,13 +331,15 @@ def prepare_drafter(
     return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint
 
 
-def _plan_memory(resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory) -> MemoryPlan | None:
+def _plan_memory(
+    resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory, transit: int
+) -> MemoryPlan | None:
     """The prediction that the start is compared with; None where it says that too little memory is
     free."""
     if not weights:  # a model that builds its layers while it loads
         return None
     try:
-        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before)
+        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before, transit)
     except CapacityError:
         return None
 

@@ -68,7 +68,7 @@ class PackedWeight:
     `codes`: [..., outputs, columns], of the dtype of the scheme (plain: the model's; int8: int8;
     e4m3: float8_e4m3fn; 4 bits: uint8, padded to blocks of 32 columns, in 16 bytes each, whose
     first half is in the low nibbles). `scales`: floats [..., outputs / rows, columns / width],
-    rounded up, with (rows, width) the scheme's group. `zeros`: int16 of the same shape, subtracted
+    rounded up, with (rows, width) the scheme's group. `zeros`: int8 of the same shape, subtracted
     from the codes (None: 0, and 8 for int4 without minima). `minima`: floats of the same shape,
     subtracted from code * scale (None: 0). `outer`: float32 [..., outputs], a second scale that
     multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32 [..., columns],

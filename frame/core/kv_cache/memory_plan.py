@@ -49,10 +49,20 @@ class MemoryPlan:
         return self.others + self.weights + self.activations + self.workspaces + self.cache
 
     def find_deviations(self, weights: int, tokens: int, memory: DeviceMemory) -> list[str]:
-        """A sentence for each prediction that is more than `TOLERANCE` from the measured value."""
+        """A sentence for each prediction that is more than `TOLERANCE` from the measured value.
+
+        Activations and workspaces are upper bounds, which need not be taken. All memory of this
+        process lies between that of PyTorch's allocator, without libraries, and that of the device,
+        with other processes.
+        """
         pairs = [("weights", self.weights / GIB, weights / GIB, "GiB"), ("the KV cache", self.tokens, tokens, "tokens")]
         if not self.is_shared:
-            pairs.append(("all memory", self.used / GIB, (memory.total - memory.free) / GIB, "GiB"))
+            least, most = self.others + memory.reserved, memory.total - memory.free
+            fixed = self.used - self.activations - self.workspaces
+            if least > self.used:
+                pairs.append(("all memory", self.used / GIB, least / GIB, "GiB"))
+            elif most < fixed:
+                pairs.append(("memory besides activations and workspaces", fixed / GIB, most / GIB, "GiB"))
         return [
             f"the memory plan predicts {planned:,.6g} {unit} for {name}; it is {real:,.6g}"
             for name, planned, real, unit in pairs
@@ -61,14 +71,15 @@ class MemoryPlan:
 
 
 def plan_memory(
-    resolved: Resolved, limits: Limits, dtype: torch.dtype, geometry: KVGeometry, weights: int, before: DeviceMemory
+    resolved: Resolved, limits: Limits, dtype: torch.dtype, geometry: KVGeometry, weights: int, before: DeviceMemory, transit: int = 0
 ) -> MemoryPlan:
     """The memory of a rank with `weights` bytes of the model, on a device in the state `before`.
-    Raises CapacityError if the KV cache does not fit."""
+    `transit`: bytes of moving experts, a part of the activations. Raises CapacityError if the KV
+    cache does not fit."""
     config, ranks = resolved.model, resolved.plan.num_devices if before.is_shared else 1
     total, free = before.total // ranks, before.free // ranks
     others = 0 if before.is_shared else total - free
-    activations = activation_bytes(config, limits, dtype)
+    activations = activation_bytes(config, limits, dtype) + transit
     memory = Memory(total, free - weights, others + weights, activations, before.is_shared)
     pages = plan_pages(geometry, limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     tokens = (pages - RESERVED_PAGES) * resolved.page_size

@@ -43,6 +43,22 @@ class LayerMove:
     received: list[tuple[int, list[torch.Tensor]]]
 
 
+def list_movable(model: object) -> list[MovableExperts]:
+    """The model's layers with experts that can move."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return [module for module in modules if isinstance(module, MovableExperts)]
+
+
+def count_transit_bytes(layers: Sequence[MovableExperts], stage_bytes: int) -> int:
+    """The most that experts in transit take: the received experts of a layer, and those of a stage
+    that are sent."""
+    found = [0]
+    for layer in layers:
+        tensors = layer.list_tensors()
+        found.append(sum(tensor.nbytes for tensor in tensors) + max(stage_bytes, sum(tensor[0].nbytes for tensor in tensors)))
+    return max(found)
+
+
 class ExpertBalancer:
     """Balances the experts of `layers` among the ranks of `group`, every `interval` steps.
 

@@ -64,6 +64,9 @@ class Head(nn.Module):
         if tied is not None:
             self.weight, self._name, self._choices = tied.weight, name, context.gemm_kernels
             self._layout = None if context.weight_format is None else describe_layer(context, name, "head")
+            if self.weight.is_meta and self._layout is not None and self._layout.rounds:  # the memory plan counts it
+                for key, tensor in self._round(self._layout).tensors.items():
+                    self.register_buffer(key, tensor, persistent=False)
             return
         rows, span = split_vocabulary(context, vocab_size)
         self.weights = LayerWeight(self, context, (name,), Range.whole(hidden_size), (rows,), "head")
@@ -76,7 +79,10 @@ class Head(nn.Module):
         elif self._layout is None or not self._layout.rounds:
             self.product = self._share_weight()
         else:
-            made = build_product(self._choices, [self._round(self._layout)], self._name)
+            weight = self._round(self._layout)
+            made = build_product(self._choices, [weight], self._name)
+            for key in weight.tensors:
+                setattr(self, key, None)
             if self.product is None or not replace_values(self.product.tensors, made.tensors):
                 self.product = made
             register_tensors(self, "packed", self.product.tensors)

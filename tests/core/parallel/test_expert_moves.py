@@ -7,7 +7,7 @@ import torch
 
 from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.moe import ExpertPlacement
-from frame.core.parallel.expert_moves import ExpertBalancer, Move, find_moves, keep_places
+from frame.core.parallel.expert_moves import ExpertBalancer, Move, count_transit_bytes, find_moves, keep_places
 from frame.models.layers.moe import ExpertRoutes
 from frame.testing.suites.thread_group import run_ranks
 
@@ -57,6 +57,8 @@ def test_a_layer_switches_when_all_weights_are_there() -> None:
         balancer = ExpertBalancer([layer], group, interval=2, stage_bytes=1)  # type: ignore[arg-type,list-item]
         assert not layer.counts.any()  # those of warm-up steps
         layer.counts += counts
+        one = sum(tensor[0].nbytes for tensor in layer.tensors)
+        assert count_transit_bytes([layer], 1) == (len(layer.tensors[0]) + 1) * one  # type: ignore[list-item]
         seen = []
         for _ in range(8):
             balancer.begin_step()
