@@ -27,9 +27,9 @@ from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
 EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
-# Prompts whose quantized keys and values would be larger than this are read in place. A part of
-# what the memory plan reserves for workspaces.
-DEQUANTIZED_BYTES = 384 << 20
+# Prompts whose dequantized keys and values would be larger than this are read in place, which takes
+# twice to three times as long. A part of the tenth of memory that `cache.mem_fraction` leaves.
+DEQUANTIZED_BYTES = 1 << 30
 DEQUANTIZED_QUERIES = 128  # queries for each key, on average, from which on keys are dequantized once
 
 

@@ -87,7 +87,8 @@ class DecodeLauncher:
         if found is not None:
             return found
         group = operands.group
-        sizes = choose_decode(group, operands.loaded_widths, operands.q1.element_size(), self._limits.shared_memory)
+        itemsizes = operands.q1.element_size(), operands.k1.element_size()
+        sizes = choose_decode(group, operands.loaded_widths, itemsizes[0], self._limits.shared_memory, itemsizes[1])
         taken = min(group, sizes.tile.queries)
         blocks = kv_heads * -(-group // taken)
         tile_rows = sizes.tile_lanes // taken

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels import launch
+from frame.kernels import INTERPRETED, launch
 from frame.kernels.launch import PreparedLaunch, launch_dependents, wait_for_previous
 
 _ELEMENTS = 8192  # of one program, about
@@ -35,7 +35,8 @@ class Dequantizer:
         contiguous, and the last dimension is one head's."""
         width = cached.shape[-1]
         heads, block = cached[0].numel() // width, launch.next_power_of_2(width)
-        out = torch.empty(len(places), *cached.shape[1:], dtype=dtype, device=cached.device)
+        stored = torch.float32 if INTERPRETED else dtype  # the interpreter cuts bits off instead of rounding to bfloat16
+        out = torch.empty(len(places), *cached.shape[1:], dtype=stored, device=cached.device)
         count = len(places) * heads
         lines = launch.choose_rows_per_program(count, max(1, _ELEMENTS // block))
         tensors = cached, cached if scales is None else scales, places, out
@@ -46,7 +47,7 @@ class Dequantizer:
             found = PreparedLaunch(_dequantize_kernel, (*tensors, count, factor), constants, self._device, _WARPS)
             self._launches[key] = found
         found((launch.ceil_div(count, lines), 1, 1), tensors, (count, factor))
-        return out
+        return out.to(dtype)
 
 
 @triton.jit(do_not_specialize=["count"])

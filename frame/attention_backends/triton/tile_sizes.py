@@ -114,7 +114,7 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
     return choose_tile(max(16, min(get_max_queries(columns, itemsize), wanted)), columns, itemsize, shared_memory)
 
 
-def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int) -> DecodeSizes:
+def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, cached_itemsize: int) -> DecodeSizes:
     """Sizes for `group` query heads per key head, with keys of these padded widths."""
     most = get_max_queries(columns, itemsize)
     queries = max(16, min(most, next_power_of_2(group)))
@@ -125,12 +125,8 @@ def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shar
         if queries <= 32 and (queries + 3 * 32) * sum(columns) * itemsize <= shared_memory:
             tile, programs = Tile(queries, 32, 4, 3), 2
         return DecodeSizes(tile, 32, 32, programs, min_keys=128, merge_separately=True)
-    if queries == 16 and value <= 128 and itemsize == 2:
-        tile = replace(tile, registers=168)  # an int8 cache takes 202 otherwise, of which two programs fit
-    return DecodeSizes(
-        tile,
-        tile_lanes=most,
-        tile_keys=min(32, tile.keys),
-        programs=3,
-        min_keys=64,
-    )
+    programs = 3
+    if queries == 16 and value <= 128 and itemsize == 2:  # registers of as many programs as shall share a multiprocessor
+        programs = 4 if cached_itemsize == 1 else 3
+        tile = replace(tile, registers=128 if cached_itemsize == 1 else 168)
+    return DecodeSizes(tile, tile_lanes=most, tile_keys=min(32, tile.keys), programs=programs, min_keys=64)
