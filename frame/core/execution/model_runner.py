@@ -96,8 +96,9 @@ class TorchModelRunner(ModelRunner):
 
     def warm_up(self) -> None:
         """Run warm-up steps over the reserved page, so that kernels are compiled and initialised
-        before requests arrive. On a CPU, where little is compiled, only decodes run."""
-        for batch in idle_decodes(self.inputs.table.padding_slot):
+        before requests arrive. On a CPU, where little is compiled, one decode runs."""
+        few = self._stream is None and not self.forward.is_compiled
+        for batch in idle_decodes(self.inputs.table.padding_slot, few=few):
             self.launch(batch).wait()
         if self._stream is None:
             return

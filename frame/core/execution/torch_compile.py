@@ -36,6 +36,11 @@ class Forward:
         self._max_rows = max_rows
         self._compiled: Pass | None = torch.compile(plain, dynamic=True) if max_rows else None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any batch runs compiled code."""
+        return self._compiled is not None
+
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         if self._compiled is None or batch.num_decodes != batch.num_rows or batch.num_rows > self._max_rows:
             return self._plain(batch)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import Limits
 
 _DECODES = (1, 2, 3)  # rows; compilers specialise on 1
-_FEW_PROMPTS = ((1, 2, 0), (1, 5, 0))  # rows, new tokens per row, cached tokens per row
+_FEW_PROMPTS = ((1, 5, 0),)  # rows, new tokens per row, cached tokens per row
 _PROMPTS = (
     *((rows, 3, 0) for rows in (1, 2, 4, 8, 16, 32, 64)),
     *((1, new, before) for new in (100, 400, 1100) for before in (0, 1500)),
@@ -38,9 +38,10 @@ _PROCESSED = SamplingParams(  # greedy, with every built-in logits processor
 )
 
 
-def idle_decodes(padding_slot: int) -> Iterator[ScheduledBatch]:
-    """Decodes of a few rows; none samples a token."""
-    for rows in _DECODES:
+def idle_decodes(padding_slot: int, *, few: bool = False) -> Iterator[ScheduledBatch]:
+    """Decodes of a few rows; none samples a token. few: one row alone, where nothing is compiled
+    for a number of rows."""
+    for rows in _DECODES[:1] if few else _DECODES:
         yield _step(padding_slot, np.zeros(rows, np.int32), np.ones(rows, np.int32))
 
 
@@ -51,10 +52,11 @@ def idle_prompts(limits: Limits, *, few: bool = False, fresh: bool = False) -> I
     few: for a device on which kernels are not compiled per size. fresh: without cached tokens.
     """
     yield _prompts(_PROCESSED, 1, 1, 0)
-    yield _prompts(_GREEDY, 1, 1, 0)
-    for rows, new, before in _FEW_PROMPTS if few else _PROMPTS:
-        if _fits(limits, rows, new, before) and not (fresh and before):
-            yield _prompts(_GREEDY, rows, new, before)
+    sizes = [size for size in (_FEW_PROMPTS if few else _PROMPTS) if _fits(limits, *size) and not (fresh and size[2])]
+    if not few or not sizes:
+        yield _prompts(_GREEDY, 1, 1, 0)
+    for size in sizes:
+        yield _prompts(_GREEDY, *size)
 
 
 def idle_extends(padding_slot: int, limits: Limits) -> Iterator[ScheduledBatch]:
