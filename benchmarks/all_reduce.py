@@ -1,5 +1,7 @@
 """Times all-reduce over the GPUs of one host in CUDA graphs: NCCL, PyTorch's kernels, and those of
 the collective `p2p`, with and without residual addition and norm. Writes JSON: microseconds a call.
+`--only-copies`: instead, outside of graphs, sums of large messages by copies, alone and behind
+products.
 
 Also the floors: of a small kernel in a graph, of PyTorch's barrier, and of one way of a ping-pong
 between two GPUs. Run it with `python benchmarks/all_reduce.py --ranks 2 --out all_reduce.json`,
@@ -32,6 +34,7 @@ from frame.testing.devices import open_platform
 
 SIZES = tuple(kib << 10 for kib in (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 65536))  # bytes
 ROWS = ((1, 2048), (1, 4096), (1, 7168), (8, 4096), (64, 4096), (256, 4096), (512, 4096))  # of bfloat16, for the fused kernel
+LARGE = ((8192, 2048, 4096), (8192, 7168, 4096), (8192, 8192, 7168))  # rows, inputs and outputs of products
 CALLS = 50  # in a graph
 ROUNDS = 20
 LARGEST = SIZES[-1]
@@ -74,7 +77,7 @@ def time_graph(act: Callable[[], Any]) -> float:
     return min(times)
 
 
-def measure(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+def measure(rank: int, ranks: int, folder: Path, only_copies: bool) -> dict[str, Any]:
     """The times on this rank."""
     platform = open_platform(f"cuda:{rank}")
     platform.activate()
@@ -83,6 +86,8 @@ def measure(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         return CollectiveContext(rank, ranks, f"file://{folder / name}", platform, timeout=120.0)
 
     groups: dict[str, Any] = {"nccl": Nccl(context("nccl"))}
+    if only_copies:
+        return {"copies_us": measure_copies(groups["nccl"], P2p(context("copies"), P2pOptions(one_shot_bytes=16, copies=True)))}
     groups["one_shot"] = P2p(context("one"), P2pOptions(one_shot_bytes=LARGEST, two_shot_bytes=16))
     if ranks > 2:
         groups["two_shot"] = P2p(context("two"), P2pOptions(one_shot_bytes=0, two_shot_bytes=LARGEST))
@@ -111,6 +116,49 @@ def measure_sums(groups: dict[str, Any], size: int) -> dict[str, float]:
         row |= measure_pytorch(groups["one_shot"], zeros)
     print(f"rank {some.rank}: {size >> 10} KiB {row} us", flush=True)
     return row
+
+
+def measure_copies(nccl: Any, copies: Any) -> dict[str, dict[str, float]]:
+    """Sums of large messages without graphs, and after the products of 8,192 rows that make them;
+    `product`: without the sum."""
+    found = {}
+    for rows, inner, columns in LARGE:
+        x, weight = make_values(nccl, rows * inner).view(rows, inner), make_values(nccl, inner * columns).view(inner, columns)
+
+        def multiply(part: torch.Tensor, weight: torch.Tensor = weight) -> torch.Tensor:
+            return part @ weight
+
+        out = multiply(x)
+        expected = nccl.all_reduce(out.clone())
+        for result in [copies.all_reduce(out) for _ in range(3)] + [copies.sum_product(multiply, x, columns) for _ in range(3)]:
+            if not torch.allclose(result.float(), expected.float(), atol=2.0, rtol=0.02):
+                raise SystemExit(f"copies give a wrong sum of {rows} x {columns}")
+        zeros = torch.zeros_like(out)
+        acts: dict[str, Callable[[], Any]] = {
+            "nccl": lambda zeros=zeros: nccl.all_reduce(zeros),
+            "copies": lambda zeros=zeros: copies.all_reduce(zeros),
+            "product": lambda x=x, multiply=multiply: multiply(x),
+            "product_nccl": lambda x=x, multiply=multiply: nccl.all_reduce(multiply(x)),
+            "product_copies": lambda x=x, multiply=multiply, columns=columns: copies.sum_product(multiply, x, columns),
+        }
+        row = found[f"{rows} x {inner} x {columns}"] = {name: round(time_eager(act), 1) for name, act in acts.items()}
+        print(f"rank {nccl.rank}: {rows} x {inner} x {columns} {row} us", flush=True)
+    return found
+
+
+def time_eager(act: Callable[[], Any]) -> float:
+    """Microseconds of one call of several that are queued, the best of five rounds."""
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(20):
+            act()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / 20)
+    return min(times[1:])
 
 
 def measure_pytorch(group: Any, x: torch.Tensor) -> dict[str, float]:
@@ -196,15 +244,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank", type=int, default=None, help="set for the processes of the ranks")
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--only-copies", action="store_true", help="of two ranks: large sums by copies, and nothing else")
     parser.add_argument("--out", type=Path, default=Path("all_reduce.json"))
     options = parser.parse_args()
     if options.rank is not None:
-        found = measure(options.rank, options.ranks, options.folder)
+        found = measure(options.rank, options.ranks, options.folder, options.only_copies)
         if options.rank == 0:
             options.out.write_text(json.dumps(found, indent=2) + "\n")
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--ranks", str(options.ranks), "--folder", folder, "--out", str(options.out)]
+        if options.only_copies:
+            command.append("--only-copies")
         environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}  # NCCL without multicast too
         processes = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(options.ranks)]
         deadline = time.monotonic() + 300

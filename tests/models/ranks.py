@@ -46,6 +46,14 @@ class ThreadGroup:
         residual += self.all_reduce(x)
         return F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
+    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+        """Of prompts alone, so that other steps join the sums with norms."""
+        if len(x) < 12:
+            return None
+        total = self.all_reduce(torch.cat([multiply(rows) for rows in x.chunk(2)]))
+        assert total.shape == (len(x), columns)
+        return total
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.rank, tensor), dim)
 

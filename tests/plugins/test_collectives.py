@@ -22,6 +22,7 @@ from frame.core.config.resolve import ResolveError
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.collective import Collective, CollectiveContext, LocalGroup
+from frame.core.interfaces.platform import HostPlatform
 from frame.entrypoints.configuration.prepare import prepare
 from frame.kernels import peer_sum
 from frame.plugins.collectives import P2pOptions, p2p
@@ -110,6 +111,19 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch,
             assert group.all_reduce(x).shape == x.shape
         assert calls == expected
     assert group.reduce_add_norm(torch.ones(2, 512), torch.ones(2, 512), torch.ones(512), 1e-5) is None  # above one_shot_bytes
+
+    copied = SimpleNamespace(sum=lambda parts, out: out.copy_(torch.cat([part.view(-1) for part in parts]).view(out.shape)))
+    monkeypatch.setattr(p2p, "PeerCopies", lambda *arguments: copied)
+    monkeypatch.setattr(HostPlatform, "create_stream", lambda self: self)
+    monkeypatch.setattr(HostPlatform, "is_capturing", property(lambda self: captures))
+    for captures, expected in ((False, ["one_shot"]), (True, ["one_shot", *["nccl"] * 3])):
+        group = p2p.P2p(CollectiveContext(0, 2, "file:///x"), P2pOptions(one_shot_bytes=1024, copies=True))
+        calls.clear()
+        assert all(torch.equal(group.all_reduce(x), x) for x in (*messages[:3], torch.ones(33, 9).t()))
+        assert calls == expected
+        x = torch.arange(330.0).view(33, 10)
+        found = [group.sum_product(lambda rows: 2 * rows[:, :9], rows, 9) for rows in (x, x[:28])]  # the second fits one shot
+        assert found[1] is None and (found[0] is None if captures else torch.equal(found[0], 2 * x[:, :9]))  # type: ignore[arg-type]
 
     def refuse(*arguments: Any) -> Any:
         raise RuntimeError("CUDA error: peer access is not supported\nmore")

@@ -16,7 +16,7 @@ from frame.core.interfaces.platform import HOST, Platform
 from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from pydantic import BaseModel
@@ -115,6 +115,12 @@ class Collective(ABC):
         """norm(s + residual), where s is the sum over the ranks of `tensor` [rows, size], and
         norm(x) is x / rms(x) * weight; writes s + residual over `residual`. None, on all ranks,
         where there is no such kernel for these tensors."""
+        return None
+
+    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+        """The sum over the ranks of `multiply(x)` [rows, columns], which has x's dtype. `multiply`
+        takes any number of rows, so that one part is sent while another is computed. None, on all
+        ranks, where the collective does not do so for this size."""
         return None
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,10 @@ class WatchedGroup(Collective):
     def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
         with self._watch.waiting(f"all-reduce ({self._name})"):
             return self._group.reduce_add_norm(tensor, residual, weight, eps)
+
+    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+        with self._watch.waiting(f"all-reduce ({self._name})"):
+            return self._group.sum_product(multiply, x, columns)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         with self._watch.waiting(f"all-gather ({self._name})"):

@@ -153,6 +153,8 @@ class RowLinear(Linear):
     def __init__(self, context: BuildContext, name: str, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__(context, (name,), split_range(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
         self.tp = context.tp
+        self.columns = output_size
+        self.sends_parts = True  # of large results, while others are computed; False: another summand joins the sum
         self._defers = False
 
     def defer_sum(self) -> None:
@@ -160,10 +162,18 @@ class RowLinear(Linear):
         self._defers = self.tp.size > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
-        out: torch.Tensor = self.product(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
+        if self.sends_parts and self.tp.size > 1 and x.dim() == 2 and not torch.compiler.is_compiling():
+            total = self.tp.sum_product(self._multiply, x, self.columns)
+            if total is not None:
+                return total
+        out = self._multiply(x)
         if self._defers and not torch.compiler.is_compiling():
             return RankSum(out, self.tp)
         return self.tp.all_reduce(out) if self.tp.size > 1 else out
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand."""
+        return self.product(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
 
 
 class HeadLinear(Linear):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
-from frame.models.layers.linear import RankSum, add_up, defer_sum, split_range
+from frame.models.layers.linear import RankSum, RowLinear, add_up, defer_sum, split_range
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
@@ -168,6 +168,9 @@ class MoE(nn.Module):
         self._defers = True
         if self.shared is not None:
             defer_sum(self.shared)
+            for part in self.shared.modules():
+                if isinstance(part, RowLinear):
+                    part.sends_parts = False
             self._returns_parts = hasattr(self.shared, "defer_sum")  # then neither term has a collective
             self._overlaps = self._platform.is_asynchronous and self._returns_parts
 

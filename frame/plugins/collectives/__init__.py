@@ -24,6 +24,7 @@ class P2pOptions(BaseModel):
 
     one_shot_bytes: int = Field(16 << 20, ge=0, description="Largest message of the one-shot kernel; less for more than two ranks.")
     two_shot_bytes: int = Field(8 << 20, ge=16, description="Largest message of the two-shot kernel, which serves more than two ranks.")
+    copies: bool = Field(False, description="Sum the larger messages of two ranks by copies over the link, outside of graphs.")
 
 
 @hookimpl

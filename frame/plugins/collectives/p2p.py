@@ -1,5 +1,5 @@
-"""The collective `p2p`: sums of small tensors with kernels that use the other GPUs' memory; all
-else by NCCL.
+"""The collective `p2p`: sums of small tensors with kernels that use the other GPUs' memory, and of
+large ones of two ranks by copies if wanted; all else by NCCL.
 
 The memory is PyTorch's symmetric memory. One-shot: each rank writes its tensor to all others
 (`frame.kernels.peer_sum`). Two-shot, for more than two ranks: each rank sums a part, and reads the
@@ -19,9 +19,12 @@ import torch.distributed as dist
 
 from frame.plugins.collectives import P2pOptions
 from frame.plugins.collectives.nccl import Nccl
+from frame.plugins.collectives.peer_copies import SLOT, SLOTS, PeerCopies
 from frame.plugins.collectives.torch_group import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pydantic import BaseModel
 
     from frame.core.interfaces.collective import CollectiveContext
@@ -46,6 +49,8 @@ class P2p(Nccl):
         self._store = open_store(replace(context, name=f"{context.name}.p2p"))
         self._unregister = self._register()
         self._two_shot = sizes.two_shot_bytes if self.size > 2 else 0
+        self._copies: PeerCopies | None = None
+        self._use_copies = sizes.copies and self.size == 2
         self._one_shot = sizes.one_shot_bytes if self.size == 2 else min(sizes.one_shot_bytes, _MORE_RANKS // (self.size - 1))
         problem = ""
         try:
@@ -56,6 +61,7 @@ class P2p(Nccl):
         failed = super().all_reduce(torch.tensor([bool(problem)], dtype=torch.int64, device=context.platform.device))
         if failed.item():
             self._one_shot = self._two_shot = 0
+            self._copies = None
             _log.warning("the ranks cannot share memory, and all sums are by NCCL: %s", problem or "another rank says why")
 
     def _prepare_kernels(self) -> None:
@@ -68,6 +74,10 @@ class P2p(Nccl):
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=memory.device)
         turns = torch.zeros(self._kernels.CHANNELS, dtype=torch.int32, device=memory.device)
         self._peers = self._kernels.Peers(self.rank, self.size, addresses, turns)
+        stream = self.context.platform.create_stream() if self._use_copies else None
+        if stream is not None:
+            self._slots = self._share_memory(SLOT * SLOTS)
+            self._copies = PeerCopies(self._slots[1], self.rank, self.context.platform, stream)
 
     def _register(self) -> weakref.finalize[Any, Any]:
         """Let PyTorch find this group by its name. -> the way to undo it."""
@@ -92,7 +102,9 @@ class P2p(Nccl):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.numel() * tensor.itemsize
         if size > max(self._one_shot, self._two_shot):
-            return super().all_reduce(tensor)
+            if self._copies is None or self.context.platform.is_capturing:
+                return super().all_reduce(tensor)
+            return self._copies.sum((tensor.contiguous(),), tensor.new_empty(tensor.shape))
         if size <= self._one_shot and self._kernels.can_sum(tensor):
             return self._kernels.sum_peers(_align(tensor), self._peers)
         if size > self._two_shot or size % (_ALIGNMENT * self.size) or not size or tensor.dtype not in _TWO_SHOT_TYPES:
@@ -110,6 +122,12 @@ class P2p(Nccl):
         if tensor.numel() * tensor.itemsize > self._one_shot or not self._kernels.can_add_norm(tensor, residual):
             return None
         return self._kernels.sum_add_norm(tensor, residual, weight, eps, self._peers)
+
+    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+        size = len(x) * columns * x.itemsize
+        if self._copies is None or size <= self._one_shot or self.context.platform.is_capturing:
+            return None
+        return self._copies.sum((multiply(rows).contiguous() for rows in x.chunk(2)), x.new_empty(len(x), columns))
 
     def close(self) -> None:
         self._unregister()  # first: a registered group outlives `_groups`
