@@ -6,4 +6,10 @@ FLAGS = ["-O3", "-std=c++17", "-march=sapphirerapids", "-fopenmp"]
 
 SOURCES = ["frame_amx/products.cpp", "frame_amx/operations.cpp"]
 
-setup(ext_modules=[Extension("frame_amx._products", SOURCES, extra_compile_args=FLAGS, extra_link_args=["-fopenmp"])])
+setup(
+    ext_modules=[
+        Extension(
+            "frame_amx._products", SOURCES, depends=["frame_amx/one_row.h"], extra_compile_args=FLAGS, extra_link_args=["-fopenmp"]
+        )
+    ]
+)

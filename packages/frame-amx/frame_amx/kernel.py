@@ -75,7 +75,7 @@ class AmxProduct:
         self._kind = _KINDS[weight.scheme.codes]
         self._sizes = (weight.outputs, weight.columns, weight.scheme.group[1] or weight.columns)
         self._scales = None if weight.scales is None else weight.scales.float().contiguous()
-        self._zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        self._zeros = None if weight.zeros is None else weight.zeros.to(torch.int8).contiguous()
         self.tensors = tuple(tensor for tensor in (self.codes, self._scales, self._zeros) if tensor is not None)
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in (self.codes, self._scales, self._zeros)]
         self._weight = (self._kind, *self._sizes, *addresses)

@@ -37,7 +37,7 @@ struct Weight {
   int64_t outputs, inputs, group;  // group: inputs of an int4 scale
   const uint8_t *codes;
   const float *scales;   // int8 [outputs], int4 [outputs, inputs / group]
-  const int16_t *zeros;  // int4, of the shape of the scales, or null for 8
+  const int8_t *zeros;  // int4, of the shape of the scales, or null for 8
   int64_t RowBytes() const { return kind == kPlain ? 2 * inputs : kind == kInt8 ? inputs : inputs / 2; }
 };
 
@@ -131,7 +131,7 @@ void Unpack(const Weight &w, int64_t output, bf16 *out) {
     } else {
       const int64_t groups = w.inputs / w.group;
       const float *scale = w.scales + (output + i) * groups;
-      const int16_t *zero = w.zeros + (output + i) * groups;
+      const int8_t *zero = w.zeros + (output + i) * groups;
       for (int64_t begin = 0; begin < steps; begin += group, scale++, zero++) {
         // the 16 numbers that codes of this group stand for, twice
         const __m512 from = _mm512_sub_ps(iota, _mm512_set1_ps(w.zeros ? *zero : 8));
@@ -439,11 +439,21 @@ void MultiplyUnpacked(const Weight &w, const bf16 *x, int64_t rows, int64_t firs
   }
 }
 
+#include "one_row.h"
+
+void RunOne(const Weight &w, const bf16 *x, const Target &target, int threads) {
+  const int64_t step = target.gated ? kTile : kPair, apart = target.gated ? w.outputs / 2 : kTile;
+  const OneRow row(x, w, packed_rows.Get(OneRow::CountBytes(w.inputs)));
+#pragma omp parallel for num_threads(threads)
+  for (int64_t block = 0; block < w.outputs / kPair; block++) MultiplyOne(w, row, block * step, block * step + apart, target);
+}
+
 template <int kind>
 void Run(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Target &target, int threads) {
   const int64_t blocks = w.outputs / kPair, step = target.gated ? kTile : kPair, apart = target.gated ? w.outputs / 2 : kTile;
   const int64_t most = std::max<int64_t>(kFewRows, kPackedBytes / (2 * w.inputs) / kFewRows * kFewRows);
   const int64_t share = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads * 8)));
+  if (kind == kInt4 && rows == 1 && w.inputs % kBlock == 0 && w.group % kCodes == 0) return RunOne(w, x, target, threads);
   const bool fits = w.inputs % kCodes == 0 && (kind == kInt8 || w.group % kCodes == 0);
   const bool splits = kind != kPlain && fits && rows <= (kind == kInt8 ? kFewRows : kFewRows / 2);
   bf16 *packed = (bf16 *)packed_rows.Get(std::min((rows + kTile - 1) / kTile * kTile, most) * w.inputs * 2);
@@ -491,7 +501,7 @@ int frame_amx_open() {
 // `gated` SiLU(first half) * second half [rows, outputs / 2]. inputs: a multiple of 32; outputs:
 // of 32; group: of 32.
 void frame_amx_multiply(int kind, int64_t outputs, int64_t inputs, int64_t group, const void *codes, const float *scales,
-                        const int16_t *zeros, const void *x, int64_t rows, int64_t stride, void *out, int gated, int threads) {
+                        const int8_t *zeros, const void *x, int64_t rows, int64_t stride, void *out, int gated, int threads) {
   const Weight w{kind, outputs, inputs, group, (const uint8_t *)codes, scales, zeros};
   const Target target{(bf16 *)out, gated ? outputs / 2 : outputs, gated != 0};
   (kind == kPlain ? Run<kPlain> : kind == kInt8 ? Run<kInt8> : Run<kInt4>)(w, (const bf16 *)x, rows, stride, target, threads);

@@ -102,6 +102,22 @@ def test_products(scheme: WeightScheme, threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [64, 192, 384])
+def test_one_row_of_int4(group: int, zeros: bool) -> None:
+    """Inputs of a multiple of 128, whose two halves have one group or two."""
+    weight = make_weight(WeightScheme("int4", (1, group), zeros=zeros), 96, 384, dtype=torch.bfloat16)
+    product, x = make_kernel().prepare(weight), (torch.randn(1, 384) + 1).bfloat16()
+    wanted = x.double() @ weight.dequantize(torch.float32).double().t()
+    close(product(x), wanted)
+    gate, up = wanted.chunk(2, -1)
+    gated = product.multiply_gated(x)
+    assert gated is not None
+    close(gated, F.silu(gate) * up)
+    x[0, 5] = torch.nan
+    assert product(x).isnan().all()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES[:3], ids=str)
 def test_nan_stays_in_its_row(scheme: WeightScheme) -> None:
     product = make_kernel().prepare(make_weight(scheme, 64, 128, dtype=torch.bfloat16))
