@@ -25,6 +25,7 @@ PARAMS = [
     SamplingParams(temperature=(0.0, 0.8)[row % 2], top_p=(1.0, 0.9)[row // 2 % 2], seed=row, max_tokens=8 + 2 * row, ignore_eos=True)
     for row in range(ROWS)
 ]
+COPIES = {"collective": "p2p", "plugins_options": {"collective/p2p": {"one_shot_bytes": 0, "copies": True}}}  # of every sum
 GROUPS = {"ep": 2, "dp": 2, "enable_dp_attention": True}
 MOVES = {"ep": 2, "ep_num_redundant_experts": 2, "enable_eplb": True, "eplb_rebalance_num_iterations": 5, "eplb_stage_bytes": 1}
 
@@ -55,7 +56,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     [
         ("LlamaForCausalLM", 0, {}),
         ("LlamaForCausalLM", ROWS, {}),
-        ("LlamaForCausalLM", ROWS, {"collective": "p2p"}),
+        pytest.param("LlamaForCausalLM", ROWS, {"collective": "p2p"}, id="p2p"),
+        pytest.param("LlamaForCausalLM", 0, COPIES, id="copies"),
         ("Qwen3MoeForCausalLM", 0, GROUPS),
         ("Qwen3MoeForCausalLM", ROWS, GROUPS),
         ("Qwen3MoeForCausalLM", ROWS, MOVES),
