@@ -17,7 +17,7 @@ from tests.models.layers.recurrent_rows import DEVICE, check
 
 
 def test_values_wider_than_a_program() -> None:
-    drawn = draw("gated delta", [1, 3], device=DEVICE, layout=MixLayout(1, 1, 16, 300, (0, 16, 32)))
+    drawn = draw("gated delta", [1, 3], device=DEVICE, layout=MixLayout(1, 1, 16, 200, (0, 16, 32)))
     want = compute_by_definition(drawn)
     check(drawn, drawn.mixer.mix(*drawn.inputs, drawn.batch), want)
 

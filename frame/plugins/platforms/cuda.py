@@ -59,13 +59,6 @@ class CudaPlatform(Platform):
     def create_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)
 
-    def get_side_stream(self) -> torch.cuda.Stream:
-        """As `Platform.get_side_stream`. Its kernels start on the first multiprocessor that becomes
-        free, before the remaining programs of a kernel that fills the device."""
-        if not isinstance(self._side, torch.cuda.Stream):
-            self._side = torch.cuda.Stream(self._device, priority=-1)
-        return self._side
-
     def create_event(self, *, is_timed: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=is_timed)
 
