@@ -4,7 +4,7 @@ by name."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,21 +22,25 @@ from triton.runtime.jit import JITFunction
 from frame import kernels
 from frame.core.config.schema import FrameConfig
 from frame.core.execution import components
-from frame.core.execution.warmup import idle_decodes, idle_prompts
+from frame.core.execution.input_batch import SharedMemory
+from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.kernels import compile_ahead as ahead
 from frame.kernels.cache import CACHE_DIR_VARIABLE, count_compilations
 from frame.kernels.compile_ahead import compile_ahead
 from frame.kernels.elementwise.activation import _silu_mul
 from frame.kernels.launch import PreparedLaunch
 from frame.testing.checkpoints import make_checkpoint
+from frame.testing.local_loop import LocalLoop
 
 pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter compiles nothing")
 
 CPU = torch.device("cpu")
-DEVICE = 99  # an index of its own: Triton keeps the kernels of a device in the process
+DEVICES = count(99)  # an index for each test: Triton keeps the kernels of a device in the process
 SIZES = (64, 128, 256, 512)
 
 
@@ -88,14 +92,13 @@ class FakeCompiler:
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def target(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     chip = GPUTarget("cuda", 90, 32)
-    fake = SimpleNamespace(get_current_target=lambda: chip, get_current_device=lambda: DEVICE, get_current_stream=lambda _: 0)
+    device = next(DEVICES)
+    fake = SimpleNamespace(get_current_target=lambda: chip, get_current_device=lambda: device, get_current_stream=lambda _: 0)
     fake.launcher_cls = lambda *_: None
     monkeypatch.setattr(driver, "_active", fake)
-    _silu_mul.device_caches.pop(DEVICE, None)
-    yield fake
-    _silu_mul.device_caches.pop(DEVICE, None)
+    return fake
 
 
 @pytest.fixture
@@ -195,19 +198,18 @@ def test_triton_compiles_in_the_threads(target: SimpleNamespace, tmp_path: Any, 
         assert (counts.compiled, counts.loaded) == (1, 0)
         assert "ptx" in prepared.compiled.asm
         assert prepare_kernel(128).compiled is prepared.compiled
-        _silu_mul.device_caches.pop(DEVICE)
+        _silu_mul.device_caches.clear()
         prepare_kernel(128)  # as another rank, which finds it in the folder
     assert (counts.compiled, counts.loaded) == (1, 1)
 
 
-def make_config(path: Any, draft: Any) -> FrameConfig:
+def make_config(path: Any) -> FrameConfig:
     return FrameConfig.model_validate(
         {
             "model": {"path": str(path), "dtype": "bfloat16"},
             "cache": {"max_total_tokens": 8192},
             "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 128},
             "execution": {"device": "cpu"},
-            "speculative": {} if draft is None else {"algorithm": "draft_model", "draft_model_path": str(draft)},
         }
     )
 
@@ -219,10 +221,9 @@ def make_config(path: Any, draft: Any) -> FrameConfig:
         *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.soak) for name in ("DeepseekV3", "Qwen3_5Moe", "GptOss", "NemotronH")),
     ],
 )
-def test_steps_without_launches_read_valid_indices(
-    architecture: str, compiler: FakeCompiler, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All steps of a start, on a CPU, which raises an error for an index out of bounds."""
+def test_steps_without_launches(architecture: str, compiler: FakeCompiler, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a start read valid indices: a CPU raises an error for others. Those of requests
+    need no further kernel."""
     from frame.attention_backends.triton import backend
 
     monkeypatch.setattr(kernels, "can_use_triton", lambda _: True)
@@ -231,21 +232,30 @@ def test_steps_without_launches_read_valid_indices(
     monkeypatch.setattr(components, "_build_attention", lambda _, context, __: backend.TritonBackend(context))
     monkeypatch.setattr(components.TorchModelRunner, "warm_up", lambda _: None)
     monkeypatch.setattr(components, "check_finite", lambda _: None)
-    path = tiny = find_model(EMBEDDED)
-    if architecture != EMBEDDED:
-        path = make_checkpoint(architecture, tmp_path, max_position_embeddings=4096)
-    prepared = prepare(make_config(path, tiny if path == tiny else None))
+    monkeypatch.setattr(SharedMemory, "move", lambda _, arrays: {name: torch.tensor(arrays[name]) for name in arrays})  # aligned
+    path = find_model(EMBEDDED) if architecture == EMBEDDED else make_checkpoint(architecture, tmp_path, max_position_embeddings=4096)
+    prepared = prepare(make_config(path))
     runner = build_rank(prepared.resolved, prepared.registry)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills `torch.empty` with the largest integers and NaN
     try:
         with compile_ahead():
-            for batch in (*idle_decodes(runner.inputs.table.padding_slot), *idle_prompts(runner.context.limits)):
+            padding, limits = runner.inputs.table.padding_slot, runner.context.limits
+            for batch in (*idle_decodes(padding), *idle_prompts(limits), *idle_mixed(padding, limits)):
                 runner.launch(batch).wait()
             runner.capture_decode_graphs(8, is_dry=True)
             runner.capture_piecewise_graphs(32, is_dry=True)
+            runner.sampler.warm_up(torch.zeros(2, runner.vocab_size, dtype=torch.bfloat16))
+        started = len(compiler.names)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+        with compile_ahead():
+            for count in (1, 3, 8):
+                each = [{"temperature": row % 2, "top_k": row % 3 or -1, "max_tokens": 2 + row} for row in range(count)]
+                params = [SamplingParams(**every, ignore_eos=True) for every in each]
+                loop.generate([[7] * (1 + 37 * row + count) for row in range(count)], params)
     finally:
         torch.use_deterministic_algorithms(False)
     assert runner.decode_graphs is None
     assert runner.piecewise_graphs is None
     assert not compiler.launches
-    assert {"decode_kernel", "extend_kernel"} <= set(compiler.names)
+    assert {"decode_kernel", "extend_kernel"} <= set(compiler.names[:started])
+    assert compiler.names[started:] == []

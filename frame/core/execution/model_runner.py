@@ -27,7 +27,7 @@ from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridA
 from frame.core.execution.input_batch import InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from frame.core.execution.torch_compile import Forward
-from frame.core.execution.warmup import idle_decodes, idle_extends, idle_prompts
+from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.sampling.prompt_logprobs import PromptScores
 from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
@@ -102,7 +102,7 @@ class TorchModelRunner(ModelRunner):
             self.launch(batch).wait()
         if self._stream is None:
             return
-        for batch in idle_prompts(self.context.limits):
+        for batch in (*idle_prompts(self.context.limits), *idle_mixed(self.inputs.table.padding_slot, self.context.limits)):
             self.launch(batch).wait()
         with torch.inference_mode():
             self.sampler.warm_up(torch.zeros(2, self.vocab_size, dtype=self.context.dtype, device=self.context.device))

@@ -68,7 +68,7 @@ def extend_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts"])  # slices that start at any row
 def _accumulate(
     decays,
     betas,
@@ -137,7 +137,7 @@ def _invert(system, SUB: tl.constexpr, TOKENS: tl.constexpr, SOLVE: tl.constexpr
     return tl.dot(series, inverse, input_precision=SOLVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts"])  # slices that start at any row
 def _prepare(
     mixed,
     totals,
@@ -220,7 +220,7 @@ def _prepare(
         tl.store(solved + (tokens[:, None] * HEADS + head) * VALUES + values[None], writes.to(solved.dtype.element_ty), mask=has_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets", "starts"])  # slices that start at any row
 def _extend(
     mixed,
     totals,

@@ -89,7 +89,7 @@ def _finish(total, head, has, scale, SIZE: tl.constexpr, QUERY_HEADS: tl.constex
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])  # slices that start at any row
 def _convolve_tokens(
     x,
     weight,
@@ -134,7 +134,7 @@ def _convolve_tokens(
     tl.store(out + row * CHANNELS + channels, total.to(out.dtype.element_ty), mask=has)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "starts"])  # slices that start at any row
 def _convolve_chunks(
     x,
     weight,
@@ -180,7 +180,7 @@ def _convolve_chunks(
     tl.store(out + tokens * CHANNELS + channels, total.to(out.dtype.element_ty), mask=has & (tokens < stop))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets", "starts", "lens"])  # slices that start at any row
 def _keep_inputs(x, past, sources, targets, starts, lens, x_stride, CHANNELS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: rows, blocks of channels. An older entry is stored before a later one is read, which is
     never the entry that was stored: a row has a token at least."""

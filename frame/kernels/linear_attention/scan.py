@@ -49,7 +49,7 @@ def scan_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets", "starts", "lens"])  # slices that start at any row
 def _scan(
     mixed,
     decays,

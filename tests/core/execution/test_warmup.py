@@ -17,7 +17,7 @@ from frame.core.config.schema import FrameConfig
 from frame.core.execution import components
 from frame.core.execution.components import build_runner
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.warmup import idle_decodes, idle_prompts
+from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import HOST
@@ -42,6 +42,10 @@ def test_prompts_are_within_the_limits(limits: Limits, few: bool, fresh: bool) -
         assert (batch.num_computed + batch.num_scheduled).max() <= limits.max_context
         assert not (fresh and batch.num_computed.any())
         assert not len(batch.new_pages) and not batch.num_decodes
+    for batch in idle_mixed(limits.max_running_requests, limits):
+        assert limits.max_running_requests > 1
+        assert len(batch.token_ids) + batch.num_decodes == batch.num_scheduled.sum() <= limits.max_tokens_per_step
+        assert (batch.num_computed + batch.num_scheduled).max() <= limits.max_context
 
 
 def test_limits_leave_prompts_of_every_kind() -> None:
@@ -49,6 +53,8 @@ def test_limits_leave_prompts_of_every_kind() -> None:
     assert {len(batch.slots) for batch in found} >= {1, 2, 64}
     assert any(batch.num_computed.any() and batch.num_scheduled.max() > 1024 for batch in found)
     assert list(idle_prompts(Limits(1, 1, 1, 1), few=True))
+    assert any(batch.num_computed.any() for batch in idle_prompts(Limits(8, 512, 400, 16)))  # a context below the usual prefix
+    assert any(batch.num_computed.any() for batch in idle_mixed(8, Limits(8, 512, 400, 16)))
 
 
 @pytest.mark.parametrize("limits", [Limits(1, 1, 1, 1), Limits(256, 8192, 4096, 16)])
