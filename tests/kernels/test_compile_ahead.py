@@ -210,6 +210,7 @@ def make_config(path: Any) -> FrameConfig:
             "cache": {"max_total_tokens": 8192},
             "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 128},
             "execution": {"device": "cpu"},
+            "speculative": {"algorithm": "draft_model", "draft_model_path": str(path)} if path == find_model(EMBEDDED) else {},
         }
     )
 

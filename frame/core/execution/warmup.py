@@ -25,6 +25,7 @@ _PROMPTS = (
     *((1, new, before) for new in (100, 400, 1100) for before in (0, 1500)),
     (2, 1100, 0),
     (3, 40, 1500),
+    (1, 4, 1500),
 )
 _GREEDY = SamplingParams(temperature=0.0)
 _PROCESSED = SamplingParams(  # greedy, with every built-in logits processor
