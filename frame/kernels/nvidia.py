@@ -24,6 +24,11 @@ def count_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def count_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device's memory."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def get_index(device: torch.device) -> int:
     """The index of a CUDA device; without one, that of the current device."""
     return torch.cuda.current_device() if device.index is None else device.index

@@ -27,9 +27,11 @@ from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
 EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
-# Prompts whose dequantized keys and values would be larger than this are read in place, which takes
-# twice to three times as long. A part of the tenth of memory that `cache.mem_fraction` leaves.
+# Prompts whose dequantized keys and values would be larger than this, or than this part of the
+# device's memory, are read in place, which takes twice to three times as long.
+# `cache.mem_fraction` leaves a tenth.
 DEQUANTIZED_BYTES = 1 << 30
+DEQUANTIZED_SHARE = 1 / 40
 DEQUANTIZED_QUERIES = 128  # queries for each key, on average, from which on keys are dequantized once
 
 
@@ -137,10 +139,11 @@ class TritonBackend(AttentionBackend):
     def _dequantizes(self, spec: AttentionSpec, plan: StepPlan, itemsize: int) -> bool:
         """Whether the extends of a quantized cache read dequantized keys and values: many queries
         multiply each key, no window leaves most of them out, and they fit into
-        DEQUANTIZED_BYTES."""
+        DEQUANTIZED_BYTES and DEQUANTIZED_SHARE."""
         keys = int(plan.key_lens.sum())
         size = keys * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * itemsize
-        return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= DEQUANTIZED_BYTES
+        most = min(DEQUANTIZED_BYTES, int(self._limits.memory * DEQUANTIZED_SHARE))
+        return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= most
 
     def _dequantize(
         self, spec: AttentionSpec, parts: tuple[torch.Tensor, ...], dtype: torch.dtype, batch: ForwardBatch

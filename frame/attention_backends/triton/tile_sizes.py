@@ -82,13 +82,14 @@ class DeviceLimits:
 
     processors: int
     shared_memory: int  # bytes per program
+    memory: int = 1 << 40  # bytes of the device
 
     @classmethod
     def from_device(cls, device: torch.device) -> DeviceLimits:
         if device.type != "cuda":
             return cls(processors=2, shared_memory=128 << 10)
         device_limits = triton.runtime.driver.active.utils.get_device_properties(nvidia.get_index(device))
-        return cls(processors=device_limits["multiprocessor_count"], shared_memory=device_limits["max_shared_mem"])
+        return cls(device_limits["multiprocessor_count"], device_limits["max_shared_mem"], nvidia.count_memory(device))
 
 
 @dataclass(frozen=True, slots=True)
