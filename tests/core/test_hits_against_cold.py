@@ -9,11 +9,14 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from frame.testing.checkpoints import make_checkpoint
 from tests.core import greedy
+from tests.tiny_whisper import MELS, POSITIONS, make_whisper
 
+ENCODED = "write_once"
 KINDS = {  # an architecture for each kind of group
     "tokens": "LlamaForCausalLM",
     "latents": "DeepseekV3ForCausalLM",
@@ -24,6 +27,7 @@ KINDS = {  # an architecture for each kind of group
     "snapshot, Mamba-2": "NemotronHForCausalLM",
     "snapshot, KDA": "KimiLinearForCausalLM",
     "sidecar": "DeepseekV32ForCausalLM",
+    ENCODED: "WhisperForConditionalGeneration",
 }
 WINDOW, PAGE, CHUNK = 24, 4, 16
 LONGEST, TOKENS, ROWS = 120, 3, 16  # of a prefix; of an output; requests at once
@@ -39,18 +43,23 @@ def draw_lengths(numbers: random.Random, count: int) -> Iterator[int]:
 
 def compare(kind: str, scratch: Path, count: int) -> int:
     """Tokens of `count` prompts that came from the prefix cache. Each prompt is a beginning of a
-    text that the cache holds, and a random end."""
-    folder = str(make_checkpoint(KINDS[kind], scratch))
+    text that the cache holds, and a random end. Encoder inputs: usually the text's, else another
+    text's, whose states the prompt must not take."""
+    folder = str(make_whisper(scratch) if kind == ENCODED else make_checkpoint(KINDS[kind], scratch))
     warm, cold = (greedy.make_loop(folder, 4096, page_size=PAGE, chunk=CHUNK, prefix=prefix) for prefix in ("radix", "none"))
     numbers, params, texts = random.Random(11), greedy.greedy(TOKENS), list[list[int]]()
+    noise, inputs = np.random.default_rng(11), list[bytes]()
     lengths = list(draw_lengths(numbers, count))
     for first in range(0, count, ROWS):
         if first % (ROWS * 8) == 0:  # more texts than the cache has room for
             texts = draw_texts(numbers)
-            warm.generate(texts, params)
+            inputs = [noise.standard_normal((MELS, 2 * POSITIONS), np.float32).tobytes() if kind == ENCODED else b"" for _ in texts]
+            warm.generate(texts, params, inputs)
         drawn = lengths[first : first + ROWS]
-        prompts = [numbers.choice(texts)[:length] + random_ids(numbers, numbers.randrange(1, 6)) for length in drawn]
-        assert warm.generate(prompts, params) == cold.generate(prompts, params), (kind, drawn)
+        chosen = [numbers.randrange(len(texts)) for _ in drawn]
+        prompts = [texts[text][:length] + random_ids(numbers, numbers.randrange(1, 6)) for text, length in zip(chosen, drawn, strict=True)]
+        given = [inputs[text if numbers.random() < 0.8 else numbers.randrange(len(texts))] for text in chosen]
+        assert warm.generate(prompts, params, given) == cold.generate(prompts, params, given), (kind, drawn)
         warm.scheduler.check_integrity()
     assert cold.stats["cached"] == 0
     return warm.stats["cached"]
@@ -61,10 +70,10 @@ def random_ids(numbers: random.Random, count: int) -> list[int]:
 
 
 def draw_texts(numbers: random.Random) -> list[list[int]]:
-    return [random_ids(numbers, LONGEST + 8) for _ in range(4)]
+    return [random_ids(numbers, LONGEST + 4) for _ in range(4)]
 
 
-@pytest.mark.parametrize("kind", ["window", "snapshot, gated DeltaNet", "sidecar"])
+@pytest.mark.parametrize("kind", ["window", "snapshot, gated DeltaNet", "sidecar", ENCODED])
 def test_a_hit_changes_no_token(kind, tmp_path):
     assert compare(kind, tmp_path, 4 * ROWS) > 0
 
