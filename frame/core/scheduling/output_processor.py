@@ -26,7 +26,6 @@ NON_FINITE = Finish(
     "error", error="the model's logits were not finite; the request was ended, others are not affected", code="non_finite_logits"
 )
 
-
 _GRAMMARS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 _BANS = {"bad_words": "shorten bad_words", "bad_words_ids": "shorten bad_words_ids", "logit_bias": "change logit_bias"}
 
