@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class P2pOptions(BaseModel):
-    """Options of `p2p`. Messages are tensors, in bytes; larger ones are summed by NCCL."""
+    """Options of `p2p`. Messages are tensors, in bytes; copies or NCCL sum the larger ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     one_shot_bytes: int = Field(16 << 20, ge=0, description="Largest message of the one-shot kernel; less for more than two ranks.")
     two_shot_bytes: int = Field(8 << 20, ge=16, description="Largest message of the two-shot kernel, which serves more than two ranks.")
-    copies: bool = Field(False, description="Sum the larger messages of two ranks by copies over the link, outside of graphs.")
+    copies: bool = Field(True, description="Sum the larger messages of two ranks by copies over the link, outside of graphs.")
 
 
 @hookimpl

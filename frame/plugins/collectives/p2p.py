@@ -1,5 +1,5 @@
 """The collective `p2p`: sums of small tensors with kernels that use the other GPUs' memory, and of
-large ones of two ranks by copies if wanted; all else by NCCL.
+large ones of two ranks by copies; all else by NCCL.
 
 The memory is PyTorch's symmetric memory. One-shot: each rank writes its tensor to all others
 (`frame.kernels.peer_sum`). Two-shot, for more than two ranks: each rank sums a part, and reads the
