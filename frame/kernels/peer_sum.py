@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Sums over the GPUs of one host, each of which writes its values to the memory of the others, with
-the residual addition and RMSNorm of the next layer if wanted.
+the residual addition and RMSNorm of the next layer if wanted; and gathered columns.
 
 There is no barrier: the values themselves are the signal. A rank waits until each place of its
 memory no longer holds `EMPTY`, and writes `EMPTY` back. Two halves of the memory take turns, by a
@@ -8,7 +8,7 @@ counter of each program in device memory, so that captured graphs can be replaye
 writes to a half again has read the other half, whose values the readers sent after they had cleared
 the first one.
 
-The collective `p2p` uses it. References: `Collective.all_reduce`,
+The collective `p2p` uses it. References: `Collective.all_reduce` and `all_gather`,
 `frame.models.layers.norm.RMSNorm`.
 """
 
@@ -67,9 +67,30 @@ def sum_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     for start in range(0, len(flat), most):
         part = flat[start : start + most]
         piece = min(max(next_power_of_2(ceil_div(len(part), CHANNELS)), _LEAST // x.itemsize), REGION // x.itemsize)
-        launch = _prepared(peers.rank, peers.size, piece, 0, (x.dtype, x.dtype), x.device)
+        launch = _prepared(peers.rank, peers.size, piece, "", (x.dtype, x.dtype), x.device)
         target = results[start : start + most]
-        launch((ceil_div(len(part), piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (len(part), 0.0))
+        launch((ceil_div(len(part), piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (len(part), MULTIPLE, 0.0))
+    return out
+
+
+def can_gather(x: torch.Tensor) -> bool:
+    """Whether `gather_peers` takes this tensor."""
+    return can_sum(x) and x.shape[1] % MULTIPLE == 0 and x.shape[1] * x.itemsize <= LARGEST
+
+
+def gather_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """All ranks' contiguous `x` [rows, columns] beside each other, [rows, ranks * columns].
+
+    Negative zeros become zeros.
+    """
+    rows, columns = x.shape
+    out = x.new_empty(rows, peers.size * columns)
+    most = max(1, LARGEST // (columns * x.itemsize))
+    for part, target in zip(x.split(most), out.split(most), strict=True):
+        count = part.numel()
+        piece = min(max(next_power_of_2(ceil_div(count, CHANNELS)), _LEAST // x.itemsize), REGION // x.itemsize)
+        launch = _prepared(peers.rank, peers.size, piece, "gather", (x.dtype, x.dtype), x.device)
+        launch((ceil_div(count, piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (count, columns, 0.0))
     return out
 
 
@@ -85,18 +106,19 @@ def sum_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     `residual`. Rounds as `sum_peers` and `add_rms_norm` do."""
     rows, size = x.shape
     out = torch.empty_like(x)
-    launch = _prepared(peers.rank, peers.size, size, size, (x.dtype, weight.dtype), x.device)
-    launch((rows, 1, 1), (x, residual, weight, out, peers.turns, peers.addresses), (x.numel(), eps))
+    launch = _prepared(peers.rank, peers.size, size, "norm", (x.dtype, weight.dtype), x.device)
+    launch((rows, 1, 1), (x, residual, weight, out, peers.turns, peers.addresses), (x.numel(), MULTIPLE, eps))
     return out
 
 
 @lru_cache(maxsize=256)
-def _prepared(rank: int, size: int, piece: int, norm: int, types: tuple[torch.dtype, torch.dtype], device: torch.device) -> PreparedLaunch:
+def _prepared(rank: int, size: int, piece: int, form: str, types: tuple[torch.dtype, torch.dtype], device: torch.device) -> PreparedLaunch:
     dtype, weight = types
     block = next_power_of_2(piece)
-    sizes = {"PIECE": piece, "BLOCK": block, "NORM": norm > 0, "REGION": REGION // dtype.itemsize, "CHANNELS": CHANNELS}
-    constants = {**sizes, "RANK": rank, "RANKS": size, "WIDE": dtype.itemsize == 4}
-    example = (dtype, dtype, weight, dtype, torch.int32, torch.int64, MULTIPLE, 0.0)
+    sizes = {"PIECE": piece, "BLOCK": block, "REGION": REGION // dtype.itemsize, "CHANNELS": CHANNELS}
+    forms = {"NORM": form == "norm", "GATHER": form == "gather"}
+    constants = {**sizes, **forms, "RANK": rank, "RANKS": size, "WIDE": dtype.itemsize == 4}
+    example = (dtype, dtype, weight, dtype, torch.int32, torch.int64, MULTIPLE, MULTIPLE, 0.0)
     return PreparedLaunch(_sum_peers, example, constants, device, choose_warps(block))
 
 
@@ -109,12 +131,14 @@ def _sum_peers(
     turns,
     addresses,
     count,
+    width,  # columns that GATHER gets from each rank
     eps,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
     REGION: tl.constexpr,
     CHANNELS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATHER: tl.constexpr,  # no sums
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     WIDE: tl.constexpr,  # values of 32 bits, not of 16
@@ -151,16 +175,21 @@ def _sum_peers(
             found = bits
         else:
             found = _receive(received + source * CHANNELS * REGION, inside, EMPTY)
-        total += found.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+        values = found.to(x.dtype.element_ty, bitcast=True)
+        if GATHER:
+            tl.store(out + (places // width * RANKS + source) * width + places % width, values, mask=inside)
+        else:
+            total += values.to(tl.float32)
     tl.store(turns + channel, turn + 1)  # after `_receive`, in which all threads meet: they have read it
-    result = total.to(x.dtype.element_ty)
-    if NORM:
-        rounded = (stream + result.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(residual + places, rounded, mask=inside)
-        stream = rounded.to(tl.float32)
-        mean = tl.sum(stream * stream, 0) / PIECE
-        result = (stream * tl.rsqrt(mean + eps) * scale).to(x.dtype.element_ty)
-    tl.store(out + places, result, mask=inside)
+    if not GATHER:
+        result = total.to(x.dtype.element_ty)
+        if NORM:
+            rounded = (stream + result.to(tl.float32)).to(x.dtype.element_ty)
+            tl.store(residual + places, rounded, mask=inside)
+            stream = rounded.to(tl.float32)
+            mean = tl.sum(stream * stream, 0) / PIECE
+            result = (stream * tl.rsqrt(mean + eps) * scale).to(x.dtype.element_ty)
+        tl.store(out + places, result, mask=inside)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Sums over ranks that write to each other's memory: several calls of different sizes in a row,
-with and without residual addition and norm.
+"""Sums and gathered columns of ranks that write to each other's memory: several calls of different
+sizes in a row, with and without residual addition and norm.
 
 Run by `test_interpreted.py` under TRITON_INTERPRET=1, with a process for each rank, and by
 tests/gpu, with a stream of one GPU for each rank.
@@ -24,19 +24,22 @@ Results = list[list[torch.Tensor]]  # of each call
 TOLERANCE = {  # the interpreter cuts bfloat16 instead of rounding
     torch.bfloat16: {"rtol": 1e-2, "atol": 5e-2}, torch.float16: {"rtol": 2e-3, "atol": 2e-3}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}
 }  # fmt: skip
-CALLS = ((8192, 0), (96, 3), (2048 * 5 + 16, 0), (160, 2), (64, 4), (16, 0), (512, 1))  # (elements or columns, rows; 0: no norm)
+CALLS = (  # (columns, rows, form)
+    (8192, 1, "sum"), (96, 3, "norm"), (2048 * 5 + 16, 1, "sum"), (160, 2, "norm"), (1040, 3, "gather"), (64, 4, "norm"), (16, 1, "sum"),
+    (512, 1, "norm"), (2064, 1, "gather"),
+)  # fmt: skip
 
 
 def make(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
     """A rank's summand, with values that the kernel must tell from empty memory."""
-    columns, rows = CALLS[call]
-    x = torch.randn(columns * max(rows, 1), generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
+    columns, rows, _ = CALLS[call]
+    x = torch.randn(columns * rows, generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
     x[:3] = torch.tensor([-0.0, float("inf"), 0.0])
-    return (x.view(rows, columns) if rows else x).to(DEVICE)
+    return x.view(rows, columns).to(DEVICE)
 
 
 def residual_of(call: int, dtype: torch.dtype) -> torch.Tensor:
-    columns, rows = CALLS[call]
+    columns, rows, _ = CALLS[call]
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(call)).to(dtype).to(DEVICE)
 
 
@@ -47,14 +50,16 @@ def weight_of(columns: int, dtype: torch.dtype) -> torch.Tensor:
 def prepare(rank: int, dtype: torch.dtype) -> Callable[[Peers], Results]:
     """All calls of a rank, with their arguments on the device."""
     arguments = []
-    for call, (columns, rows) in enumerate(CALLS):
-        others = (residual_of(call, dtype), weight_of(columns, dtype)) if rows else ()
-        arguments.append((make(rank, call, dtype), *others))
+    for call, (columns, _, form) in enumerate(CALLS):
+        others = (residual_of(call, dtype), weight_of(columns, dtype)) if form == "norm" else ()
+        arguments.append((form, make(rank, call, dtype), *others))
 
     def act(peers: Peers) -> Results:
         found: Results = []
-        for x, *others in arguments:
-            if not others:
+        for form, x, *others in arguments:
+            if form == "gather":
+                found.append([peer_sum.gather_peers(x, peers)])
+            elif form == "sum":
                 found.append([peer_sum.sum_peers(x, peers)])
             else:
                 residual = others[0].clone()
@@ -66,11 +71,13 @@ def prepare(rank: int, dtype: torch.dtype) -> Callable[[Peers], Results]:
 
 def expect(call: int, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
     """The results by the separate steps."""
-    columns, rows = CALLS[call]
-    total = sum(make(rank, call, dtype).float() for rank in range(ranks)).to(dtype)  # type: ignore[union-attr]
-    if not rows:
+    parts, form = [make(rank, call, dtype) for rank in range(ranks)], CALLS[call][2]
+    if form == "gather":
+        return [torch.cat(parts, 1)]
+    total = sum(part.float() for part in parts).to(dtype)  # type: ignore[union-attr]
+    if form == "sum":
         return [total]
-    return list(add_rms_norm(total, residual_of(call, dtype), weight_of(columns, dtype), EPS))
+    return list(add_rms_norm(total, residual_of(call, dtype), weight_of(CALLS[call][0], dtype), EPS))
 
 
 def make_peers(ranks: int) -> list[Peers]:
@@ -140,7 +147,7 @@ def test_calls_in_a_row_give_the_sums_of_all_ranks(dtype: torch.dtype, ranks: in
         for rank in range(ranks):
             for mine, first, right in zip(found[rank][call], found[0][call], expected, strict=True):
                 torch.testing.assert_close(mine.view(-1), first.view(-1), rtol=0, atol=0, equal_nan=True)  # the same bits on all ranks
-                torch.testing.assert_close(mine, right.float().cpu(), **TOLERANCE[dtype], equal_nan=True)
+                torch.testing.assert_close(mine.view(right.shape), right.float().cpu(), **TOLERANCE[dtype], equal_nan=True)
     for memory in made:
         half = memory.view(torch.int16)
         assert (half == half[0]).all()  # all places are empty again

@@ -112,6 +112,14 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch,
         assert calls == expected
     assert group.reduce_add_norm(torch.ones(2, 512), torch.ones(2, 512), torch.ones(512), 1e-5) is None  # above one_shot_bytes
 
+    monkeypatch.setattr(Nccl, "all_gather", lambda self, x, dim: (calls.append("nccl"), torch.cat([x] * 4, dim))[1])
+    monkeypatch.setattr(peer_sum, "gather_peers", lambda x, peers: (calls.append("kernel"), torch.cat([x] * 4, 1))[1])
+    calls.clear()
+    for shape, dim in (((2, 32), -1), ((2, 3, 16), 1), ((16, 3), 0), ((2, 20), 1), ((3, 512), -1)):
+        x = torch.rand(shape)
+        assert torch.equal(group.all_gather(x, dim), torch.cat([x] * 4, dim))
+    assert calls == ["kernel"] * 3 + ["nccl"] * 2
+
     copied = SimpleNamespace(sum=lambda parts, out: out.copy_(torch.cat([part.view(-1) for part in parts]).view(out.shape)))
     monkeypatch.setattr(p2p, "PeerCopies", lambda *arguments: copied)
     monkeypatch.setattr(HostPlatform, "create_stream", lambda self: self)

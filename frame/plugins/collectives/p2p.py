@@ -1,5 +1,5 @@
-"""The collective `p2p`: sums of small tensors with kernels that use the other GPUs' memory, and of
-large ones of two ranks by copies; all else by NCCL.
+"""The collective `p2p`: sums and gathered columns of small tensors with kernels that use the other
+GPUs' memory, and sums of large ones of two ranks by copies; all else by NCCL.
 
 The memory is PyTorch's symmetric memory. One-shot: each rank writes its tensor to all others
 (`frame.kernels.peer_sum`). Two-shot, for more than two ranks: each rank sums a part, and reads the
@@ -9,6 +9,7 @@ others' parts (PyTorch's kernel). NVLink multicast is not used.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from dataclasses import replace
@@ -110,6 +111,14 @@ class P2p(Nccl):
         if size > self._two_shot or size % (_ALIGNMENT * self.size) or not size or tensor.dtype not in _TWO_SHOT_TYPES:
             return super().all_reduce(tensor)
         return self._sum_in_two_shots(_align(tensor), size)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        dim %= tensor.dim()
+        rows = tensor.contiguous().view(math.prod(tensor.shape[:dim]), -1) if tensor.numel() else None
+        if rows is None or rows.nbytes > self._one_shot or not self._kernels.can_gather(rows):
+            return super().all_gather(tensor, dim)
+        shape = (*tensor.shape[:dim], self.size * tensor.shape[dim], *tensor.shape[dim + 1 :])
+        return self._kernels.gather_peers(_align(rows), self._peers).view(shape)
 
     def _sum_in_two_shots(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
         buffer = self._staging[:size].view(tensor.dtype)  # type: ignore[index]
