@@ -37,10 +37,11 @@ TORCH_NATIVE = AttentionCapabilities(
     sinks=True,
     sparse=True,
     bidirectional=True,
+    tree_mask=True,
     kv_dtypes=("fp8_e4m3", "int8"),
 )
 
-FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, compute_capability=((8, 0), (12, 1)))
+FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, tree_mask=False, compute_capability=((8, 0), (12, 1)))
 
 
 @dataclass(frozen=True, slots=True)

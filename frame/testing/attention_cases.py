@@ -235,6 +235,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     selected: int = 0  # keys that each token attends to (sparse attention); 0: all
+    trees: bool = False  # extends after a prefix are trees of drafted tokens
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
     scores: float = 1.3  # standard deviation of the scores before the softmax
     magnitude: float = 1.0  # of the queries; the scale is so much smaller
@@ -270,7 +271,7 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
     """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is
     time for it, the others in one."""
     candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases(), *_chunked_cases(), *_int8_cases()]
-    candidates += _sparse_cases()
+    candidates += [*_sparse_cases(), *_tree_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
@@ -310,6 +311,7 @@ def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
         sinks=case.sinks,
         sparse=case.selected > 0,
         bidirectional=not case.causal,
+        tree_mask=case.trees,
         graphs=graphs,
         phases=phases,
     )
@@ -354,6 +356,12 @@ def _sparse_cases() -> Iterator[tuple[str, Case]]:
         yield f"mla-selected-keys-{name}", Case(rows, selected=9, **LATENT)
     yield "mla-selected-keys-pages-of-64", Case(MIXED, selected=40, page_size=64, **LATENT)
     yield "mla-selected-keys-int8", Case(MIXED, selected=40, kv_dtype=torch.int8, **LATENT)
+
+
+def _tree_cases() -> Iterator[tuple[str, Case]]:
+    rows = Rows.of([5, 70], [(34, 9), (0, 21), (60, 4), (300, 17), (7, 2)])
+    yield "mha-trees", Case(rows, trees=True, page_size=4)
+    yield "mla-trees", Case(rows, trees=True, **LATENT)
 
 
 def select_positions(case: Case, position: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
-from frame.core.interfaces.batch import SparseKeys
+from frame.core.interfaces.batch import SparseKeys, TreeMask
 from frame.testing.attention_cases import (
     Case,
     Changes,
@@ -38,6 +38,7 @@ from frame.testing.suites.attention_reference import (
     Placed,
     fields_of,
     make_inputs,
+    make_tree_mask,
     no_waiting,
     poisoned_memory,
     reference,
@@ -73,6 +74,8 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
     batch = forward_batch(rows, pages, kv, device)
     if case.selected:
         batch.extensions[SparseKeys] = SparseKeys(_select_slots(case, inputs).to(device))
+    if case.trees:
+        batch.extensions[TreeMask] = make_tree_mask(case)
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
             part.view(-1, *part.shape[2:])[batch.kv_slots] = torch.nan

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch, SparseKeys
+from frame.core.interfaces.batch import ForwardBatch, SparseKeys, TreeMask
 
 CAPABILITIES = AttentionCapabilities(
     devices=("cpu",),
@@ -25,6 +25,7 @@ CAPABILITIES = AttentionCapabilities(
     sinks=True,
     sparse=True,
     bidirectional=True,
+    tree_mask=True,
 )
 
 
@@ -37,6 +38,7 @@ class Row:
     start: int  # position of the first query
     slots: torch.Tensor  # int64 [seq_len]; KV slots
     is_decode: bool = False
+    sees: torch.Tensor | None = None  # bool [queries, queries]; of a row with a tree, see `TreeMask`
     chosen: torch.Tensor | None = None  # bool [queries, keys]; the keys that sparse attention selects
 
 
@@ -50,9 +52,20 @@ class PlainAttention(AttentionBackend):
         for row in range(batch.num_rows):
             queries, length = int(batch.host.query_lens[row]), int(batch.host.seq_lens[row])
             slots = torch.from_numpy(self.locate(batch, row, length))
-            rows.append(Row(int(batch.host.slots[row]), slice(first, first + queries), length - queries, slots, row < batch.num_decodes))
+            sees = self.find_tree(batch, row, queries)
+            tokens = slice(first, first + queries)
+            rows.append(Row(int(batch.host.slots[row]), tokens, length - queries, slots, row < batch.num_decodes, sees))
             first += queries
         return rows
+
+    def find_tree(self, batch: ForwardBatch, row: int, queries: int) -> torch.Tensor | None:
+        """`Row.sees`; None: the row has no tree."""
+        trees = batch.get(TreeMask)
+        if trees is None or row not in trees.rows:
+            return None
+        own, first = torch.arange(queries), int(batch.host.query_lens[:row].sum())
+        behind = (own[:, None] - own).clamp_(min=0)  # [query, key]: places by which the key is before the query
+        return (trees.bits[first : first + queries, None] >> behind) & 1 == 1
 
     def locate(self, batch: ForwardBatch, row: int, length: int) -> np.ndarray:
         """int64 [length]: KV slots of the row's positions."""
@@ -129,6 +142,8 @@ class PlainAttention(AttentionBackend):
         """bool [queries, keys]: what a query must not see."""
         at, keys = torch.arange(q.shape[0])[:, None] + row.start, torch.arange(k.shape[0])[None]
         hidden = keys > at if spec.causal else keys < 0
+        if row.sees is not None:
+            hidden[:, k.shape[0] - q.shape[0] :] |= ~row.sees
         if row.chosen is not None:
             hidden = hidden | ~row.chosen
         if spec.sliding_window is None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from frame.attention_backends.torch_native import backend as native
 from frame.attention_backends.torch_native import plan as planning
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
+from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.batch import TreeMask
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
@@ -72,6 +74,45 @@ def test_every_token_gets_its_result_once(decodes: list[int], extends: list[tupl
     written = np.concatenate([tokens[_numpy(group.targets)] for group in (*found.decodes, *found.extends)])
     assert sorted(written) == list(tokens)
     assert all(group.query_len == 1 for group in found.decodes)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_token_of_a_tree_sees_its_own_branch(monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
+    """The tokens of a branch have the results that they have in a row without other branches."""
+    if is_large:
+        monkeypatch.setattr(planning, "MASK_CELLS", 8)
+    numbers, branch = np.random.default_rng(0), [0, 2, 3, 5]
+    sees = np.tril(np.ones((2, 6, 6), bool))
+    sees[0, 5] = sees[0, 3] = False
+    sees[0, 3, [0, 2, 3]] = sees[0, 5, branch] = sees[:, 2, 1] = True
+    sees[0, 2, 1] = False
+    spec = AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=8, scale=0.3)
+
+    def attend(rows: Rows, caches: list[torch.Tensor], q: torch.Tensor, mask: TreeMask | None = None) -> torch.Tensor:
+        pages = lay_out(rows, 4, np.random.default_rng(1))
+        kv = PlainKVCache(4, [torch.zeros(pages.num_pages, 4, 2, 8) for _ in range(2)])
+        for place, cached in zip(pages.places, caches, strict=True):
+            kv.store(spec, torch.from_numpy(place), cached[:, 0], cached[:, 1])
+        batch = forward_batch(rows, pages, kv, "cpu")
+        if mask is not None:
+            batch.extensions[TreeMask] = mask
+        backend = TorchNativeBackend(build_context("cpu", torch.float32, 4))
+        own = torch.zeros(len(q), 2, 8)  # all rows have a prefix, so this step's own keys are read from the cache
+        return backend.run(spec, q, own, own, planned(backend, batch))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(numbers.standard_normal(shape)).float()
+
+    cached, q = [draw(20, 2, 2, 8), draw(9 + 6, 2, 2, 8), draw(7 + 4, 2, 2, 8)], draw(1 + 6 + 4, 4, 8)
+    words = [-1 - sum(1 << (node - other) for other in range(node) if not sees[0, node, other]) for node in range(6)]
+    bits = torch.tensor([-1, *words, *[-1] * 4], dtype=torch.int32)
+    found = attend(Rows.of([20], [(9, 6), (7, 4)]), cached, q, TreeMask(np.array([1]), bits))
+    plain = attend(Rows.of([20], [(9, 6), (7, 4)]), cached, q)
+    assert torch.equal(found[[0, 1, 2, 7, 8, 9, 10]], plain[[0, 1, 2, 7, 8, 9, 10]])
+    tokens = [*range(9), *(9 + node for node in branch)]
+    alone = attend(Rows.of([], [(9, 4)]), [cached[1][tokens]], q[[1 + node for node in branch]])
+    torch.testing.assert_close(found[[1 + node for node in branch]], alone)
+    assert not torch.allclose(found[4], plain[4])
 
 
 def test_similar_decodes_share_one_call() -> None:

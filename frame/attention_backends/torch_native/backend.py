@@ -19,7 +19,7 @@ from frame.attention_backends.torch_native.cached_rows import CachedRows, open_c
 from frame.attention_backends.torch_native.plan import Group, Grouping, Groups
 from frame.attention_backends.torch_native.sparse import attend_sparse
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import ForwardBatch, SparseKeys
+from frame.core.interfaces.batch import ForwardBatch, SparseKeys, TreeMask
 from frame.core.interfaces.build import BuildContext
 
 BLOCK_CELLS = 1 << 24  # scores (queries x keys) for which a mask is built at a time, at most
@@ -90,6 +90,8 @@ class TorchNativeBackend(AttentionBackend):
         spec = layer.spec
         (cached,) = open_cache(spec, batch)
         if (chosen := batch.get(SparseKeys)) is not None:
+            if batch.get(TreeMask) is not None:
+                raise ValueError("layers with sparse attention cannot verify trees of drafted tokens; use a drafter of chains")
             return attend_sparse(layer, q_nope, q_rope, cached, chosen.slots)
         groups = self._groups(spec, batch)
         if cached.is_rounded and any(group.from_step for group in groups.extends):

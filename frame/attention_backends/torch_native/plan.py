@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 
 # Measured on two CPU cores: one more call costs about as much as reading SPARE_BYTES of padding or
 # computing SPARE_CELLS scores.
@@ -94,6 +94,9 @@ class Grouping:
         self.keys = ends - self.starts
         self.prefix = prefix - self.starts
         self.first_token = np.cumsum(self.queries) - self.queries
+        self.trees = batch.get(TreeMask)
+        if self.trees is not None and window is not None:
+            raise ValueError("layers with windows cannot verify trees of drafted tokens; use a drafter of chains")
         self.token_bytes = token_bytes
         self.group_bytes = GROUP_BYTES if self.device.type == "cpu" else GPU_GROUP_BYTES
 
@@ -153,6 +156,7 @@ class Grouping:
     def _single(self, row: int, piece: slice | None) -> Group:
         tokens = slice(int(self.first_token[row]), int(self.first_token[row] + self.queries[row]))
         query_len, key_len, rows = int(self.queries[row]), int(self.keys[row]), np.array([row])
+        is_masked = query_len * key_len <= MASK_CELLS or (self.trees is not None and row in self.trees.rows)
         return Group(
             rows=1,
             query_len=query_len,
@@ -161,7 +165,7 @@ class Grouping:
             from_step=False,
             keys=piece if piece is not None else self._device(self._cache_slots(rows, key_len)),
             offset=int(self.prefix[row]),
-            mask=self._causal_mask(rows, query_len, key_len, from_step=False) if query_len * key_len <= MASK_CELLS else None,
+            mask=self._causal_mask(rows, query_len, key_len, from_step=False) if is_masked else None,
             valid=None,
             targets=tokens,
             first_key=int(self.starts[row]),
@@ -213,8 +217,20 @@ class Grouping:
             hidden |= keys < ((last + starts) // self.window * self.window - starts)[..., None]
         elif self.window is not None:
             hidden |= keys <= last[..., None] - self.window
-        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        return self._copy(mask[:, None])
+        mask = self._copy(torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf))
+        if self.trees is not None:
+            self._hide_branches(mask, rows, self.trees)
+        return mask[:, None]
+
+    def _hide_branches(self, mask: torch.Tensor, rows: np.ndarray, trees: TreeMask) -> None:
+        """Hide what `TreeMask` hides of these rows. mask: [rows, queries, keys]."""
+        steps = np.arange(mask.shape[1])
+        is_inside = np.isin(rows, trees.rows)[:, None] & (steps < self.queries[rows, None])
+        row, token, other = np.nonzero(is_inside[..., None] & (steps[:, None] > steps))
+        words = trees.bits.index_select(0, self._device(self.first_token[rows[row]] + token))
+        is_hidden = (words >> self._device(token - other)) & 1 == 0
+        cells = (row * mask.shape[1] + token) * mask.shape[2] + self.prefix[rows[row]] + other
+        mask.view(-1).index_copy_(0, self._device(cells), torch.zeros_like(words, dtype=self.dtype).masked_fill_(is_hidden, -torch.inf))
 
     def _cache_slots(self, rows: np.ndarray, key_len: int) -> np.ndarray:
         positions = self.starts[rows, None] + np.minimum(np.arange(key_len), self.keys[rows, None] - 1)

@@ -59,6 +59,7 @@ class AttentionRequirements:
     sinks: bool = False
     sparse: bool = False  # layers select the keys of each token (`SparseKeys`)
     bidirectional: bool = False  # an encoder: every token attends to the whole row
+    tree_mask: bool = False  # drafts are trees (`TreeMask`)
     graphs: bool = False  # CUDA-graph capture of decode
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them, where another backend computes the other
     other_head_dims: tuple[int, ...] = ()  # of layers with heads of another size
@@ -109,6 +110,7 @@ class AttentionCapabilities:
     sinks: bool = False
     sparse: bool = False  # `run_mla` reads `SparseKeys`
     bidirectional: bool = False
+    tree_mask: bool = False  # `run` and `run_mla` read `TreeMask`
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
     shared_prefixes: bool = False  # decodes read a prefix that rows share once
     device_lengths: bool = False  # lengths are read on the device; those of `HostView` may be bounds
@@ -188,6 +190,7 @@ class AttentionCapabilities:
             (requirements.sinks and not self.sinks, "has no attention sinks"),
             (requirements.sparse and not self.sparse, "does not attend to selected keys (sparse attention)"),
             (requirements.bidirectional and not self.bidirectional, "computes causal attention only, and the model is an encoder"),
+            (requirements.tree_mask and not self.tree_mask, "has no mask for trees of drafted tokens"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
         )
         return [Reason(sentence) for missing, sentence in wanted if missing]
@@ -208,6 +211,8 @@ class AttentionBackend(ABC):
     - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be
       absent. Several decodes may be of one
       slot, at one position each: a prompt's tokens one by one.
+    - Tokens of rows that `TreeMask` names attend to all tokens before the row, and to those of the
+      row that it says.
     - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`.
       Only the captured `run`s see the plan of
       `capture_plan`, so that what the first layer computes for all layers is captured with it.

@@ -78,6 +78,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     state_loads: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied before the step, all at once; 0: the initial state
     state_saves: np.ndarray | None = None  # int32 [n, 2]; (from, to): states copied after the step
     num_drafts: np.ndarray | None = None  # int32 [rows]; drafted tokens at the row's end; the row samples one more; None: all 0
+    draft_parents: np.ndarray | None = None  # int32 [sum of num_drafts]; as `Drafts.parents`; None: all drafts are chains
     draft_order: DraftOrder | None = None  # None: there is no device drafter
     # int32 [rows]: the row's drafted tokens in the step in flight, which `num_computed` counts as
     # if all were accepted. The ids of drafts are then on the device, and those in `token_ids` have
@@ -101,7 +102,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     token_ids: np.ndarray  # int32 [samples]
     counts: np.ndarray | None = None  # int32 [sampling rows]; leading samples of the row that are output; None: 1 each
-    drafts: np.ndarray | None = None  # int32 [sampling rows, k]; tokens that the device drafter proposes after the row's last one
+    # int32 [sampling rows, k]: tokens that the device drafter proposes after the row's last one; of
+    # trees [sampling rows, 2, k]: these tokens, and `Drafts.parents`
+    drafts: np.ndarray | None = None
     logprobs: np.ndarray | None = None  # float32 [samples]; of the sampled token
     top_ids: np.ndarray | None = None  # int32 [samples, k]; k = the largest number asked for in the batch
     top_logprobs: np.ndarray | None = None  # float32 [samples, k]
@@ -229,6 +232,20 @@ class SequenceStates:
 
     pages: torch.Tensor  # int64 [rows]
     drafted: DraftedStates | None = None  # None: no row has drafts
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Extension of steps with trees of drafted tokens: which tokens of its own row each token of
+    such a row attends to, beside all cached tokens before the row. Backends that say `tree_mask`
+    read it.
+
+    The tokens of a row are stored at consecutive places, as those of other rows. `batch.positions`
+    differ: tokens of one depth have the same position.
+    """
+
+    rows: np.ndarray  # int64 [n]; ascending
+    bits: torch.Tensor  # int32 [tokens]; bit d: the token attends to the one d places before it; -1 for tokens of other rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch
+from frame.core.interfaces.batch import ForwardBatch, TreeMask
 from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, quantize_rows, select_positions, shared_with
 from frame.testing.devices import open_platform
 
@@ -105,10 +105,31 @@ def make_inputs(case: Case) -> Inputs:
     )
 
 
+def make_trees(case: Case) -> dict[int, np.ndarray]:
+    """Random trees of the extends after a prefix: by row, which of its tokens each token attends
+    to, bool [queries, queries]."""
+    found, numbers = {}, np.random.default_rng(case.seed)
+    for row, (queries, prefix) in enumerate(zip(case.rows.queries, case.rows.prefixes, strict=True)):
+        if row >= case.rows.num_decodes and prefix:
+            found[row] = sees = np.eye(queries, dtype=bool)
+            for node in range(1, queries):
+                sees[node] |= sees[numbers.integers(node)]
+    return found
+
+
+def make_tree_mask(case: Case) -> TreeMask:
+    trees, words = make_trees(case), []
+    for row, queries in enumerate(case.rows.queries):
+        sees = trees.get(row, np.ones((queries, queries), bool))
+        words += [-1 - sum(1 << (node - other) for other in range(node) if not sees[node, other]) for node in range(queries)]
+    return TreeMask(np.array(list(trees)), torch.tensor(words, dtype=torch.int32, device=case.device))
+
+
 def reference(case: Case, inputs: Inputs) -> torch.Tensor:
     """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
     spec, outs = inputs.spec, []
-    for q, cached, prefix in zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True):
+    trees = make_trees(case) if case.trees else {}
+    for row, (q, cached, prefix) in enumerate(zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True)):
         q = q.to(case.device)
         k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))
         length, queries = k.shape[0], q.shape[0]
@@ -124,6 +145,8 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
             for query in range(queries):
                 hidden[query] = True
                 hidden[query, select_positions(case, prefix + query)] = False
+        if row in trees:
+            hidden[:, prefix:] |= ~torch.from_numpy(trees[row]).to(case.device)
         scores = scores.masked_fill(hidden, -torch.inf)
         if spec.sinks is not None:
             sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)

@@ -28,6 +28,14 @@ class SeesTheNextToken(PlainAttention):
 
 
 @mutant
+class SeesOtherBranches(PlainAttention):
+    """Lets a token of a tree see all tokens of its row before it."""
+
+    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super().hidden(spec, replace(row, sees=None), q, k)
+
+
+@mutant
 class BlindToItself(PlainAttention):
     """Hides a query's own position, except at position 0."""
 
