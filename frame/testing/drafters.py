@@ -17,6 +17,10 @@ from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 Script = Callable[[SlotSetup, Sequence[int], int], Sequence[int]]
 
 
+# the same -> the tree: its tokens, and the node that each follows (`Drafts.parents`)
+TreeScript = Callable[[SlotSetup, Sequence[int], int], tuple[Sequence[int], Sequence[int]]]
+
+
 class ScriptedDrafter(Drafter):
     """Drafts what `script` returns. An oracle returns the tokens to come; an adversary returns
     wrong ones."""
@@ -51,3 +55,22 @@ class ScriptedDrafter(Drafter):
         ]
         tokens = [token for draft in drafts for token in draft]
         return Drafts(np.array(tokens, np.int32), np.array([len(draft) for draft in drafts], np.int32))
+
+
+class ScriptedTreeDrafter(ScriptedDrafter):
+    """Drafts the trees that `script` returns."""
+
+    def __init__(self, script: TreeScript, context: DrafterContext | None = None) -> None:
+        super().__init__(self._note_tree, context)
+        self._tree_script = script
+        self._parents: list[int] = []  # of the proposal being made
+
+    def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
+        self._parents = []
+        chains = super().propose_tokens(slots, max_tokens)
+        return Drafts(chains.token_ids, chains.counts, np.array(self._parents, np.int32))
+
+    def _note_tree(self, setup: SlotSetup, tokens: Sequence[int], most: int) -> Sequence[int]:
+        token_ids, parents = self._tree_script(setup, tokens, most)
+        self._parents += parents[:most]
+        return token_ids

@@ -20,6 +20,7 @@ CONFIGURATION = (
     "frame.core.config.hardware",
     "frame.core.loading.model_config",
     "frame.core.config.resolve",
+    "frame.core.config.resolve_drafter",
     "frame.core.config.resolve_machine",
     "frame.core.config.resolve_attention",
     "frame.core.config.resolve_moe",

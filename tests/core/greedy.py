@@ -119,9 +119,9 @@ def greedy(tokens: int) -> SamplingParams:
 
 def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int = 1, **settings: Any) -> Prepared:
     """`tokens` is the size of the pool; `settings` are page_size, chunk, overlap, prefix,
-    moe_runner, implementation and speculative (a section)."""
+    moe_runner, implementation, speculative and plugins (sections)."""
     known = {"page_size": 16, "chunk": 512, "overlap": True, "prefix": "radix", "moe_runner": None, "implementation": None}
-    known["speculative"] = {}
+    known |= {"speculative": {}, "plugins": {}}
     assert settings.keys() <= known.keys()
     known |= settings
     config = {
@@ -133,6 +133,7 @@ def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int =
         "execution": {"device": "cpu", "threads": 1},
         "parallel": {"tp": tp},
         "speculative": known["speculative"],
+        "plugins": known["plugins"],
     }
     return prepare(FrameConfig.model_validate(config))
 

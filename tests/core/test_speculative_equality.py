@@ -17,6 +17,7 @@ from frame.core.config.resolve_drafter import MAX_PADDING
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
@@ -26,7 +27,7 @@ from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.plugins.loader import load_registry
 from frame.testing.checkpoints import make_checkpoint
-from frame.testing.drafters import Script, ScriptedDrafter
+from frame.testing.drafters import Script, ScriptedDrafter, ScriptedTreeDrafter, TreeScript
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import Case, on_two_ranks
 
@@ -35,12 +36,12 @@ FOLDER = str(find_model(EMBEDDED))
 
 def make_loop(**settings: Any) -> LocalLoop:
     """settings: page_size, tokens, chunk, overlap, running, algorithm, adaptive, path and draft
-    (folders), synthetic."""
+    (folders), synthetic, kv_dtype, topk and nodes (of trees)."""
     known = {"page_size": 16, "tokens": 16 * 1024, "chunk": 512, "overlap": False, "algorithm": None, "adaptive": False}
-    known |= {"running": 16, "path": FOLDER, "draft": None, "synthetic": None, **settings}
+    known |= {"running": 16, "path": FOLDER, "draft": None, "synthetic": None, "kv_dtype": "auto", "topk": 1, "nodes": None, **settings}
     config = {
         "model": {"path": known["path"], "dtype": "float32"},
-        "cache": {"page_size": known["page_size"], "max_total_tokens": known["tokens"]},
+        "cache": {"page_size": known["page_size"], "kv_dtype": known["kv_dtype"], "max_total_tokens": known["tokens"]},
         "scheduler": {"max_running_requests": known["running"], "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "execution": {"device": "cpu", "threads": 1},
         "speculative": {
@@ -50,6 +51,9 @@ def make_loop(**settings: Any) -> LocalLoop:
             "synthetic_acceptance_length": known["synthetic"],
         },
     }
+    if known["topk"] > 1:
+        options = {"eagle_topk": known["topk"], "num_draft_tokens": known["nodes"]}
+        config["plugins"] = {"options": {f"drafter/{known['algorithm']}": options}}
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
@@ -228,6 +232,100 @@ def test_oracle_and_adversary(expected: Any, num_right: int) -> None:
     assert loop.scheduler.get_load()["used_pages"] == 0
 
 
+def make_tree_script(expected: Any) -> TreeScript:
+    """Trees in which the right tokens come after wrong siblings, with wrong tokens below some."""
+    prompts, _, outputs = expected
+    whole = {tuple(prompt): prompt + output for prompt, output in zip(prompts, outputs, strict=True)}
+
+    def script(setup: Any, given: Any, most: int) -> tuple[list[int], list[int]]:
+        coming = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) :]
+        numbers, tokens, parents, right = random.Random(len(given)), [], [], [0]  # right: the nodes of the right path
+        while len(tokens) < min(most, numbers.randint(1, 8)):
+            if len(right) <= len(coming) and numbers.random() < 0.5:
+                parents.append(right[-1])
+                tokens.append(coming[len(right) - 1])
+                right.append(len(tokens))
+            else:
+                parents.append(numbers.randint(0, len(tokens)))
+                known = coming[right.index(parents[-1])] if parents[-1] in right[: len(coming)] else 5
+                tokens.append((known + 1 + len(tokens)) % 384)
+        return tokens, parents
+
+    return script
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokens": 160, "chunk": 64, "overlap": True}, {"page_size": 1}])
+def test_trees(expected: Any, settings: dict[str, Any]) -> None:
+    """Also with logits processors, preemption, and prompts from the prefix cache, whose keys were
+    moved."""
+    prompts, params, outputs = expected
+    loop = make_loop(**settings)
+    loop.scheduler.enable_speculation(ScriptedTreeDrafter(make_tree_script(expected)), 8, tree=TreeShape(2, 4, 8))
+    assert loop.generate(prompts, params) == outputs
+    load = loop.scheduler.get_load()
+    assert load["drafted_tokens"] > load["accepted_tokens"] > 50
+    again = [prompt + output[:-1] for prompt, output in zip(prompts, outputs, strict=True)]
+    rest = [structs.replace(each, max_tokens=1, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0) for each in params]
+    hits = loop.generate(again, rest)
+    assert loop.stats["cached"] > 0
+    assert hits == make_loop(**settings).generate(again, rest)
+    loop.scheduler.check_integrity()
+    loop.scheduler.flush_cache()
+    assert loop.scheduler.get_load()["used_pages"] == 0
+
+
+def test_trees_of_a_device_drafter(expected: Any) -> None:
+    """Trees of the depth of the chains find more tokens."""
+    prompts, params, outputs = expected
+    preemption = {"topk": 2, "tokens": 160, "chunk": 64, "overlap": True}
+    found = []
+    for form in ({}, preemption, {"topk": 3, "nodes": 15, "page_size": 1}):
+        loop = make_loop(algorithm="mtp", **form)
+        assert loop.generate(prompts, params) == outputs
+        load = loop.scheduler.get_load()
+        assert load["preempted"] > 0 or "tokens" not in form
+        found.append(load["accepted_tokens"] / load["num_drafts"])
+        loop.scheduler.check_integrity()
+        loop.scheduler.flush_cache()
+        assert loop.scheduler.get_load()["used_pages"] == 0
+    assert found[2] > found[1] > 1.1 * found[0]
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), [("DeepseekV3ForCausalLM", "auto"), ("LlamaForCausalLM", "int8")])
+def test_trees_of_latents_and_rounded_keys(tmp_path: Path, name: str, kv_dtype: str) -> None:
+    path = str(make_checkpoint(name, tmp_path))
+    prompts, params = make_requests(5)
+    params = [structs.replace(each, logprobs=2 if number % 2 else None) for number, each in enumerate(params)]
+    answers: list[Any] = []
+    for _ in range(2):
+        loop, logprobs = make_loop(path=path, kv_dtype=kv_dtype), {}
+        if answers:
+            drafter = ScriptedTreeDrafter(make_tree_script((prompts, params, answers[0][0])))
+            loop.scheduler.enable_speculation(drafter, 8, tree=TreeShape(2, 4, 8))
+
+        def watched(batch: Any, result: Any, commit: Any = loop.scheduler.commit, logprobs: Any = logprobs) -> Any:
+            tokens = commit(batch, result)
+            for i, found in tokens.logprobs.items():
+                logprobs.setdefault(tokens.rids[i], []).extend(zip(found.token_ids, found.logprobs, strict=True))
+            return tokens
+
+        loop.scheduler.commit = watched  # type: ignore[method-assign]
+        answers.append((loop.generate(prompts, params), logprobs))
+    assert answers[0][0] == answers[1][0] and loop.scheduler.get_load()["accepted_tokens"] > 10
+    assert len(logprobs) == 2
+    for rid, pairs in logprobs.items():
+        for one, other in zip(pairs, answers[0][1][rid], strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
+
+
+def test_trees_end_the_use_of_a_drafter_where_chains_alone_are_verified(expected: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prompts, params, outputs = expected
+    loop = make_loop()
+    loop.scheduler.enable_speculation(ScriptedTreeDrafter(make_tree_script(expected)), 8)
+    assert loop.generate(prompts[:2], params[:2]) == outputs[:2]
+    assert "it drafted a tree, and this engine verifies chains alone" in caplog.text
+
+
 def test_two_ranks(expected: Any) -> None:
     """The other rank gets the drafts with the batch."""
     prompts, params, outputs = expected
@@ -239,12 +337,14 @@ def test_two_ranks(expected: Any) -> None:
     assert on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512) == outputs
 
 
-def test_two_ranks_draft_on_their_devices(expected: Any) -> None:
+@pytest.mark.parametrize("topk", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_two_ranks_draft_on_their_devices(expected: Any, topk: int) -> None:
     prompts, params, outputs = expected
 
     def generate(loop: LocalLoop) -> tuple[list[list[int]], int]:
         return loop.generate(prompts[:6], params[:6]), loop.scheduler.get_load()["accepted_tokens"]
 
     settings = {"algorithm": "mtp", "adaptive": False}
-    found, accepted = on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512, speculative=settings)
+    plugins = {"options": {"drafter/mtp": {"eagle_topk": topk}}}
+    found, accepted = on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512, speculative=settings, plugins=plugins)
     assert found == outputs[:6] and accepted > 20

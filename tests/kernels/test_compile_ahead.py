@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from frame import kernels
 from frame.core.config.schema import FrameConfig
 from frame.core.execution import components
-from frame.core.execution.input_batch import SharedMemory
+from frame.core.execution.staging import SharedMemory
 from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model

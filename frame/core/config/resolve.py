@@ -15,6 +15,7 @@ from typing import Any
 
 from frame.core.config.hardware import Hardware
 from frame.core.config.resolve_attention import choose_attention, shared_page_sizes
+from frame.core.config.resolve_drafter import check_speculation, find_tree
 from frame.core.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
 from frame.core.config.resolve_moe import pair_experts
 from frame.core.config.resolve_parallel import choose_collective, find_conflicts, find_host_conflicts, make_plan, require_launcher
@@ -46,7 +47,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
 from frame.core.interfaces.collective import CollectiveRequirements
-from frame.core.interfaces.drafter import DrafterRequirements
+from frame.core.interfaces.drafter import DrafterRequirements, TreeShape
 from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
@@ -175,6 +176,7 @@ class _Solver:
             plan=self.plan,
             max_context=max_context,
             page_size=page_size,
+            tree=self.tree,
             max_total_tokens=config.cache.max_total_tokens,
             task=task,
             pooling=pooling,
@@ -251,8 +253,10 @@ class _Solver:
                 sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
         sizes |= {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
         with self._collect():
-            most, platform = sizes["max_running_requests"], self.platform.record
-            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, most):
+            tokens, platform = -(-sizes["max_running_requests"] // self.config.parallel.pp), self.platform.record
+            if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
+                tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
+            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens):
                 sizes[key.partition(".")[2]] = self._value(key, given, value, why)
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         return sizes
@@ -260,6 +264,11 @@ class _Solver:
     @property
     def plan(self) -> ParallelPlan:
         return make_plan(self.config)
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The form of drafts; None: chains, or there is no drafter."""
+        return find_tree(self.config, self.records.get("drafter", ()))
 
     @property
     def device(self) -> str:
@@ -350,6 +359,7 @@ class _Solver:
             sparse=self._model_has("sparse"),
             chunked=self._model_has("chunked"),
             bidirectional=model_config.encoder,
+            tree_mask=self.tree is not None,
             group=model_config.num_heads // max(1, model_config.num_kv_heads),
             device_name=next((accelerator.name for accelerator in self.hardware.of(self.device)), None),
         )
@@ -408,28 +418,8 @@ class _Solver:
 
     def _drafter(self, task: Task) -> None:
         """Choose the drafter that the user names; without a name there is none."""
+        is_named = check_speculation(self.config, task, self.model_config, self.plan.num_groups, self.tree)
         config = self.config.speculative
-        length = config.synthetic_acceptance_length
-        if length is not None and length > config.num_steps + 1:
-            raise ResolveError(
-                f"speculative.synthetic_acceptance_length is {length}, and speculative.num_steps {config.num_steps} allows"
-                f" {config.num_steps + 1} tokens a step; lower the one or raise the other."
-            )
-        if config.algorithm is None:
-            if length is not None:
-                raise ResolveError("speculative.synthetic_acceptance_length is set; name a drafter in speculative.algorithm.")
-            if config.draft_model_path is not None:
-                raise ResolveError("speculative.draft_model_path is set; name a drafter that reads it in speculative.algorithm.")
-            return
-        if task != "generate":
-            raise ResolveError(
-                f"speculative.algorithm is {config.algorithm}, but no tokens are drawn for model.task {task}.",
-                change="speculative.algorithm: null",
-            )
-        if self.plan.num_groups > 1 or self.model_config.encoder_length:
-            what = "encoder-decoder models" if self.model_config.encoder_length else "attention groups (parallel.dp_attention)"
-            sentence = f"speculative.algorithm is {config.algorithm}, and {what} verify no drafts."
-            raise ResolveError(sentence, change="speculative.algorithm: null")
         requirements = DrafterRequirements(
             device=self.device,
             draft_model=config.draft_model_path is not None,
@@ -437,7 +427,8 @@ class _Solver:
             pp=self.config.parallel.pp,
             compatible=self._compatible,
         )
-        self._select("drafter", requirements, config.algorithm, "")
+        if is_named:
+            self._select("drafter", requirements, config.algorithm, "")
 
     def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
         found = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)

@@ -1,23 +1,25 @@
-"""Resolves the configuration of a draft model: that of the target with another checkpoint.
+"""The parts of `resolve` that concern drafters: the form of drafts, what does not fit them, and the
+configuration of a draft model, which is that of the target with another checkpoint.
 
-Used by `prepare`, for drafters whose model is that of a model plugin. Pure, as `resolve`. Must
+Used by `resolve`, and by `prepare` for drafters whose model is that of a model plugin. Pure. Must
 not know a drafter by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from frame.core.config.resolve import resolve
+from frame.core.config.resolve_plugins import plugin_options
 from frame.core.config.schema import FrameConfig
 from frame.core.config.selection import ResolveError
-from frame.core.interfaces.drafter import DrafterCapabilities
+from frame.core.errors import PluginError
+from frame.core.interfaces.drafter import MAX_STEPS, MAX_TREE_KEYS, DrafterCapabilities, TreeOptions, TreeShape
 
 if TYPE_CHECKING:
-    from frame.core.config.hardware import Hardware
     from frame.core.config.resolved import Resolved
-    from frame.core.interfaces.model import ModelConfig
+    from frame.core.interfaces.model import ModelConfig, Task
     from frame.core.interfaces.plugin import PluginRecord
 
 MAX_PADDING = 1024  # tokens by which the vocabularies of two sizes of a model may differ
@@ -30,11 +32,10 @@ def find_drafter(resolved: Resolved, records: Mapping[str, Sequence[PluginRecord
     return next((each for each in found if isinstance(each, DrafterCapabilities)), DrafterCapabilities())
 
 
-def resolve_draft_model(
-    resolved: Resolved, hardware: Hardware, model_config: ModelConfig, records: Mapping[str, Sequence[PluginRecord]]
-) -> Resolved:
+def resolve_draft_model(resolved: Resolved, model_config: ModelConfig, resolve: Callable[[FrameConfig], Resolved]) -> Resolved:
     """The configuration of the target with that of its draft model. model_config: of the draft
-    checkpoint. Raises ResolveError if it does not fit the target."""
+    checkpoint; resolve: for this machine and model. Raises ResolveError if it does not fit the
+    target."""
     difference = abs(model_config.vocab_size - resolved.model.vocab_size)
     if difference > MAX_PADDING:
         raise ResolveError(
@@ -42,7 +43,7 @@ def resolve_draft_model(
             f"{resolved.model.vocab_size}; name a checkpoint of the same vocabulary."
         )
     try:
-        draft = resolve(_configure(resolved, keeps_attention=model_config.kind == resolved.model.kind), hardware, model_config, records)
+        draft = resolve(_configure(resolved, keeps_attention=model_config.kind == resolved.model.kind))
     except ResolveError as error:
         raise ResolveError(f"speculative.draft_model_path cannot be used: {error}") from None
     return resolved.model_copy(update={"draft": draft})
@@ -74,3 +75,67 @@ def _configure(resolved: Resolved, *, keeps_attention: bool) -> FrameConfig:
     graphs = {"cuda_graph_max_bs": resolved.cuda_graph_max_bs, "prompt_graph_max_tokens": 0}
     data["execution"] |= {"device": resolved.device, "threads": resolved.threads, **graphs}
     return FrameConfig.model_validate(data)
+
+
+def check_speculation(config: FrameConfig, task: Task, model_config: ModelConfig, num_groups: int, tree: TreeShape | None) -> bool:
+    """-> whether a drafter is named. num_groups: attention groups. tree: of drafts. Raises
+    ResolveError."""
+    speculative = config.speculative
+    length = speculative.synthetic_acceptance_length
+    if length is not None and length > speculative.num_steps + 1:
+        raise ResolveError(
+            f"speculative.synthetic_acceptance_length is {length}, and speculative.num_steps {speculative.num_steps} allows"
+            f" {speculative.num_steps + 1} tokens a step; lower the one or raise the other."
+        )
+    if speculative.algorithm is None:
+        if length is not None:
+            raise ResolveError("speculative.synthetic_acceptance_length is set; name a drafter in speculative.algorithm.")
+        if speculative.draft_model_path is not None:
+            raise ResolveError("speculative.draft_model_path is set; name a drafter that reads it in speculative.algorithm.")
+        return False
+    if task != "generate":
+        raise ResolveError(
+            f"speculative.algorithm is {speculative.algorithm}, but no tokens are drawn for model.task {task}.",
+            change="speculative.algorithm: null",
+        )
+    if num_groups > 1 or model_config.encoder_length:
+        what = "encoder-decoder models" if model_config.encoder_length else "attention groups (parallel.dp_attention)"
+        sentence = f"speculative.algorithm is {speculative.algorithm}, and {what} verify no drafts."
+        raise ResolveError(sentence, change="speculative.algorithm: null")
+    if tree is not None:
+        _check_tree(config, model_config, tree)
+    return True
+
+
+def find_tree(config: FrameConfig, records: Sequence[PluginRecord]) -> TreeShape | None:
+    """The form of the drafts of the named drafter; None: chains, or there is none. records: of
+    drafters. Options that are not valid, which other parts report, have no tree."""
+    name, num_steps = config.speculative.algorithm, config.speculative.num_steps
+    record = next((each for each in records if each.name == name), None)
+    if record is None:
+        return None
+    with contextlib.suppress(PluginError):
+        options = plugin_options(record, config.plugins.options.get(f"drafter/{name}", {}))
+        if isinstance(options, TreeOptions):
+            nodes = (options.num_draft_tokens or min(num_steps * options.eagle_topk, MAX_STEPS) + 1) - 1
+            return None if options.eagle_topk == 1 and nodes == num_steps else TreeShape(options.eagle_topk, num_steps, nodes)
+    return None
+
+
+def _check_tree(config: FrameConfig, model_config: ModelConfig, tree: TreeShape) -> None:
+    speculative, where = config.speculative, f"plugins.options.drafter/{config.speculative.algorithm}"
+    shape = f"speculative.num_steps is {tree.depth} and {where}.eagle_topk {tree.width}"
+    if tree.num_extended > MAX_TREE_KEYS:
+        raise ResolveError(f"{shape}: (num_steps - 1) * eagle_topk must be at most {MAX_TREE_KEYS}; lower one of them.")
+    most = min(MAX_STEPS, tree.width + tree.num_extended * tree.width)
+    if not tree.depth <= tree.num_nodes <= most:
+        raise ResolveError(f"{shape}: {where}.num_draft_tokens may be {tree.depth + 1} to {most + 1}, not {tree.num_nodes + 1}.")
+    if speculative.adaptive:
+        raise ResolveError(f"{where} asks for trees, and draft lengths are chosen for chains alone.", change="speculative.adaptive: false")
+    what = {
+        "drafts that are accepted at random (speculative.synthetic_acceptance_length)": speculative.synthetic_acceptance_length is not None,
+        "layers with a window": model_config.sliding_window is not None,
+        "stages (parallel.pp)": config.parallel.pp > 1,
+    }
+    for name in (name for name, is_used in what.items() if is_used):
+        raise ResolveError(f"{where} asks for trees, and {name} are chains alone; remove eagle_topk and num_draft_tokens.")

@@ -166,10 +166,11 @@ def budgets(
 
 
 def graph_sizes(
-    chosen: Choices, config: FrameConfig, model_config: ModelConfig, platform: PluginRecord, task: Task, running: int
+    chosen: Choices, config: FrameConfig, model_config: ModelConfig, platform: PluginRecord, task: Task, tokens: int
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:
-    none. Raises ResolveError if the user sets a size where nothing can be captured."""
+    none. tokens: of a decode step, at most. Raises ResolveError if the user sets a size where
+    nothing can be captured."""
     stages = config.parallel.pp
     several = f"parallel.pp is {stages}, and stages exchange tensors in the middle of a step" if stages > 1 else ""
     execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
@@ -181,8 +182,6 @@ def graph_sizes(
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else "")
         or next((why for name, why in _ONLY_DECODES.items() if any(getattr(can, name, False) for can in models)), ""),
     }
-    drafted = 0 if config.speculative.algorithm is None else config.speculative.num_steps
-    tokens = -(-running // stages) * (1 + drafted)  # a graph has a row for each
     most = {"cuda_graph_max_bs": min(tokens, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
     reasons = {
         "cuda_graph_max_bs": f"all {'micro-' if stages > 1 else ''}batches: a replay costs the host less than launching each kernel",

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from frame.core.config.schema import FrameConfig
-from frame.core.interfaces.drafter import DrafterContext
+from frame.core.interfaces.drafter import DrafterContext, TreeShape
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
 
@@ -64,6 +64,7 @@ class Resolved(BaseModel):
     reasons: dict[str, str]  # by setting (`cache.page_size`): one sentence for each value that the user left open
     refused_params: dict[str, str] = {}  # by request parameter that no chosen logits processor implements: why, for the client
     custom_params: tuple[str, ...] | None = None  # keys of `custom` that the chosen logits processors read; None: any
+    tree: TreeShape | None = None  # of drafts; None: chains, or there is no drafter
     draft: Resolved | None = None  # of a drafter whose model is that of a model plugin
     rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
 
@@ -73,14 +74,22 @@ class Resolved(BaseModel):
         return self.pooling is not None and self.pooling.needs_whole_prompts(self.model.encoder)
 
     @property
+    def most_drafted(self) -> int:
+        """Drafted tokens a step and sequence, at most; 0: there is no drafter."""
+        if not self.plugins.get("drafter"):
+            return 0
+        return self.user.speculative.num_steps if self.tree is None else self.tree.num_nodes
+
+    @property
     def drafter_context(self) -> DrafterContext:
         """What the drafter is built for."""
         return DrafterContext(
             vocab_size=self.model.vocab_size,
             max_slots=self.max_running_requests,
             max_context=self.max_context,
-            num_steps=self.user.speculative.num_steps,
+            num_steps=self.most_drafted,
             draft_model_path=self.user.speculative.draft_model_path,
+            tree=self.tree,
         )
 
     def choice(self, kind: str) -> PluginChoice:

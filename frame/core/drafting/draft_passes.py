@@ -5,6 +5,7 @@ Used by the draft runner and its graphs. Must not know a request or a drafter by
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.sampling.gumbel_race import score_all
 from frame.core.sampling.sampler import draw_plain, row_max
 
 if TYPE_CHECKING:
@@ -58,6 +60,20 @@ class DraftPasses:
             return self._agree(row_max(logits)[1])
         keys = rows.keys.gather(1, rows.columns.unsqueeze(1)).squeeze(1)
         return self._agree(draw_plain(logits, rows.temperature, keys)[0])
+
+    def rank(self, rows: DraftRows, states: torch.Tensor, place: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest next tokens of each branch: their log-probabilities, and their ids. Where
+        tokens are drawn, tokens that the race with the keys of the position places first are the
+        likelier ones. states: [rows, branches, width]. -> [rows, branches, count] each."""
+        logits = self.model.compute_logits(states.flatten(0, 1), place).float()
+        if rows.temperature is not None and rows.keys is not None:
+            columns = (rows.columns + place).unsqueeze(1).expand(states.shape[:2])
+            temperature = rows.temperature.repeat_interleave(states.shape[1])
+            is_drawn = temperature > 0
+            scores = score_all(logits, torch.where(is_drawn, temperature, 1.0), rows.keys.gather(1, columns).flatten())
+            logits = torch.where(is_drawn.unsqueeze(1), scores * math.log(2.0), logits)
+        values, ids = logits.log_softmax(-1).nan_to_num(nan=-torch.inf).topk(count)
+        return self._agree(values).view(*states.shape[:2], count), self._agree(ids).view(*states.shape[:2], count)
 
     def make_batch(self, rows: DraftRows, host_lens: np.ndarray, host_slots: np.ndarray) -> ForwardBatch:
         """A pass over one token of each row, without a plan. A token beyond the pages of its row is

@@ -16,12 +16,14 @@ import torch
 from frame.core.blame import describe, remedy
 from frame.core.drafting.draft_graphs import DraftGraphs
 from frame.core.drafting.draft_passes import DraftPasses, DraftRows, list_lens
-from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps, SelectedTokens
+from frame.core.drafting.tree_passes import TreePasses
+from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps, SelectedTokens, TreeMask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from frame.core.execution.decode_graphs import DecodeGraphs
+    from frame.core.interfaces.drafter import TreeShape
     from frame.core.sampling.draft_plan import DraftingPlan
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,13 @@ class DraftRunner:
     """Runs on the runner's stream and in inference mode. In a step: `add_taps`, `begin_step` after
     the target's forward pass, then `draft` once its tokens are drawn and verified."""
 
-    def __init__(self, passes: DraftPasses, num_steps: int, *, is_alone: bool = True) -> None:
-        """num_steps: most tokens of a draft. is_alone: no other rank drafts the same tokens."""
+    def __init__(self, passes: DraftPasses, num_steps: int, tree: TreeShape | None = None, *, is_alone: bool = True) -> None:
+        """num_steps: most tokens of a draft. tree: None: drafts are chains. is_alone: no other rank
+        drafts the same tokens."""
         self.model = passes.model
         self._passes = passes
         self._num_steps = num_steps
+        self._tree = None if tree is None else TreePasses(passes, tree)
         self._graphs: DraftGraphs | None = None
         self._step: tuple[ForwardBatch, torch.Tensor] | None = None
         self._has_failed = False
@@ -64,17 +68,22 @@ class DraftRunner:
         return self._graphs
 
     def draft(
-        self, token_ids: torch.Tensor, counts: torch.Tensor | None, plan: DraftingPlan, tensors: Mapping[str, torch.Tensor]
+        self,
+        token_ids: torch.Tensor,
+        counts: torch.Tensor | None,
+        plan: DraftingPlan,
+        tensors: Mapping[str, torch.Tensor],
+        order: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Fill the model's cache with the step, and draft. token_ids: int64 [samples], drawn.
         counts: int64 [sampling rows], the samples of each row that are output; None: 1 each.
-        tensors: the plan's arrays. -> int64 [sampling rows, plan.num_tokens]; None without a token
-        to draft, and after an error of the model, which ends its use. With other ranks, which wait
-        for this one's tokens, the error is raised."""
+        tensors: the plan's arrays. order: see `Verified`. -> see `StepResult.drafts`, int64; None
+        without a token to draft, and after an error of the model, which ends its use. With other
+        ranks, which wait for this one's tokens, the error is raised."""
         if self._has_failed:
             return None
         try:
-            return self._draft(token_ids, counts, plan, tensors)
+            return self._draft(token_ids, counts, plan, tensors, order)
         except torch.AcceleratorError:
             raise  # the device has failed
         except Exception as error:
@@ -86,12 +95,20 @@ class DraftRunner:
             return None
 
     def _draft(
-        self, token_ids: torch.Tensor, counts: torch.Tensor | None, plan: DraftingPlan, tensors: Mapping[str, torch.Tensor]
+        self,
+        token_ids: torch.Tensor,
+        counts: torch.Tensor | None,
+        plan: DraftingPlan,
+        tensors: Mapping[str, torch.Tensor],
+        order: torch.Tensor | None,
     ) -> torch.Tensor | None:
         skipped = torch.zeros_like(tensors["draft.first"]) if counts is None else counts - 1
         last = tensors["draft.first"] + skipped
         if self._step is not None:
             (batch, states), self._step = self._step, None
+            if order is not None:
+                token_ids = token_ids.index_select(0, order).clamp_(min=0)  # -1: not drawn
+                batch, states = _follow_path(batch, states, order, tensors)
             states = self._fill(batch, states, token_ids, last if plan.num_tokens else last[:0], tensors)
         elif self._graphs is not None:
             states = self._graphs.fill(token_ids).index_select(0, last)
@@ -104,6 +121,8 @@ class DraftRunner:
         rows = DraftRows(tensors["draft.slots"], tensors["draft.limits"], ids, positions, states, columns)
         if plan.num_drawn:
             rows.temperature, rows.keys = tensors["draft.temperature"], tensors["draft.key"]
+        if self._tree is not None:
+            return self._tree.draft(rows, plan)
         if self._graphs is not None and len(ids) <= self._graphs.most:
             return self._graphs.draft(rows, plan)
         return self._draft_rows(rows, plan)
@@ -118,7 +137,8 @@ class DraftRunner:
             ids = tensors["draft.next_ids"].index_copy(0, samples, token_ids)
         selected = SelectedTokens(samples.index_select(0, last))
         first = replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected})
-        return self.model.forward(replace(first, plan=self._passes.backend.plan(first)) if self._passes.has_own_backend else first, states)
+        needs_plan = self._passes.has_own_backend or "draft.places" in tensors
+        return self.model.forward(replace(first, plan=self._passes.backend.plan(first)) if needs_plan else first, states)
 
     def _draft_rows(self, rows: DraftRows, plan: DraftingPlan) -> torch.Tensor:
         """The passes after the first one, without graphs."""
@@ -132,3 +152,18 @@ class DraftRunner:
             rows.columns = rows.columns + 1
             drafts.append(rows.ids)
         return torch.stack(drafts, 1)
+
+
+def _follow_path(
+    batch: ForwardBatch, states: torch.Tensor, order: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> tuple[ForwardBatch, torch.Tensor]:
+    """The batch and the states of a step with trees, as if the accepted tokens had been drafted as
+    chains. order: see `Verified`."""
+    samples, path = tensors["draft.samples"], tensors["draft.samples"].index_select(0, order)
+    chains = replace(
+        batch,
+        token_ids=batch.token_ids.index_copy(0, samples, batch.token_ids.index_select(0, path)),
+        positions=batch.positions.index_copy(0, samples, tensors["draft.places"]),
+        extensions={name: each for name, each in batch.extensions.items() if name is not TreeMask},
+    )
+    return chains, states.index_copy(0, samples, states.index_select(0, path))

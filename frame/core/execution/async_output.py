@@ -62,10 +62,12 @@ class StepOutput:
     faults: dict[int, str] | None = None  # see `StepResult.faults`
     counts: torch.Tensor | None = None  # int64 [sampling rows]; see `StepResult.counts`
     drafts: torch.Tensor | None = None  # int64 [sampling rows, k]; see `StepResult.drafts`
+    order: torch.Tensor | None = None  # int64 [samples]; see `Verified.order`
 
     def tensors(self) -> list[torch.Tensor]:
         sampled = self.sampled
-        tensors = (sampled.token_ids, sampled.best, self.counts, self.drafts, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        first = (sampled.token_ids, sampled.best)
+        tensors = (*first, self.counts, self.drafts, self.order, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
         return [tensor for tensor in tensors if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
@@ -73,11 +75,13 @@ class StepOutput:
         afterwards."""
         token_ids, best = arrays[:2]
         counts, drafts = (arrays.pop(2).astype(np.int32) if each is not None else None for each in (self.counts, self.drafts))
+        order = slice(None) if self.order is None else arrays.pop(2)
+        token_ids, best = token_ids[order], best[order]
         is_finite = np.isfinite(best)
         values: dict[str, Any] = {}
         if self.plan.logprob_rows is not None:
             names = ("logprobs", "top_ids", "top_logprobs")
-            values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2:5], strict=True)}
+            values = {name: _spread(array, self.plan)[order] for name, array in zip(names, arrays[2:5], strict=True)}
         prompts = self.prompts.finish(arrays[2 + len(values) :]) if self.prompts else None
         return StepResult(
             step=self.step,

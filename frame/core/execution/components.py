@@ -114,15 +114,14 @@ class Parts:
 def limits_of(resolved: Resolved) -> Limits:
     """The maximum sizes of a step: a full prefill chunk plus one decode token and one draft of each
     running request."""
-    num_steps = resolved.user.speculative.num_steps if resolved.plugins.get("drafter") else 0
-    most = resolved.chunked_prefill_size + resolved.max_running_requests * (1 + num_steps)
+    most = resolved.chunked_prefill_size + resolved.max_running_requests * (1 + resolved.most_drafted)
     is_padded = resolved.plan.num_groups > 1  # with prompts in the padding slot, which keep the groups in step
     return Limits(
         max_running_requests=resolved.max_running_requests + is_padded * (-(-most // resolved.max_context) + 1),
         max_tokens_per_step=most + is_padded,
         max_context=resolved.max_context,
         page_size=resolved.page_size,
-        max_drafted=num_steps,
+        max_drafted=resolved.most_drafted,
         max_single_rows=max(resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0),
     )
 
@@ -216,6 +215,7 @@ def build_runner(
                 "speculative.algorithm cannot be used with the recurrent layers of this model in pipeline stages, of which the "
                 "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
             )
+    _check_tree(resolved, geometry)
     moving = list_movable(model) if resolved.plan.balances_experts else []
     transit = count_transit_bytes(moving, user.parallel.eplb_stage_bytes) if moving else 0
     activations = activation_bytes(model_config, context.limits, context.dtype) + transit
@@ -236,7 +236,7 @@ def build_runner(
         make = TorchModelRunner if pipeline is None else StageRunner
         runner = make(model, model_config, context, pool, processors, capacity)
         if drafter is not None:
-            runner.set_drafter(drafter.model, user.speculative.num_steps, drafter.attention)
+            runner.set_drafter(drafter.model, resolved.most_drafted, drafter.attention, resolved.tree)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
             runner.inputs.synthetic = SyntheticAcceptance(length, user.speculative.num_steps)
             _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
@@ -269,6 +269,19 @@ def build_runner(
         for sentence in planned.find_deviations(report.bytes + draft_bytes, capacity.max_total_tokens, platform.measure_memory()):
             _log.warning("%s", sentence)
     return runner
+
+
+def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:
+    """Raise ConfigurationError if drafts are trees, which the model cannot verify."""
+    if resolved.tree is None:
+        return
+    problem, most = "", resolved.tree.num_extended
+    if any(group.kind != "tokens" for group in geometry.groups):
+        problem = "layers with states or an indexer verify chains alone"
+    elif resolved.max_context <= most:
+        problem = f"trees read {most} tokens after the last one, and model.max_context is {resolved.max_context}"
+    if problem:
+        raise ConfigurationError(f"the option eagle_topk of {resolved.choice('drafter').name} is above 1, and {problem}; set it to 1")
 
 
 def _build_balancer(resolved: Resolved, model: Model, context: BuildContext) -> ExpertBalancer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 
 from frame import kernels
 from frame.core.drafting.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
+from frame.core.execution.staging import make_staging
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
@@ -26,13 +27,12 @@ from frame.core.sampling.batch_layout import BatchLayout, compute_layout
 from frame.core.sampling.draft_plan import plan_drafting
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
-from frame.core.sampling.verification import plan_rounds, plan_verification
+from frame.core.sampling.verification import make_extensions, plan_rounds, plan_verification
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.platform import Platform
     from frame.core.sampling.draft_plan import DraftingPlan
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.prompt_logprobs import PromptPlan
@@ -45,82 +45,6 @@ TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
 _MAX_PROMPT_KEYS = 16_384  # keys that the prompt tokens of a decode graph may read in total, without `shared_prefixes`
 _STAGED_BYTES_PER_TOKEN = 3 * 8
 _STAGED_BYTES_PER_ROW = 256
-_ALIGNMENT = 16
-_NUM_BUFFERS = 2
-
-
-class Staging(Protocol):
-    """Moves a step's host arrays to the device. `move` is called once per step, on the step's
-    stream; its tensors are valid until the copy of the next `move` runs."""
-
-    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """C-contiguous arrays of any torch dtype -> device tensors of the same names."""
-        ...
-
-
-def make_staging(platform: Platform, num_bytes: int) -> Staging:
-    """The staging of a device. num_bytes: expected maximum of one step; larger steps grow the
-    buffers."""
-    return PinnedCopies(platform, num_bytes) if platform.is_asynchronous else SharedMemory()
-
-
-class SharedMemory:
-    """The CPU's staging: views, no copies. The caller must not write to the arrays afterwards."""
-
-    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        from_numpy = torch.from_numpy
-        return {name: from_numpy(array) for name, array in arrays.items()}
-
-
-class PinnedCopies:
-    """CUDA's staging: packs the arrays into pinned memory and makes one asynchronous copy to a
-    device buffer of fixed address.
-
-    Two pinned buffers take turns, so that a copy in flight is never overwritten.
-    """
-
-    def __init__(self, platform: Platform, num_bytes: int) -> None:
-        self._platform = platform
-        self._turn = 0
-        self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)]
-        self._allocate(num_bytes)
-
-    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        offsets, total = [], 0
-        for array in arrays.values():
-            offsets.append(total)
-            total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if total > self._target.numel():
-            self._platform.get_current_stream().synchronize()
-            self._allocate(2 * total)
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
-        self._copied[self._turn].synchronize()
-        host = self._host[self._turn]
-        for offset, array in zip(offsets, arrays.values(), strict=True):
-            host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self._target[:total].copy_(self._pinned[self._turn][:total], non_blocking=True)
-        self._copied[self._turn].record()
-        return {name: self._view(offset, array) for offset, (name, array) in zip(offsets, arrays.items(), strict=True)}
-
-    def _view(self, offset: int, like: np.ndarray) -> torch.Tensor:
-        typed = self._typed.get(like.dtype)
-        if typed is None:
-            typed = self._typed[like.dtype] = self._target.view(_torch_dtype(like.dtype))
-        start = offset // like.itemsize
-        part = typed[start : start + like.size]
-        return part if like.ndim == 1 else part.view(like.shape)
-
-    def _allocate(self, num_bytes: int) -> None:
-        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._pinned = [self._platform.allocate_pinned((num_bytes,), torch.uint8) for _ in range(_NUM_BUFFERS)]
-        self._host = [pinned.numpy() for pinned in self._pinned]
-        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._platform.device)
-        self._typed: dict[np.dtype, torch.Tensor] = {}  # the target viewed as each dtype
-
-
-@lru_cache(maxsize=32)
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class TokenPlacement(Protocol):
@@ -270,7 +194,7 @@ class InputBatch:
         sampling = self.sampling.plan(batch, layout)
         plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
         if layout.drafts is not None:
-            plans.verification = plan_verification(layout.drafts, batch.slots.astype(np.int64))
+            plans.verification = plan_verification(layout, layout.drafts, batch.slots.astype(np.int64))
             if self.synthetic is not None:
                 chosen = self.synthetic.choose(sampling.slots, layout.sample_positions, layout.drafts.targets)
                 plans.verification.arrays["verify.chosen"] = chosen
@@ -309,8 +233,7 @@ class InputBatch:
         that need logits.
         """
         table = self.table
-        if len(batch.new_pages):
-            table.write_host(batch.new_pages)
+        table.write_host(batch.new_pages)
         if self.groups is not None:
             self.groups.write_tables(batch)
         arrays = self._batch_arrays(batch, layout)
@@ -322,6 +245,7 @@ class InputBatch:
             extensions |= placement.extensions(layout.num_tokens)
             others = {name: array for name, array in arrays.items() if name not in placed}
             tensors = self._move(batch, {**others, **extra_inputs}) | placed
+        extensions |= make_extensions(layout, self.backend, tensors, is_plain=self.groups is None and self.synthetic is None)
         decodes = batch.num_decodes
         if decodes:
             # a step that may still be in flight samples these ids, so the host does not have them
@@ -362,7 +286,7 @@ class InputBatch:
         longer."""
         given = len(batch.token_ids)
         has_encoder = any(setup.encoder_input is not None for setup in batch.setups)
-        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step) or has_encoder:
+        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step) or has_encoder or layout.has_trees:
             return False
         if given and self.groups is not None and self.groups.has_states:
             return False  # a state is read and written by one row of a step
@@ -490,7 +414,7 @@ class InputBatch:
         return {
             **places,
             "token_ids": token_ids,
-            "positions": positions,
+            "positions": layout.find_positions(positions),
             "kv_slots": self.table.find_kv_slots(batch, token_slots, positions),
             "request_slots": slots,
             "logits_indices": layout.logits_indices,

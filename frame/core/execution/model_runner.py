@@ -29,6 +29,7 @@ from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.prompt_logprobs import PromptScores
 from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
 from frame.core.sampling.verification import RoundSampler, verify_drafts
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.device_drafter import DraftModel
+    from frame.core.interfaces.drafter import TreeShape
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
-    from frame.core.kv_cache.kv_pool import KVPool
     from frame.core.parallel.expert_moves import ExpertBalancer
     from frame.core.parallel.rank_watch import RankWatch
     from frame.core.sampling.logits_pipeline import Processors
@@ -287,21 +288,33 @@ class TorchModelRunner(ModelRunner):
     def _fetch(self, step: int, inputs: StepInputs, sampled: Sampled, prompts: PromptScores | None) -> PendingStep:
         """Verify the drafts, if there are any, draft the next tokens, and start the copy of the
         results to the host."""
-        plans, counts, drafts = inputs.plans, None, None
+        plans, counts, drafts, order = inputs.plans, None, None, None
         if plans.verification is not None:
             verified = verify_drafts(sampled.token_ids, plans.verification, inputs.tensors)
             self.inputs.table.last_token.index_copy_(0, inputs.tensors["verify.slots"], verified.last)
-            counts, sampled = verified.counts, replace(sampled, token_ids=verified.token_ids)
+            counts, order, sampled = verified.counts, verified.order, replace(sampled, token_ids=verified.token_ids)
+            if order is not None:
+                self._move_accepted(inputs, order)
             if self.inputs.groups is not None:
                 self.inputs.groups.store_drafted(counts)
             if self.drafts is not None:
                 self.inputs.unsettled.store_counts(inputs.tensors["verify.slots"], counts)
         if plans.drafting is not None and self.drafts is not None:
-            drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors)
-            if drafts is not None:
+            drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors, order)
+            if drafts is not None and drafts.ndim == 2:  # steps with trees do not overlap
                 self.inputs.table.drafts[:, : drafts.shape[1]].index_copy_(0, inputs.tensors["draft.slots"], drafts)
-        output = StepOutput(step, sampled, plans.sampling, prompts, self.processors.find_faults(plans.sampling.slots), counts, drafts)
+        faults = self.processors.find_faults(plans.sampling.slots)
+        output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order)
         return fetch(output, self.context.platform)
+
+    def _move_accepted(self, inputs: StepInputs, order: torch.Tensor) -> None:
+        """Move the accepted tokens of trees to the places of their positions. order: see
+        `Verified`."""
+        pool = self.inputs.kv
+        if isinstance(inputs, ReplayInputs) or not isinstance(pool, KVPool):
+            raise RuntimeError("a step with trees of drafted tokens ran in a decode graph, or without a KV pool")
+        places = inputs.batch.kv_slots.index_select(0, inputs.batch.logits_indices[: len(order)])
+        pool.move_tokens(places.index_select(0, order), places)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
         """Draw the tokens and store them in the last-token table. `tensors`: the plans' arrays, and
@@ -321,10 +334,13 @@ class TorchModelRunner(ModelRunner):
             self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled
 
-    def set_drafter(self, model: DraftModel, num_steps: int, attention: AttentionBackend | None = None) -> None:
+    def set_drafter(
+        self, model: DraftModel, num_steps: int, attention: AttentionBackend | None = None, tree: TreeShape | None = None
+    ) -> None:
         """Draft up to `num_steps` tokens with this model after each step that asks for drafts.
-        attention: the backend of its layers; None: that of the target."""
-        self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps, is_alone=self._tp.size == 1)
+        attention: the backend of its layers; None: that of the target. tree: None: drafts are
+        chains."""
+        self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps, tree, is_alone=self._tp.size == 1)
         self.inputs.table.set_draft_width(num_steps)
         self.inputs.selects_tokens &= not model.reads_next  # else the model reads the hidden states of all tokens
 

@@ -216,26 +216,26 @@ class GrammarCalls:
 
     def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts) -> Drafts:
         """Cut the drafts of slots with a grammar before the first token that it does not allow or
-        that ends it, and keep their masks for `fill_masks`. Forced tokens and slow grammars get no
-        draft."""
+        that ends it, and keep their masks for `fill_masks`. Forced tokens, slow grammars and trees
+        get no draft."""
         constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
         if not constrained.size:
             return drafts
-        counts, ends = drafts.counts.copy(), np.cumsum(drafts.counts)
+        counts, ends, is_chain = drafts.counts.copy(), np.cumsum(drafts.counts), drafts.parents is None
         calls: dict[int, DraftCall] = {}
         for i in constrained.tolist():
             request = table.get_request(int(slots[i]))
             state, counts[i] = get_grammar_state(request), 0
             state.path = None
-            if state.error is None and state.call is None and not state.is_slow and not getattr(request.grammar, "forced", ()):
+            is_free = state.error is None and state.call is None and not state.is_slow
+            if is_chain and is_free and not getattr(request.grammar, "forced", ()):
                 calls[i] = DraftCall(request, drafts.token_ids[ends[i] - drafts.counts[i] : ends[i]].tolist(), self._words)
         self._run(list(calls.values()))
         for i, call in calls.items():
             if call.is_finished and call.num_allowed and call.mask_error is None:
                 counts[i] = call.num_allowed
                 get_grammar_state(call.request).path = call.path[: call.num_allowed + 1]
-        offsets = np.arange(len(drafts.token_ids)) - np.repeat(ends - drafts.counts, drafts.counts)
-        return Drafts(drafts.token_ids[offsets < np.repeat(counts, drafts.counts)], counts)
+        return drafts.shorten(counts)
 
     def take_stopped(self) -> list[Request]:
         """Remove and return the requests that must leave the device because of a slow call."""

@@ -88,6 +88,7 @@ class DeviceDrafter(Drafter):
     def __init__(self, context: DrafterContext, options: BaseModel | None = None) -> None:
         self.context = context
         self._drafts = np.zeros((context.max_slots, context.num_steps), np.int32)
+        self._parents = np.zeros_like(self._drafts)  # of trees
         self._counts = np.zeros(context.max_slots, np.int32)
 
     # the runner's half ----------------------------------------------------------------------------
@@ -118,11 +119,15 @@ class DeviceDrafter(Drafter):
 
     def store_drafts(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """The drafts of these slots after their last token. slots: int64 [n], each once; token_ids:
-        int32 [n, width]."""
-        width = token_ids.shape[1]
+        int32 [n, width] or [n, 2, width], see `StepResult.drafts`."""
+        width = token_ids.shape[-1]
+        if self.context.tree is not None:
+            token_ids, self._parents[slots, :width] = token_ids[:, 0], token_ids[:, 1]
         self._drafts[slots, :width] = token_ids
         self._counts[slots] = width
 
     def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
         counts = np.minimum(self._counts[slots], max_tokens)
-        return Drafts(self._drafts[slots][np.arange(self._drafts.shape[1]) < counts[:, None]], counts)
+        is_drafted = np.arange(self._drafts.shape[1]) < counts[:, None]
+        parents = None if self.context.tree is None else self._parents[slots][is_drafted]
+        return Drafts(self._drafts[slots][is_drafted], counts, parents)

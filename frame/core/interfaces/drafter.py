@@ -12,16 +12,49 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.sampling_params import MAX_DRAFT
 
 if TYPE_CHECKING:
-    import numpy as np
-    from pydantic import BaseModel
-
     from frame.core.interfaces.batch import SlotSetup
 
 MAX_STEPS = MAX_DRAFT  # largest number of tokens of a draft
+
+
+MAX_TREE_KEYS = 31  # tokens of a row with a tree: a token's word in `TreeMask` names those before it
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Trees of drafted tokens as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858): of the tokens
+    reached in `depth` passes over `width` branches, the likeliest are verified."""
+
+    width: int
+    depth: int
+    num_nodes: int  # drafted tokens, at most
+
+    @property
+    def num_extended(self) -> int:
+        """Tokens of a tree that the drafter's model reads."""
+        return self.width * (self.depth - 1)
+
+
+class TreeOptions(BaseModel):
+    """Options of a drafter that drafts trees where `DrafterContext.tree` is set, named as in
+    SGLang."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    eagle_topk: int = Field(1, ge=1, le=8, description="Branches that each of the num_steps passes extends; 1: drafts are chains.")
+    num_draft_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=MAX_STEPS + 1,
+        description="Tokens of a tree that a step verifies, with the last one of the sequence. Default: num_steps * eagle_topk + 1.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +66,7 @@ class DrafterContext:
     max_context: int  # tokens of a sequence, prompt and output
     num_steps: int  # most tokens of a draft
     draft_model_path: str | None = None  # folder of a checkpoint
+    tree: TreeShape | None = None  # None: drafts are chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +105,24 @@ class DrafterCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Drafted tokens of several slots."""
+    """Drafted tokens of several slots. A draft is a chain, or a tree: token i of a slot's draft is
+    node i + 1, and node 0 is the slot's last token."""
 
     token_ids: np.ndarray  # int32 [sum of counts]; the slots' drafts, one after the other
     counts: np.ndarray  # int32 [n]; tokens of each slot's draft; 0: none
+    parents: np.ndarray | None = None  # int32 [sum of counts]; the node that each token follows, an earlier one; None: chains
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [sum of counts]: the tokens of the same draft before each token."""
+        return np.arange(len(self.token_ids)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+
+    def shorten(self, counts: np.ndarray) -> Drafts:
+        """The first `counts` tokens of each draft, int32 [n]."""
+        if (counts == self.counts).all():
+            return self
+        kept = self.offsets < np.repeat(counts, self.counts)
+        return Drafts(self.token_ids[kept], counts, None if self.parents is None else self.parents[kept])
 
 
 class Drafter(ABC):

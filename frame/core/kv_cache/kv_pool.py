@@ -95,6 +95,13 @@ class KVPool:
         for tensor in self._layers[layer]:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
+    def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy what all layers have of some tokens, all at once. KV slots of the `tokens` group,
+        int64 [n] each."""
+        for layer, tensors in self._rows.items():
+            for rows in (*tensors, *(scales.flatten(0, 1) for scales in self._scales[layer])):
+                rows.index_copy_(0, targets, rows.index_select(0, sources))
+
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, pages first; see `KVCache.layer`."""
         return self._layers[layer]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.sampling.draft_trees import DraftTrees, build_trees
+
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
 
@@ -28,6 +30,19 @@ class BatchLayout:
     logits_indices: np.ndarray  # [samples + tokens of `prompt_logprob_rows`]; tokens that need logits
     drafts: DraftLayout | None = None  # None: no row has a draft
 
+    @property
+    def has_trees(self) -> bool:
+        return self.drafts is not None and self.drafts.trees is not None
+
+    def find_positions(self, places: np.ndarray) -> np.ndarray:
+        """The positions of tokens that are stored at these places of their sequences, both int64
+        [tokens]."""
+        if self.drafts is None or self.drafts.shifts is None:
+            return places
+        positions = places.copy()
+        positions[self.logits_indices[: len(self.sample_rows)]] -= self.drafts.shifts
+        return positions
+
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
@@ -38,6 +53,8 @@ class DraftLayout:
     first: np.ndarray  # [sampling rows]; the first sample of each of these rows
     offsets: np.ndarray  # [samples]; number of samples of the same row before this one
     targets: np.ndarray  # [samples]; the drafted token that the sample is compared with; -1 for the last of a row
+    trees: DraftTrees | None = None  # None: all drafts are chains, and the sample of each token is compared with the next one
+    shifts: np.ndarray | None = None  # [samples]; by which the position of the sample's token is less than its place; None: 0
 
 
 def compute_layout(batch: ScheduledBatch) -> BatchLayout:
@@ -54,6 +71,8 @@ def compute_layout(batch: ScheduledBatch) -> BatchLayout:
         behind = np.repeat(drafts.num_samples, drafts.num_samples) - 1 - drafts.offsets  # samples of the row after this one
         sampling = np.repeat(sampling, drafts.num_samples)
         logits, positions = starts[1:][sampling] - 1 - behind, seq_lens[sampling] - behind
+        if drafts.shifts is not None:
+            positions = positions - drafts.shifts
     prompt_rows = np.flatnonzero(batch.prompt_logprobs) if batch.prompt_logprobs is not None else sampling[:0]
     if len(prompt_rows):
         logits = np.concatenate([logits, *(np.arange(starts[row], starts[row + 1]) for row in prompt_rows)])
@@ -71,4 +90,8 @@ def _compute_drafts(batch: ScheduledBatch, starts: np.ndarray, rows: np.ndarray,
     # the token ids of a batch leave out its decodes, which come first
     places = starts[1:][row_of_target] - np.repeat(counts, counts) + offsets[is_drafted] - batch.num_decodes
     targets[is_drafted] = batch.token_ids[places]
-    return DraftLayout(rows, num_samples, first, offsets, targets)
+    if batch.draft_parents is None:
+        return DraftLayout(rows, num_samples, first, offsets, targets)
+    trees = build_trees(batch.draft_parents, targets[is_drafted], num_samples, offsets)
+    shifts = trees.shifts[np.repeat(np.arange(len(rows)), num_samples), offsets]
+    return DraftLayout(rows, num_samples, first, offsets, targets, trees, shifts)

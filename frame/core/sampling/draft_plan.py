@@ -26,6 +26,7 @@ class DraftingPlan:
       draft.slots        [rows]; request slots
       draft.limits       [rows]; tokens that the pages of the row hold
       draft.temperature  float32 [rows]; 0: greedy
+      draft.places       [samples]; places of the samples' tokens; missing without trees
       draft.key          [rows, width + num_tokens]; keys of the draws from position + 1 on
     """
 
@@ -58,5 +59,7 @@ def plan_drafting(batch: ScheduledBatch, order: DraftOrder, layout: BatchLayout,
         "draft.limits": order.limits[rows].astype(np.int64),
         **{f"draft.{name}": array for name, array in draws.items()},
     }
+    if layout.drafts is not None and layout.drafts.shifts is not None:
+        arrays["draft.places"] = layout.sample_positions + layout.drafts.shifts - 1
     num_drawn = int(np.count_nonzero(draws["temperature"])) if draws else 0
     return DraftingPlan(order.num_tokens if len(rows) else 0, num_drawn, width, arrays)

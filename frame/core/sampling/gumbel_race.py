@@ -164,7 +164,12 @@ class _Race:
 
 
 def _draw_from_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor | None) -> torch.Tensor:
-    """`draw` in tensor operations, without a wait for the device, by examining every token."""
+    return score_all(logits, temperature, keys, limits).argmax(dim=-1)
+
+
+def score_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor | None = None) -> torch.Tensor:
+    """The score of every token of the race, float32 [rows, vocab], in units of ln 2; the greatest
+    one wins. In tensor operations, without a wait for the device. Arguments: as of `draw`."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     groups = torch.arange(-(-len(columns) // GROUP), device=logits.device)
     words = _hash_on_device(keys, -1 - groups * 2)
@@ -176,7 +181,7 @@ def _draw_from_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
     if limits is not None:
         scores.masked_fill_(scores < limits.unsqueeze(1), -torch.inf)
-    return scores.sub_(least.index_select(1, group).sub_(own).log2_()).argmax(dim=-1)
+    return scores.sub_(least.index_select(1, group).sub_(own).log2_())
 
 
 def _hash_on_device(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ class Sampler:
         if plan.logprob_rows is None:
             return sampled
         rows = tensors["logprob_rows"]
-        scores = logprobs(logits.index_select(0, rows), sampled.token_ids.index_select(0, rows), plan.num_top_logprobs)
+        token_ids = sampled.token_ids.index_select(0, rows).clamp_(min=0)  # -1: not drawn
+        scores = logprobs(logits.index_select(0, rows), token_ids, plan.num_top_logprobs)
         return Sampled(sampled.token_ids, sampled.best, *scores)
 
     def warm_up(self, logits: torch.Tensor) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from frame.core.interfaces.batch import TreeMask
 from frame.core.sampling.sampler import Sampled
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.attention import AttentionBackend
     from frame.core.sampling.batch_layout import BatchLayout, DraftLayout
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.sampler import Sampler
@@ -33,6 +35,10 @@ class VerificationPlan:
       verify.first    [sampling rows]; the first sample of the row
       verify.slots    [sampling rows]; request slots
       verify.chosen   [samples]; see `SyntheticAcceptance.choose`; missing without one
+
+    and of steps with trees the fields of `DraftTrees`, as `verify.parents` and so on, and
+
+      verify.bits     int32 [tokens]; see `TreeMask`
     """
 
     num_rows: int
@@ -47,10 +53,11 @@ class Verified:
     token_ids: torch.Tensor  # [samples]; as drawn, except with synthetic acceptance
     counts: torch.Tensor  # [sampling rows]; samples that are output
     last: torch.Tensor  # [sampling rows]; the last token that is output
+    order: torch.Tensor | None = None  # [samples]; of trees: the sample that each output is; the row's others stay. None: as drawn
 
 
-def plan_verification(drafts: DraftLayout, slots: np.ndarray) -> VerificationPlan:
-    """slots: int64 [rows], of all rows of the batch."""
+def plan_verification(layout: BatchLayout, drafts: DraftLayout, slots: np.ndarray) -> VerificationPlan:
+    """drafts: those of the layout. slots: int64 [rows], of all rows of the batch."""
     width = int(drafts.num_samples.max(initial=1))
     rows = np.repeat(np.arange(len(drafts.rows)), drafts.num_samples)
     arrays = {
@@ -59,12 +66,19 @@ def plan_verification(drafts: DraftLayout, slots: np.ndarray) -> VerificationPla
         "verify.first": drafts.first,
         "verify.slots": slots[drafts.rows],
     }
+    if (trees := drafts.trees) is not None:
+        named = {"parents": trees.parents, "depths": trees.depths, "tokens": trees.tokens, "sees": trees.sees}
+        bits = np.full(layout.num_tokens, -1, np.int32)
+        bits[layout.logits_indices[: len(rows)]] = trees.bits[rows, drafts.offsets]
+        arrays |= {f"verify.{name}": array for name, array in {**named, "bits": bits}.items()}
     return VerificationPlan(len(drafts.rows), width, arrays)
 
 
 def verify_drafts(token_ids: torch.Tensor, plan: VerificationPlan, tensors: Mapping[str, torch.Tensor]) -> Verified:
     """Compare the drawn tokens, int64 [samples], with the drafts. `tensors`: the plan's arrays on
     the device."""
+    if "verify.parents" in tensors:
+        return _verify_trees(token_ids, plan, tensors)
     agrees, cells, targets = token_ids.new_zeros(plan.num_rows * plan.width), tensors["verify.cells"], tensors["verify.targets"]
     chosen = tensors.get("verify.chosen")
     agrees.index_copy_(0, cells, token_ids.eq(targets).to(token_ids.dtype) if chosen is None else chosen)
@@ -75,10 +89,45 @@ def verify_drafts(token_ids: torch.Tensor, plan: VerificationPlan, tensors: Mapp
     return Verified(token_ids, counts, token_ids.index_select(0, tensors["verify.first"] + counts - 1))
 
 
+def _verify_trees(token_ids: torch.Tensor, plan: VerificationPlan, tensors: Mapping[str, torch.Tensor]) -> Verified:
+    """A node is accepted if its token and those of the nodes before it are the ones drawn after
+    their parents. The deepest accepted node ends the output."""
+    cells, first, sees, depths = (tensors[f"verify.{name}"] for name in ("cells", "first", "sees", "depths"))
+    width, nodes = plan.width, torch.arange(plan.width + 1, device=token_ids.device)
+    drawn = token_ids.new_full((plan.num_rows * width,), -1).index_copy_(0, cells, token_ids).view(plan.num_rows, width)
+    is_right = drawn.gather(1, tensors["verify.parents"]).eq(tensors["verify.tokens"])
+    is_right[:, 0] = True
+    accepted = (is_right.unsqueeze(1) | ~sees).all(dim=2)
+    end = torch.where(accepted, depths, -1).argmax(dim=1, keepdim=True)
+    counts = depths.gather(1, end).squeeze(1) + 1
+    on_path = sees.gather(1, end.unsqueeze(2).expand(-1, 1, width)).squeeze(1)
+    order = nodes.repeat(plan.num_rows, 1)  # the last column takes the nodes beside the path
+    order.scatter_(1, torch.where(on_path, depths, width), nodes[:width].expand(plan.num_rows, -1))
+    order = (order[:, :width] + first.unsqueeze(1)).reshape(-1).index_select(0, cells)
+    return Verified(token_ids, counts, token_ids.index_select(0, first + end.squeeze(1)), order)
+
+
+def make_extensions(
+    layout: BatchLayout, backend: AttentionBackend, tensors: Mapping[str, torch.Tensor], *, is_plain: bool
+) -> dict[type, Any]:
+    """The extension `TreeMask` of a step with trees. tensors: the plan's arrays. is_plain: all
+    layers are in one cache group, and drafts are compared with what is drawn. Raises ValueError
+    where trees cannot be verified."""
+    drafts = layout.drafts
+    if drafts is None or drafts.trees is None:
+        return {}
+    if not backend.capabilities.tree_mask:
+        raise ValueError(f"{type(backend).__name__} cannot verify trees of drafted tokens; use a drafter of chains")
+    if not is_plain:
+        raise ValueError("models with several cache groups, and synthetic acceptance, verify no trees of drafted tokens")
+    return {TreeMask: TreeMask(drafts.rows[drafts.num_samples > 1], tensors["verify.bits"])}
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRound:
-    """The samples of one offset in their rows. Names of `arrays` begin with `prefix`; beside those
-    of the plans there are `samples` and `rows`, int64 [n]: the samples and their sampling rows."""
+    """The samples of one offset in their rows; of trees, one sample of each row at one depth, in
+    place of the one that the device chooses. Names of `arrays` begin with `prefix`; beside those of
+    the plans there are `samples` and `rows`, int64 [n]: the samples and their sampling rows."""
 
     sampling: SamplingPlan
     processing: ProcessorPlan | None
@@ -98,9 +147,10 @@ def plan_rounds(
     token's logits may depend on the tokens before it, so the samples of a row are drawn in order.
     slots: int64 [samples]. mask: int32 [samples, words], or None."""
     rows = np.repeat(np.arange(len(drafts.rows)), drafts.num_samples)
-    rounds = []
-    for offset in range(int(drafts.num_samples.max(initial=0))):
-        samples = np.flatnonzero(drafts.offsets == offset)
+    rounds, depths = [], drafts.offsets if drafts.shifts is None else drafts.offsets - drafts.shifts
+    for offset in range(int(depths.max(initial=-1)) + 1):
+        samples = np.flatnonzero(depths == offset)
+        samples = samples[np.unique(rows[samples], return_index=True)[1]]
         positions = layout.sample_positions[samples]
         sampling = table.plan_samples(slots[samples], positions, None if mask is None else mask[samples])
         processing = processors.plan(slots[samples], positions)
@@ -126,8 +176,9 @@ class RoundSampler:
     def sample(self, logits: torch.Tensor, rounds: tuple[SampleRound, ...], tensors: Mapping[str, torch.Tensor]) -> Sampled:
         """logits: [samples, vocab], which stay unchanged. tensors: the arrays of the rounds and of
         the verification."""
-        targets = tensors["verify.targets"]
-        token_ids, best = torch.empty_like(targets), logits.new_empty(len(logits), dtype=torch.float32)
+        targets, nodes = tensors["verify.targets"], _ReachedNodes(tensors) if "verify.parents" in tensors else None
+        # nodes that are not reached are not drawn; the last cell takes what is drawn for ended rows
+        token_ids, best = targets.new_full((len(targets) + 1,), -1), logits.new_zeros(len(targets) + 1, dtype=torch.float32)
         is_output = torch.ones_like(tensors["verify.first"], dtype=torch.bool)
         masked = "grammar_mask" in tensors  # a deferred mask, which the rounds do not have
         if masked:
@@ -136,14 +187,38 @@ class RoundSampler:
         for each in rounds:
             own = each.select(tensors)
             samples, rows = own["samples"], own["rows"]
+            kept = is_output.index_select(0, rows)
+            if nodes is not None:
+                samples = nodes.find_samples(rows)
             if masked:
                 own |= {"grammar_rows": torch.arange(len(samples), device=samples.device), "grammar_mask": allowed.index_select(0, samples)}
             drawn = self._sampler.sample(logits.index_select(0, samples), each.sampling, each.processing, own)
             ids = self._agree(drawn.token_ids)
-            token_ids.index_copy_(0, samples, ids)
-            best.index_copy_(0, samples, drawn.best)
-            kept = is_output.index_select(0, rows)
+            cells = samples if nodes is None else torch.where(kept, samples, len(targets))
+            token_ids.index_copy_(0, cells, ids)
+            best.index_copy_(0, cells, drawn.best)
             if each.processing is not None:
                 self._processors.observe_tokens(ids, each.processing, own, kept)
-            is_output.index_copy_(0, rows, kept & ids.eq(targets.index_select(0, samples)))
-        return Sampled(token_ids, best)
+            is_right = ids.eq(targets.index_select(0, samples)) if nodes is None else nodes.advance(rows, ids, kept)
+            is_output.index_copy_(0, rows, kept & is_right)
+        return Sampled(token_ids[:-1], best[:-1])
+
+
+class _ReachedNodes:
+    """The node of each row's tree that the tokens drawn so far lead to."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._first, self._parents, self._tokens = (tensors[f"verify.{name}"] for name in ("first", "parents", "tokens"))
+        self._nodes = torch.zeros_like(self._first)
+
+    def find_samples(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self._first + self._nodes).index_select(0, rows)
+
+    def advance(self, rows: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Follow the tokens drawn for these rows, of which those `kept` are output. -> whether each
+        is a drafted one, bool [rows]."""
+        nodes = self._nodes.index_select(0, rows)
+        follows = self._parents.index_select(0, rows).eq(nodes.unsqueeze(1)) & self._tokens.index_select(0, rows).eq(ids.unsqueeze(1))
+        is_found, child = follows.to(torch.int64).max(dim=1)
+        self._nodes.index_copy_(0, rows, torch.where(kept & is_found.bool(), child, nodes))
+        return is_found.bool()

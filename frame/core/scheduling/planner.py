@@ -182,7 +182,7 @@ class StepPlanner:
         room = a.num_pages[slots] * page_size - a.num_computed_tokens[slots]
         if self._kv_manager.groups is not None:
             room = np.minimum(room, self._kv_manager.groups.limit_drafts(a.num_computed_tokens[slots]))
-        drafts = _shorten(drafts, np.minimum(drafts.counts, room))
+        drafts = drafts.shorten(np.minimum(drafts.counts, room))
         has_draft = drafts.counts > 0
         if not has_draft.any():
             return
@@ -191,7 +191,7 @@ class StepPlanner:
         a.num_tokens[chosen] += counts
         a.can_decode[chosen] = plan.has_device_drafts & (a.num_tokens[chosen] < a.max_num_tokens[chosen])
         plan.decode_slots, plan.draft_slots = slots[~has_draft], chosen
-        plan.drafts = Drafts(drafts.token_ids, counts)
+        plan.drafts = Drafts(drafts.token_ids, counts, drafts.parents)
 
     def _reserve_ahead(self, plan: StepPlan) -> None:
         """Add the pages that a device drafter writes to after this step's last tokens, as far as
@@ -200,7 +200,9 @@ class StepPlanner:
         ended = [request.slot for request, start, count in plan.chunks if start + count == len(request.tokens)]
         slots = np.concatenate((plan.decode_slots, plan.draft_slots, np.array(ended, np.intp)))
         wanted = a.num_computed_tokens[slots] + self.speculation.num_ahead
-        self._kv_manager.grow_rows_to(slots, np.minimum(wanted, a.max_num_tokens[slots]))
+        # of a chain, entries after the last output token are not read
+        most = a.max_num_tokens[slots] if self.speculation.tree is None else self._config.max_context
+        self._kv_manager.grow_rows_to(slots, np.minimum(wanted, most))
 
     # prompts --------------------------------------------------------------------------------------
 
@@ -490,11 +492,3 @@ class StepPlanner:
             evictable_pages=self._kv_manager.cache.num_evictable,
             page_size=self._config.page_size,
         )
-
-
-def _shorten(drafts: Drafts, counts: np.ndarray) -> Drafts:
-    """The first `counts` tokens of each draft, int32 [n]."""
-    if (counts == drafts.counts).all():
-        return drafts
-    offsets = np.arange(len(drafts.token_ids)) - np.repeat(np.cumsum(drafts.counts) - drafts.counts, drafts.counts)
-    return Drafts(drafts.token_ids[offsets < np.repeat(counts, drafts.counts)], counts)

@@ -21,7 +21,7 @@ from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.grammars.jump_forward import JumpForward
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
-from frame.core.interfaces.drafter import Drafter
+from frame.core.interfaces.drafter import Drafter, TreeShape
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
@@ -213,10 +213,11 @@ class Scheduler:
         """Whether no request waits or runs, no step is in flight, and no end is left to report."""
         return not (self._requests or self._running.in_flight or self._ended)
 
-    def enable_speculation(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False) -> None:
-        """Verify up to `num_steps` drafted tokens in a row from now on; is_adaptive: as many as
-        raise the output rate. Called before the first request."""
-        self._planner.speculation.enable(drafter, num_steps, is_adaptive=is_adaptive)
+    def enable_speculation(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False, tree: TreeShape | None = None) -> None:
+        """Verify up to `num_steps` drafted tokens a row from now on; is_adaptive: as many as raise
+        the output rate. tree: drafts may be trees, which the attention backend must read. Called
+        before the first request."""
+        self._planner.speculation.enable(drafter, num_steps, is_adaptive=is_adaptive, tree=tree)
 
     @property
     def num_requests(self) -> int:
@@ -349,6 +350,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             skip_kv_store=skip_kv_store,
             num_drafts=num_drafts,
+            draft_parents=None if drafts is None else drafts.parents,
             draft_order=order,
             num_unsettled=unsettled,
             grammar_mask=None if waits else self._fill_masks(sampling_slots),

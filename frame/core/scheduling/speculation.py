@@ -20,7 +20,7 @@ from frame.core.drafting.draft_lengths import DraftLengths
 from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import DraftOrder, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
-from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts
+from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts, TreeShape
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import StepRecord
 
@@ -65,6 +65,7 @@ class Speculation:
         self._grammars = grammars
         self._drafter: Drafter | None = None
         self._num_steps = 0
+        self.tree: TreeShape | None = None  # None: drafts are chains
         self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
         self._wanted = np.zeros(table.num_slots, np.int32)  # by slot: most tokens of a draft; 0 without a request
         self._accepted_at = np.zeros(0, np.int64)  # of the step being committed: rows whose draft was accepted at each position
@@ -76,11 +77,13 @@ class Speculation:
     @property
     def num_ahead(self) -> int:
         """Tokens after a row's last one that a device drafter stores; 0: there is none."""
-        return self._num_steps if isinstance(self._drafter, DeviceDrafter) else 0
+        ahead = self._num_steps if self.tree is None else self.tree.num_extended + 1
+        return ahead if isinstance(self._drafter, DeviceDrafter) else 0
 
-    def enable(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False) -> None:
+    def enable(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False, tree: TreeShape | None = None) -> None:
         """Draft up to `num_steps` tokens a row from now on. is_adaptive: as many as raise the
-        output rate. Called before the first request."""
+        output rate. tree: the drafts may be trees. Called before the first request."""
+        self.tree = tree
         self._drafter, self._num_steps = drafter, num_steps
         self._lengths = DraftLengths(self._table.num_slots, num_steps, is_adaptive=is_adaptive)
         self._accepted_at = np.zeros(num_steps, np.int64)
@@ -156,7 +159,7 @@ class Speculation:
             return None
         counts = np.zeros(len(slots), np.int32)
         counts[chosen] = drafts.counts
-        return Drafts(drafts.token_ids, counts)
+        return Drafts(drafts.token_ids, counts, drafts.parents)
 
     def note_order(self, slots: np.ndarray, order: DraftOrder | None) -> None:
         """The slots that sample in the step being scheduled, and what the drafter does after it."""
@@ -245,6 +248,13 @@ class Speculation:
             raise ValueError(f"it returned {len(token_ids)} tokens for drafts of {int(counts.sum())}")
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
             raise ValueError(f"it drafted a token outside of the vocabulary of {self._vocab_size} tokens")
+        parents = drafts.parents
+        if parents is None:
+            return
+        if self.tree is None:
+            raise ValueError("it drafted a tree, and this engine verifies chains alone")
+        if len(parents) != len(token_ids) or (parents < 0).any() or (parents > drafts.offsets).any():
+            raise ValueError("it drafted a tree in which a token does not follow an earlier one of its draft")
 
     def _disable(self, drafter: Drafter, error: Exception) -> None:
         problem = f"{type(error).__name__}: {error}"

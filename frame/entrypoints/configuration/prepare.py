@@ -80,7 +80,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
             check_head(path, drafter.head_field)
         if path is not None and drafter.loads_model:
             draft = read_model_config(path, "speculative.draft_model_path")
-            resolved = resolve_draft_model(resolved, machine, draft, records)
+            resolved = resolve_draft_model(resolved, draft, lambda given: resolve(given, machine, draft, records))
     except ResolveError as error:
         raise join_conflicts([_describe(part, registry) for part in error.parts]) from None
     for move in find_moves(resolved, machine, model_config, records):

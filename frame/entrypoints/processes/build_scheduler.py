@@ -93,14 +93,14 @@ def build_scheduler(
     scheduler = Scheduler(config, cache, allocator, policy, on_finish=on_finish)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
-        scheduler.enable_speculation(drafter, speculative.num_steps, is_adaptive=speculative.adaptive)
+        scheduler.enable_speculation(drafter, resolved.most_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
     return scheduler
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, num_pools: int) -> bool:
     """Whether a step with drafts may be planned before the one before it has its lengths. On a CPU
     a step has ended when it is launched."""
-    if not resolved.overlap or num_pools > 1 or resolved.plan.num_groups > 1:
+    if not resolved.overlap or num_pools > 1 or resolved.plan.num_groups > 1 or resolved.tree is not None:
         return False
     chosen = {choice.name for choice in resolved.plugins.get("attention_backend", ())}
     found = [record.capabilities for record in registry.records("attention_backend") if record.name in chosen]

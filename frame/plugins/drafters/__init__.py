@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from frame.core.interfaces.drafter import DrafterCapabilities
+from frame.core.interfaces.drafter import DrafterCapabilities, TreeOptions
 from frame.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def register_drafters(registry: KindRegistry) -> None:
         "eagle3",
         "frame.plugins.drafters.eagle3:Eagle3Drafter",
         capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="draft_vocab_size"),
+        options=TreeOptions,
         summary="Drafts with an EAGLE-3 head: one layer over three hidden states of the model.",
     )
     registry.add(
@@ -68,6 +69,7 @@ def register_drafters(registry: KindRegistry) -> None:
         "mtp",
         "frame.plugins.drafters.mtp:MtpDrafter",
         capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True),
+        options=TreeOptions,
         summary="Drafts with the multi-token-prediction layer of the model's checkpoint (DeepSeek-V3).",
     )
     registry.add(

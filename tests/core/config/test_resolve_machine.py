@@ -12,6 +12,7 @@ from frame.core.config.resolve import ResolveError, resolve
 from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, count_weights, launch_bound_tokens
 from frame.core.config.resolve_parallel import find_conflicts
 from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.loading.model_config import EMBEDDED
@@ -158,6 +159,48 @@ def test_decode_graphs_cover_all_running_requests(running: int) -> None:
     assert found.cuda_graph_max_bs == min(4 * running, 1024)  # each token of a draft is a row
 
 
+def resolve_tree(speculative: dict[str, Any], options: dict[str, Any], model: dict[str, Any], attention: str | None = None) -> Any:
+    name = speculative.get("algorithm", "mtp")
+    given = {
+        "model": {"path": EMBEDDED},
+        "speculative": {"algorithm": name, "adaptive": False, **speculative},
+        "plugins": {"options": {f"drafter/{name}": options}},
+        "parallel": {"pp": model.pop("pp", 1)},
+        "attention": {"backend": attention},
+    }
+    config = {**LLAMA_8B.config, "num_nextn_predict_layers": 1}
+    records = load_registry(installed=False).all_records()
+    return resolve(FrameConfig.model_validate(given), H200, dataclasses.replace(LLAMA_8B, config=config, **model), records)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "options", "model", "sentence"),
+    [
+        ({"algorithm": "ngram"}, {}, {}, r"plugins.options.drafter/ngram.eagle_topk is unknown"),
+        ({"num_steps": 5}, {"eagle_topk": 8}, {}, r"\(num_steps - 1\) \* eagle_topk must be at most 31"),
+        ({"num_steps": 2}, {"num_draft_tokens": 17}, {}, "num_draft_tokens may be 3 to 7, not 17"),
+        ({}, {"num_draft_tokens": 3}, {}, "num_draft_tokens may be 4 to 11, not 3"),
+        ({}, {"eagle_topk": 1, "num_draft_tokens": 6}, {}, "num_draft_tokens may be 4 to 4, not 6"),
+        ({"adaptive": True}, {}, {}, "asks for trees, and draft lengths are chosen for chains alone"),
+        ({"synthetic_acceptance_length": 2}, {}, {}, "asks for trees, and drafts that are accepted at random .* are chains alone"),
+        ({}, {}, {"sliding_window": 128}, "asks for trees, and layers with a window are chains alone"),
+        ({}, {}, {"pp": 2}, r"asks for trees, and stages \(parallel.pp\) are chains alone"),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(
+    speculative: dict[str, Any], options: dict[str, Any], model: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        resolve_tree(speculative, {"eagle_topk": 2, **options}, model, "torch_native")
+
+
+def test_trees_ask_the_attention_backend_for_a_mask() -> None:
+    assert resolve_tree({}, {"eagle_topk": 2}, {}, "torch_native").most_drafted == 6
+    with pytest.raises(ConfigurationError, match="has no mask for trees of drafted tokens"):
+        resolve_tree({}, {"eagle_topk": 2}, {}, "flex_attention")
+    assert resolve_tree({}, {}, {}, "flex_attention").most_drafted == 3
+
+
 @pytest.mark.parametrize(("chosen_format", "gib"), [(None, 131), ("none", 131), ("fp8", None), ("int4", None)])
 def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: str | None, gib: int | None) -> None:
     """A format that quantizes while loading makes them fit."""
@@ -188,9 +231,7 @@ def test_the_change_for_weights_that_do_not_fit_is_one_that_fits(devices: int, g
         (52, 2688, {"intermediate_size": 1856, "moe_intermediate_size": 1856, "hybrid_override_pattern": "MEM*E"}, 31.6e9),
     ],
 )
-def test_the_count_of_weights_is_never_above_the_published_one(
-    layers: int, hidden: int, config: dict[str, Any], parameters: float
-) -> None:
+def test_the_count_of_weights_is_never_above_the_published_one(layers: int, hidden: int, config: dict[str, Any], parameters: float) -> None:
     large = dataclasses.replace(LLAMA_8B, num_layers=layers, hidden_size=hidden, num_heads=hidden // 128, num_experts=128, config=config)
     assert count_weights(large, None) <= 2 * parameters
     if "hybrid_override_pattern" not in config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from frame.core.execution.input_batch import SharedMemory
+from frame.core.execution.staging import SharedMemory
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.interfaces.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from frame.core.execution.input_batch import SharedMemory
+from frame.core.execution.staging import SharedMemory
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout

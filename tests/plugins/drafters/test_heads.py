@@ -153,6 +153,13 @@ def test_drafts_and_outputs(
             assert draft[:left] == reference(target[1], tensors, tokens, min(STEPS, left))  # no pages for what cannot be output
 
 
+def test_trees_of_a_part_of_the_vocabulary(target: tuple[str, Any], eagle: tuple[str, Tensors]) -> None:
+    prompts, params = [[token % VOCAB for token in prompt] for prompt in make_requests(5)[0]], make_requests(5)[1]
+    loop = make_loop(path=target[0], algorithm="eagle3", draft=eagle[0], topk=2)
+    assert loop.generate(prompts, params) == make_loop(path=target[0]).generate(prompts, params)
+    assert loop.scheduler.get_load()["drafted_tokens"] > 50
+
+
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_heads_of_a_quantized_target(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The heads keep their plain weights."""

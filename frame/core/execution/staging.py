@@ -1,0 +1,93 @@
+"""`Staging`: moves the host arrays of a step to the device in one copy.
+
+Used by the input batch. Must not know what the arrays are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.platform import Platform
+
+_ALIGNMENT = 16
+_NUM_BUFFERS = 2
+
+
+class Staging(Protocol):
+    """Moves a step's host arrays to the device. `move` is called once per step, on the step's
+    stream; its tensors are valid until the copy of the next `move` runs."""
+
+    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """C-contiguous arrays of any torch dtype -> device tensors of the same names."""
+        ...
+
+
+def make_staging(platform: Platform, num_bytes: int) -> Staging:
+    """The staging of a device. num_bytes: expected maximum of one step; larger steps grow the
+    buffers."""
+    return PinnedCopies(platform, num_bytes) if platform.is_asynchronous else SharedMemory()
+
+
+class SharedMemory:
+    """The CPU's staging: views, no copies. The caller must not write to the arrays afterwards."""
+
+    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        from_numpy = torch.from_numpy
+        return {name: from_numpy(array) for name, array in arrays.items()}
+
+
+class PinnedCopies:
+    """CUDA's staging: packs the arrays into pinned memory and makes one asynchronous copy to a
+    device buffer of fixed address.
+
+    Two pinned buffers take turns, so that a copy in flight is never overwritten.
+    """
+
+    def __init__(self, platform: Platform, num_bytes: int) -> None:
+        self._platform = platform
+        self._turn = 0
+        self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)]
+        self._allocate(num_bytes)
+
+    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        offsets, total = [], 0
+        for array in arrays.values():
+            offsets.append(total)
+            total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if total > self._target.numel():
+            self._platform.get_current_stream().synchronize()
+            self._allocate(2 * total)
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        self._copied[self._turn].synchronize()
+        host = self._host[self._turn]
+        for offset, array in zip(offsets, arrays.values(), strict=True):
+            host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._target[:total].copy_(self._pinned[self._turn][:total], non_blocking=True)
+        self._copied[self._turn].record()
+        return {name: self._view(offset, array) for offset, (name, array) in zip(offsets, arrays.items(), strict=True)}
+
+    def _view(self, offset: int, like: np.ndarray) -> torch.Tensor:
+        typed = self._typed.get(like.dtype)
+        if typed is None:
+            typed = self._typed[like.dtype] = self._target.view(_torch_dtype(like.dtype))
+        start = offset // like.itemsize
+        part = typed[start : start + like.size]
+        return part if like.ndim == 1 else part.view(like.shape)
+
+    def _allocate(self, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._pinned = [self._platform.allocate_pinned((num_bytes,), torch.uint8) for _ in range(_NUM_BUFFERS)]
+        self._host = [pinned.numpy() for pinned in self._pinned]
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._platform.device)
+        self._typed: dict[np.dtype, torch.Tensor] = {}  # the target viewed as each dtype
+
+
+@lru_cache(maxsize=32)
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
