@@ -168,7 +168,7 @@ FAR = {"type": "json_schema", "name": "a", "schema": {"type": "object", "propert
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
-        ({"input": []}, "messages is empty"),
+        ({"input": []}, "input is empty"),
         ({"background": True, "store": False}, "must be stored; leave store out"),
         ({"background": True, "temperature": -1}, "temperature is -1"),
         ({"tools": [{"type": "web_search"}]}, "runs no tools"),

@@ -186,7 +186,7 @@ def test_fields_that_change_nothing_here(client: openai.OpenAI) -> None:
         ({"extra_body": {"structured_outputs": {"a": 1}}}, "structured_outputs.a is not a known field"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "json": {}}}}, "exactly one of"),
         ({"extra_body": {"guided_choice": []}}, "list of strings"),
-        ({"extra_body": {"guided_json": "{", "tools": TOOLS, "tool_choice": "auto"}}, "json_schema"),
+        ({"extra_body": {"guided_json": "{", "tools": TOOLS, "tool_choice": "auto"}}, "guided_json is not a JSON object"),
     ],
 )
 def test_what_is_refused(client: openai.OpenAI, fields: dict[str, Any], reason: str) -> None:

@@ -112,13 +112,14 @@ class RequestState:
 
     __slots__ = (
         "_max_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "is_disconnected", "num_unfinished", "on_update",
-        "owner", "rid", "second_text_starts", "sequences", "submitted", "vectors",
+        "owner", "rid", "second_text_starts", "sent_name", "sequences", "submitted", "vectors",
     )  # fmt: skip
 
     def __init__(self, rid: str = "", owner: str = "") -> None:
         self.rid = rid  # the request's name for its client; the names of its sequences begin with it
         self.owner = owner  # the tenant; "" where the server asks for no key
         self.sequences: list[SequenceState] = []
+        self.sent_name: Callable[[str], str] = str  # sampling parameter -> the client's name for it
         self.changed: list[SequenceState] = []  # sequences with output that was not taken
         self.num_unfinished = 0  # sequences without a finish
         self.submitted = time.perf_counter()

@@ -3,7 +3,8 @@ client receives. Must not depend on a route."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 from frame.core.messages import Finish
 from frame.core.text.chat_template import ChatTemplateError
@@ -17,18 +18,21 @@ def raise_failed(sequences: Sequence[SequenceState]) -> None:
     """Raise ApiError for the first sequence that ended with an error."""
     for sequence in sequences:
         if sequence.finish is not None and sequence.finish.reason == "error":
-            raise failure(sequence.finish)
+            raise failure(sequence.finish, sequence.request.sent_name)
 
 
-def failure(finish: Finish) -> ApiError:
-    """The error of a sequence, with the status that its code stands for."""
+def failure(finish: Finish, sent_name: Callable[[str], str] = str) -> ApiError:
+    """The error of a sequence, with the status that its code stands for. `sent_name`: see
+    `as_sent`."""
     sentence = finish.error or "the request failed"
     if finish.code == "queue_full":
         return ApiError(503, sentence, code="queue_full", retry_after=RETRY_AFTER)
     if finish.code == "deadline_exceeded":
         return ApiError(504, sentence, code="deadline_exceeded")
     if finish.code == "invalid_grammar":
-        return ApiError(400, public(sentence), finish.param if finish.param in ("regex", "ebnf", "choice") else "response_format")
+        kind = finish.param or ""
+        name = sent_name(kind) or None
+        return ApiError(400, public(sentence.replace(f"invalid grammar: {kind} ", f"invalid grammar: {name} ")), name)
     if finish.code == "invalid_request":
         return ApiError(400, public(sentence), finish.param)
     return ApiError(500, sentence)
@@ -51,3 +55,19 @@ def as_api_error(error: BaseException) -> BaseException:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), retry_after=RETRY_AFTER)
     return error
+
+
+PROSE = ("prompt", "input")  # names of parameters that sentences use as words
+
+
+def as_sent(error: BaseException, sent_name: Callable[[str], str]) -> BaseException:
+    """The error with the name that the client gave to the field that it is about: `sent_name` of
+    the sampling parameter."""
+    if not isinstance(error, ApiError) or error.param is None:
+        return error
+    ours = re.split(r"[.\[]", error.param, maxsplit=1)[0]
+    name = sent_name(ours)
+    if name == ours:
+        return error
+    message = error.message if ours in PROSE else re.sub(rf"\b{re.escape(ours)}\b", name, error.message)
+    return ApiError(error.status, message, name + error.param[len(ours) :], error.code, error.retry_after)

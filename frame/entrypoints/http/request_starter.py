@@ -7,7 +7,6 @@ and responses are the routes'.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDea
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
-from frame.entrypoints.http.failures import as_api_error, raise_failed, too_many
+from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_context import EVENT_STREAM
 from frame.entrypoints.http.request_options import RequestOptions
@@ -148,8 +147,9 @@ async def start_request(
         await _start(services, answer, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
         services.client.release_sequences(count)
-        raise as_sent(as_api_error(error), options) from None
+        raise as_sent(as_api_error(error), options.sent_name) from None
     answer.created = arrived
+    answer.sent_name = options.sent_name
     call.answer = answer
     call.on_disconnect(answer.mark_disconnected)
     return answer
@@ -179,7 +179,7 @@ def _check_params(services: Services, params: Sequence[SamplingParams], priority
         for own in _unique(params):
             services.client.check_params(own)
     except InvalidRequestError as error:
-        raise as_sent(as_api_error(error), options) from None
+        raise as_sent(as_api_error(error), options.sent_name) from None
     if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
         raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
 
@@ -311,21 +311,6 @@ def limit_unread_tokens(services: Services, answer: RequestState, give_up: Calla
     most = services.resolved.user.server.max_unread_tokens
     sentence = f"the answer was not read: more than {most} of its tokens wait (server.max_unread_tokens); read it as it comes"
     answer.set_backpressure_limit(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
-
-
-PROSE = ("prompt", "input")  # names of parameters that sentences use as words
-
-
-def as_sent(error: BaseException, options: RequestOptions) -> BaseException:
-    """The error with the name that the client gave to the field that it is about."""
-    if not isinstance(error, ApiError) or error.param is None:
-        return error
-    ours = re.split(r"[.\[]", error.param, maxsplit=1)[0]
-    name = options.sent_name(ours)
-    if name == ours:
-        return error
-    message = error.message if ours in PROSE else re.sub(rf"\b{re.escape(ours)}\b", name, error.message)
-    return ApiError(error.status, message, name + error.param[len(ours) :], error.code, error.retry_after)
 
 
 async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:

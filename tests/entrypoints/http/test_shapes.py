@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import ErrorCode, Finish
+from frame.entrypoints.http.anthropic.messages_schema import MessagesChat
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.native.generate import GenerateRequest
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+from frame.entrypoints.http.openai.responses_schema import ResponsesChat
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
@@ -130,8 +133,26 @@ def test_errors_have_their_status() -> None:
     for code, status in statuses.items():
         assert failure(Finish("error", error="anything", code=code)).status == status
     assert failure(Finish("error", error="x", code="invalid_grammar", param="regex")).param == "regex"
-    assert failure(Finish("error", error="x", code="invalid_grammar", param="json_schema")).param == "response_format"
     assert failure(Finish("error", error="x", code="invalid_request", param="prompt")).param == "prompt"
+
+
+def test_errors_of_grammars_name_the_field_that_was_sent() -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {}}}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for request, kind, field in (
+        (chat(response_format=form), "json_schema", "response_format"),
+        (chat(response_format=form, tools=tools), "structural_tag", "response_format"),
+        (chat(tools=tools), "structural_tag", "tools"),
+        (chat(guided_json="{"), "json_schema", "guided_json"),
+        (chat(json_schema="{"), "json_schema", "json_schema"),
+        (chat(structured_outputs={"grammar": "x"}), "ebnf", "structured_outputs.grammar"),
+        (ResponsesChat(messages=[], response_format=form), "json_schema", "text.format"),
+        (MessagesChat(messages=[], response_format=form), "json_schema", "output_config.format"),
+        (GenerateRequest(sampling_params={"json_schema": "{"}), "json_schema", "sampling_params.json_schema"),
+    ):
+        end = Finish("error", error=f"invalid grammar: {kind} is not JSON: {kind} is", code="invalid_grammar", param=kind)
+        error = failure(end, request.sent_name)
+        assert (error.param, error.message) == (field, f"invalid grammar: {field} is not JSON: {kind} is"), field
 
 
 def chat(**fields: Any) -> ChatRequest:

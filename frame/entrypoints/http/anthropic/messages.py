@@ -99,7 +99,7 @@ class MessageResponse:
         """The events of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):
-            return _error_event(failure(finish) if finish.reason == "error" else _aborted())
+            return _error_event(failure(finish, sequence.request.sent_name) if finish.reason == "error" else _aborted())
         events = b"" if self._is_started else self._opening()
         events += self._blocks.read(sequence, self._parser, EventWriter())
         return events + self._closing(finish) if finish is not None else events

@@ -23,7 +23,9 @@ TRAINED = ("bash_", "text_editor_", "computer_", "memory_")
 class MessagesChat(ChatRequest):
     """A chat request made from a message request: errors name the fields of the latter."""
 
-    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+    )
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
 
 

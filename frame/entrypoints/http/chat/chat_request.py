@@ -15,6 +15,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, decode_prompt_end
 from frame.entrypoints.http.chat.reasoning_tokens import count_reasoning_tokens
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
 from frame.entrypoints.http.request_starter import Caller, Chat, countable_tokens, encode_prompt, start_request
 from frame.entrypoints.http.services import Services
@@ -38,9 +39,12 @@ async def start_chats(
 ) -> RequestState:
     """Like `start_chat`, for several conversations that differ only in their messages."""
     services.check_model(request.model)
-    params = request.to_sampling_params()
-    use, first = request.resolve_tools(), make_chat(services, request)
-    chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
+    try:
+        params = request.to_sampling_params()
+        use, first = request.resolve_tools(), make_chat(services, request)
+        chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
+    except ApiError as error:
+        raise as_sent(error, request.sent_name) from None
     return await start_request(
         context,
         services,

@@ -7,6 +7,7 @@ grammar backend or on a request schema of one API.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from frame.core.interfaces.sampling_params import MAX_JSON_WHITESPACE
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.validation_errors import type_name
 
 if TYPE_CHECKING:
     from frame.core.interfaces.parsing import Format
@@ -27,6 +29,18 @@ _STRUCTURED = {
     "choice": "choice",
     "grammar": "ebnf",
     "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+GRAMMAR_PARAMS = frozenset(_STRUCTURED.values())  # sampling parameters that constrain the output
+# field of the body -> sampling parameter
+_FIELDS = {
+    "guided_json": "json_schema",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "guided_regex": "regex",
+    "ebnf": "ebnf",
+    "guided_grammar": "ebnf",
+    "guided_choice": "choice",
     "structural_tag": "structural_tag",
 }
 # further fields of structured_outputs; there is no fallback that `disable_fallback` could switch
@@ -47,20 +61,36 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # of a JSON schema 
 def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
     """The sampling parameters that constrain the output, by name.
 
-    `SamplingParams.problems` refuses several constraints at once. Raises ApiError 400 that names
-    the field.
+    Raises ApiError 400 that names the field, also for more than one constraint.
     """
-    values = _response_format(response_format) if response_format else {}
+    given = list(_constraints(fields, response_format))
+    if len(given) > 1:
+        names = [sent for sent, _, _ in given]
+        raise ApiError(400, f"{' and '.join(names)} exclude each other; keep one", names[0])
+    switch = (fields.structured_outputs or {}).get("disable_any_whitespace")
+    switches = {} if switch is None else {"disable_any_whitespace": switch}
+    return switches | {parameter: value for _, parameter, value in given}
+
+
+def sent_constraint(fields: SamplingFields, response_format: dict[str, Any] | None, parameter: str) -> str:
+    """The field that the client sent for a sampling parameter that constrains the output.
+
+    The server writes a structural tag of its own around the other constraints, and around tools.
+    """
+    given = {parameter: sent for sent, parameter, _ in _constraints(fields, response_format)}
+    return given.get(parameter) or (next(iter(given.values()), "tools") if parameter == "structural_tag" else parameter)
+
+
+def _constraints(fields: SamplingFields, response_format: dict[str, Any] | None) -> Iterator[tuple[str, str, Any]]:
+    """The field, the sampling parameter and its value of each constraint. Raises ApiError 400."""
+    for parameter, value in _response_format(response_format or {}).items():
+        yield "response_format", parameter, value
     if fields.structured_outputs:
-        values |= _structured_outputs(fields.structured_outputs)
-    given = {
-        "json_schema": fields.guided_json if fields.guided_json is not None else fields.json_schema,
-        "regex": fields.regex if fields.regex is not None else fields.guided_regex,
-        "ebnf": fields.ebnf if fields.ebnf is not None else fields.guided_grammar,
-        "choice": fields.guided_choice,
-        "structural_tag": fields.structural_tag,
-    }
-    return values | {name: _parameter(name, value) for name, value in given.items() if value is not None}
+        yield _structured_outputs(fields.structured_outputs)
+    for sent, parameter in _FIELDS.items():
+        value = getattr(fields, sent)
+        if value is not None:
+            yield sent, parameter, _parameter(sent, parameter, value)
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:
@@ -82,29 +112,30 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"json_schema": _text(schema)}
 
 
-def _structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
+def _structured_outputs(fields: dict[str, Any]) -> tuple[str, str, Any]:
     switch = fields.get("disable_any_whitespace")
     if switch is not None and not isinstance(switch, bool):
         raise ApiError(400, "structured_outputs.disable_any_whitespace: expected true or false", "structured_outputs")
     check_nested_fields("structured_outputs", fields, (*_STRUCTURED, *_SWITCHES))
     known = {name: value for name, value in fields.items() if name in _STRUCTURED and value is not None and value is not False}
-    if fields and len(known) != 1:
+    if len(known) != 1:
         raise ApiError(400, f"structured_outputs must have exactly one of {', '.join(_STRUCTURED)}", "structured_outputs")
-    switches = {} if switch is None else {"disable_any_whitespace": switch}
-    return switches | {_STRUCTURED[name]: _parameter(_STRUCTURED[name], value) for name, value in known.items()}
+    ((name, value),) = known.items()
+    sent = f"structured_outputs.{name}"
+    return sent, _STRUCTURED[name], _parameter(sent, _STRUCTURED[name], value)
 
 
-def _parameter(name: str, value: Any) -> Any:
-    if name == "choice":
+def _parameter(sent: str, parameter: str, value: Any) -> Any:
+    if parameter == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-            raise ApiError(400, f"the choices are {quoted(value)}; they must be a list of strings", "guided_choice")
+            raise ApiError(400, f"{sent} is {quoted(value)}; it must be a list of strings", sent)
         return tuple(value)
-    if name == "json_object":
+    if parameter == "json_object":
         return bool(value)
-    if isinstance(value, dict) and name in ("json_schema", "structural_tag"):
+    if isinstance(value, dict) and parameter in ("json_schema", "structural_tag"):
         return _text(value)
     if not isinstance(value, str):
-        raise ApiError(400, f"{name}: expected a string, got {type(value).__name__}", name)
+        raise ApiError(400, f"{sent} is {type_name(value)}; send a string", sent)
     return value
 
 

@@ -138,7 +138,7 @@ class ResponseLines:
         """The lines of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
-            return _error_line(failure(finish))
+            return _error_line(failure(finish, sequence.request.sent_name))
         lines = self._blocks.read(sequence, self._parser, self)
         return lines if finish is None else lines + self._line(self._shape(), **self._end()) + b"\n"
 

@@ -147,6 +147,8 @@ def _made(kind: Any, **fields: Any) -> Any:
 
 def name_option(error: ApiError) -> ApiError:
     """The error with Ollama's option in place of the chat request's field."""
+    if error.param == "response_format":
+        return error.with_param("format")
     option = next((option for option, field in OPTIONS.items() if field == error.param), None)
     return error if option is None else error.with_param(f"options.{option}")
 

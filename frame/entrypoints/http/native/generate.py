@@ -20,7 +20,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.chat.chat_request import encode_chat
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
-from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.failures import as_sent, failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.api_route import ApiRouter
@@ -31,7 +31,6 @@ from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
     Chat,
-    as_sent,
     check_sequence_count,
     countable_tokens,
     encode_prompt,
@@ -171,7 +170,7 @@ class ResultBuilder:
     def write_events(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
-            return b"data: " + failure(finish).body() + b"\n\n"
+            return b"data: " + failure(finish, sequence.request.sent_name).body() + b"\n\n"
         result = self.build_result(sequence)
         return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
 
@@ -279,7 +278,7 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     try:
         found = _SamplingValues.model_validate(values)
     except ValidationError as error:
-        raise as_sent(validation_error(error.errors(include_url=False), values), request) from None
+        raise as_sent(validation_error(error.errors(include_url=False), values), request.sent_name) from None
     return SamplingParams(**{name: getattr(found, name) for name in found.model_fields_set})
 
 

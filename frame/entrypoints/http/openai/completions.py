@@ -181,7 +181,7 @@ class ChatResponse(Response):
     def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
         finish = sequence.finish
         if finish is not None and finish.reason == "error":
-            return b"data: " + failure(finish).body() + b"\n\n"
+            return b"data: " + failure(finish, sequence.request.sent_name).body() + b"\n\n"
         parser = self._parsers.get(sequence.index)
         deltas: list[dict[str, Any]] = parser.feed(text, finish) if parser else [{"content": text}] if text else []
         if finish is not None and not deltas:
@@ -296,7 +296,7 @@ class CompletionResponse(Response):
             text, _, _ = sequence.take_output()
             return self.chunks.text(sequence.index, text) if text else b""
         if finish is not None and finish.reason == "error":
-            return b"data: " + failure(finish).body() + b"\n\n"
+            return b"data: " + failure(finish, sequence.request.sent_name).body() + b"\n\n"
         text, logprobs, more = self._take_output(sequence)
         if not text and finish is None and logprobs is None and not more:
             return b""

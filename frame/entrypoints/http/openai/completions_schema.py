@@ -15,13 +15,14 @@ import msgspec
 from pydantic import model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.http.chat.structured_outputs import constraint_params
+from frame.entrypoints.http.chat.structured_outputs import GRAMMAR_PARAMS, constraint_params, sent_constraint
 from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import Metadata, SamplingFields
+from frame.entrypoints.http.validation_errors import type_name
 
 # Brackets, braces and colons in the tool-call arguments of one request.
 MAX_ARGUMENT_PARTS = 48 * 1024
@@ -91,6 +92,11 @@ class GenerationRequest(SamplingFields):
         values |= constraint_params(self, self.response_format)
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
+    def sent_name(self, parameter: str) -> str:
+        if parameter in GRAMMAR_PARAMS:
+            return sent_constraint(self, self.response_format, parameter)
+        return super().sent_name(parameter)
+
 
 class ChatRequest(GenerationRequest):
     """A chat completion request, also of other chat APIs, which subclass it to name their fields in
@@ -138,7 +144,8 @@ class ChatRequest(GenerationRequest):
     def sent_name(self, parameter: str) -> str:
         if parameter == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return self.FIELD_NAMES.get(parameter, super().sent_name(parameter))
+        sent = super().sent_name(parameter)
+        return self.FIELD_NAMES.get(sent, sent)
 
     def resolve_tools(self) -> ToolUse | None:
         """The tools and the rule for calls, None where no call is possible. Raises ApiError 400."""
@@ -313,6 +320,8 @@ def _content(content: Any, place: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str) and kind in ("text", "refusal"):
+            raise ApiError(400, f"{place}[{i}].{kind} is {type_name(text)}; send a string", f"{place}[{i}].{kind}")
         if not isinstance(text, str):
             raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {quoted(kind)}", place)
         texts.append(text)

@@ -35,17 +35,11 @@ MAX_CONTAINERS = 32
 NOTHING_STORED = "this server stores none (--response-store-size is 0)"
 
 
-def _error_body(error: ApiError) -> bytes:
-    if error.param == "response_format":  # the name in errors of the grammar compiler
-        error.param = "text.format"
-    return error.body()
-
-
 def _error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: " + _error_body(error) + b"\n\n"
+    return b"event: error\ndata: " + error.body() + b"\n\n"
 
 
-ERRORS = ErrorShape(_error_body, _error_event)
+ERRORS = ErrorShape(ApiError.body, _error_event)
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 

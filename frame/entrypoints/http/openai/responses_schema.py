@@ -38,7 +38,9 @@ FORMATS = FORMAT_FIELDS | {"json_schema": ("type", *SCHEMA_FIELDS)}  # text.form
 class ResponsesChat(ChatRequest):
     """A chat request made from a Responses request: errors name the fields of the latter."""
 
-    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input", "max_tokens": "max_output_tokens"})
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+    )
     TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
 
 
