@@ -163,7 +163,7 @@ def test_config_check_says_what_would_run(model: Path) -> None:
         (("--schedule-policy", "fcsf"), "did you mean 'fcfs'"),
         (("--set", "cache.pagesize=1"), "did you mean 'page_size'"),
         (("--grammar-backend", "automata", "--plugins-deny", "frame-automata"), "package"),  # denied, or not installed
-        (("--quantization", "no-such"), "Unknown weight_format 'no-such'"),
+        (("--quantization", "no-such"), "model.quantization: Unknown weight_format 'no-such'"),
         (("--config", "no-such.yaml"), "no-such.yaml cannot be read"),
         (("--model", "no-such-folder"), "no-such-folder' is no folder"),
         (("--model", ""), "flag --model: model.path is ''; it should have at least 1 character."),

@@ -81,9 +81,10 @@ def join_conflicts(parts: Sequence[ConfigurationError]) -> ConfigurationError:
 
 class UnknownPluginError(ResolveError):
     """A setting names a plugin that is not registered. The registry uses `kind` and `name` to add
-    what it knows of broken plugins."""
+    what it knows of broken plugins. `key`: the setting."""
 
     def __init__(self, key: str, kind: str, name: str, known: Iterable[str]) -> None:
+        self.key = key
         self.kind = kind
         self.name = name
         names = sorted(known)

@@ -13,13 +13,13 @@ from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError, did_you_mean
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.configuration.explain import SECRETS, Explained, as_yaml, options
+from frame.entrypoints.configuration.explain import Explained, as_yaml, options
 from frame.entrypoints.configuration.explain import explain as explain_one
 from frame.entrypoints.configuration.flat_settings import by_key, by_keyword
 from frame.entrypoints.configuration.json_schema import config_schema
 from frame.entrypoints.configuration.plugin_imports import load_apart
 from frame.entrypoints.configuration.prepare import prepare, registry_of
-from frame.entrypoints.configuration.sources import EVERY_KEY, LoadedConfig
+from frame.entrypoints.configuration.sources import EVERY_KEY, SECRETS, LoadedConfig
 
 
 @click.group("config", help="Check, explain and show the configuration.")

@@ -15,9 +15,7 @@ from frame.core.config.resolve import pinned
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.entrypoints.configuration.flat_settings import by_key
-from frame.entrypoints.configuration.sources import LoadedConfig
-
-SECRETS = ("server.api_key", "server.admin_key")
+from frame.entrypoints.configuration.sources import SECRETS, LoadedConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationErr
         try:
             registry.get(error.kind, error.name)
         except PluginError as known:
-            return known
+            return PluginError(f"{error.key}: {known}")
         return PluginError(str(error))
     return error
 

@@ -24,6 +24,7 @@ __all__ = ["ConfigError", "LoadedConfig", "from_keywords", "load_config"]
 
 ENV_PREFIX = "FRAME_"
 ENV_CONFIG = "FRAME_CONFIG"
+SECRETS = ("server.api_key", "server.admin_key")
 EVERY_KEY = "`frame config show` lists every key"
 
 Path = tuple[str, ...]  # ("cache", "page_size"), ("plugins", "options", "attention_backend/x", "splits")
@@ -262,7 +263,7 @@ def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path,
         is_flow = text.strip().startswith("[")
         parts = plain(parse_yaml(text, source)) if is_flow else [part.strip() for part in text.split(",") if part.strip()]
         yield setting.path, parts, source
-    elif text == "" and setting.is_optional:
+    elif text == "" and setting.is_optional and setting.key not in (*SECRETS, "server.api_keys"):  # an empty key is an error
         yield setting.path, None, source
     else:
         yield setting.path, text, source

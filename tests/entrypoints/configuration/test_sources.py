@@ -11,9 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import ALIASES, by_key, by_keyword, settings
 from frame.entrypoints.configuration.sources import ConfigError, LoadedConfig, from_keywords, load_config
+from frame.entrypoints.keys import check_exposure
 
 SEED_FLAGS = {
     "model",
@@ -148,6 +150,13 @@ def test_text_becomes_what_the_setting_is() -> None:
     assert config.model.served_name == "12"
     assert config.cache.mem_fraction == 0.5
     assert config.plugins.options == {"attention_backend/x": {"splits": 2}}
+
+
+@pytest.mark.parametrize("setting", ["api_key", "api_keys", "admin_key"])
+def test_an_empty_key_opens_no_server(setting: str) -> None:
+    server = load_config(environ={f"FRAME_SERVER__{setting.upper()}": ""}).config.server
+    with pytest.raises(ConfigurationError, match=rf"server\.{setting}"):
+        check_exposure(server)
 
 
 def test_plugin_options_of_all_sources_are_merged_key_by_key(tmp_path: Path) -> None:
