@@ -106,7 +106,7 @@ def new(kind: str, name: str, parent: Path) -> None:
     if same:
         raise PluginError(f"There is a {kind} called {name!r} already, from {same[0]}; choose another name.")
     written = write_plugin(kind, name, parent)
-    click.echo(f"{written.distribution}: a {kind} called {name!r}, in {written.folder}")
+    click.echo(f"{written.distribution}: the {kind} {name!r}, in {written.folder}")
     click.echo(f"  pip install -e '{written.folder}[test]'\n  pytest {written.folder}\n  frame plugins check {kind}/{name}")
 
 

@@ -246,7 +246,8 @@ def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]
             if value:
                 yield known[key].path, meaning, source
         else:
-            raise ConfigError(f"Unknown keyword {name!r}{did_you_mean(name, [*short, *sections, 'disable_radix_cache']) or '.'}")
+            hint = did_you_mean(name, [*short, *sections, "disable_radix_cache"]) or f"; {EVERY_KEY}."
+            raise ConfigError(f"Unknown keyword {name!r}{hint}")
 
 
 def _located(value: Any, place: str) -> Located:

@@ -111,7 +111,7 @@ class RequestState:
     callback `on_update`."""
 
     __slots__ = (
-        "_max_unread", "_num_unread", "_on_overrun", "_waiter", "changed", "created", "is_disconnected", "num_unfinished", "on_update",
+        "_num_unread", "_overrun", "_waiter", "changed", "created", "is_disconnected", "num_unfinished", "on_update",
         "owner", "rid", "second_text_starts", "sent_name", "sequences", "submitted", "vectors",
     )  # fmt: skip
 
@@ -129,8 +129,7 @@ class RequestState:
         self.second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins
         self.vectors: dict[int, bytes] = {}  # by sequence index: float32 bytes, from a pooling engine
         self._num_unread = 0  # tokens that arrived for sequences with output that was not taken
-        self._max_unread: int | None = None
-        self._on_overrun: Callable[[], None] | None = None
+        self._overrun: tuple[int, Callable[[], None]] | None = None  # see `set_backpressure_limit`
         self._waiter: asyncio.Future[None] | None = None
 
     def set_backpressure_limit(self, max_unread: int, on_overrun: Callable[[], None]) -> None:
@@ -138,14 +137,14 @@ class RequestState:
         tokens (each alternative logprob counts as one more) `on_overrun` is called, once; it should
         end the request. Responses that are sent whole need no limit.
         """
-        self._max_unread, self._on_overrun = max_unread, on_overrun
+        self._overrun = max_unread, on_overrun
 
     def add_unread(self, sequence: SequenceState, count: int) -> None:
         """Count `count` new tokens of a sequence with output that was not taken."""
         self._num_unread += count * (1 + (sequence.params.logprobs or 0))
-        if self._max_unread is not None and self._on_overrun is not None and self._num_unread > self._max_unread:
-            self._max_unread = None
-            self._on_overrun()
+        if self._overrun is not None and self._num_unread > self._overrun[0]:
+            (_, on_overrun), self._overrun = self._overrun, None
+            on_overrun()
 
     def get_second_text_start(self, sequence: SequenceState) -> int:
         return self.second_text_starts[sequence.prompt_index] if self.second_text_starts else 0

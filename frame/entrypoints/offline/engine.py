@@ -27,6 +27,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, Control, ControlReply, Generate
+from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.audio import RATE
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
@@ -326,8 +327,14 @@ class Engine:
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 continue
-            ids[i] = self.tokenizer.encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)  # type: ignore[arg-type]
+            ids[i] = self._encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)  # type: ignore[arg-type]
         return ids
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        try:
+            return self.tokenizer.encode_chat(messages)
+        except ChatTemplateError as error:
+            raise InvalidRequestError(str(error), "messages") from error
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         return self.tokenizer.encode_bad_words(params) if params.bad_words else params

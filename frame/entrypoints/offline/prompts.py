@@ -103,7 +103,12 @@ def _params(params: Params) -> SamplingParams:
     for name in ("stop", "bad_words"):
         if isinstance(given.get(name), str):
             given[name] = (given[name],)
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(given.get(name), Mapping):
+            given[name] = msgspec.json.encode(given[name]).decode()
     try:  # the constructor does not check types
         return msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"invalid sampling parameters: {error}", "params") from error
+        message, _, place = str(error).partition(" - at `$.")
+        name = place.removesuffix("`") or "params"
+        raise InvalidRequestError(f"{name}: {message[0].lower()}{message[1:]}", name) from error

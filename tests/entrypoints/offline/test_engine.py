@@ -83,6 +83,7 @@ def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
         (5, "give SamplingParams or a dict"),
         ([None], "give SamplingParams or a dict"),
         ({"max_tokenz": 2}, "did you mean 'max_tokens'"),
+        ({"temperature": "hot"}, "temperature: expected `float`, got `str`"),
         (SamplingParams(max_tokens="two"), "max_tokens"),  # type: ignore[arg-type]
         (SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
     ],
@@ -96,6 +97,8 @@ def test_wrong_parameters_are_refused_by_name(engine: Engine, params: Any, words
 def test_half_a_surrogate_pair_and_an_unknown_command_are_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         engine.generate("\ud800", GREEDY)
+    with pytest.raises(InvalidRequestError, match="the chat template refuses"):
+        engine.generate([{"role": "x"}], GREEDY)
     with pytest.raises(EngineError, match="no command 'nope'"):
         engine.control("nope")
 
