@@ -89,7 +89,9 @@ def _shown_default(setting: Setting) -> str:
         return "auto" if setting.is_open else "not set"
     if isinstance(setting.default, bool):
         return "on" if setting.default else "off"
-    return "none" if setting.default == () else str(setting.default)
+    if isinstance(setting.default, tuple):
+        return ",".join(setting.default) or "none"
+    return str(setting.default)
 
 
 def _metavar(setting: Setting) -> str:

@@ -65,8 +65,8 @@ class Backends:
             await asyncio.sleep(self._interval)
 
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
-        """Ask a replica for its health once. `is_suspect`: a connection broke, so one failed check
-        is enough."""
+        """Ask a replica for its health once. `is_suspect`: a connection broke, or none was
+        tried yet, so one failed check is enough."""
         reason = ""
         try:
             answer = await self._client.get(f"{backend.url}/health", timeout=max(1.0, self._interval))

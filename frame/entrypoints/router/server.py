@@ -73,7 +73,7 @@ async def route(settings: RouterSettings, listener: socket.socket, signals: Star
         for name in ("accept", "accept-encoding", "user-agent"):
             del client.headers[name]  # the client's own are passed on
         backends = Backends(settings.urls, client, settings.health_interval)
-        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        await asyncio.gather(*(backends.check(backend, is_suspect=True) for backend in backends.all))
         server = HttpServer(Proxy(backends, client, settings.max_body), ConnectionLimits(settings.max_connections, HEAD))
         serving = asyncio.create_task(server.serve([listener]))
         watching = asyncio.create_task(backends.watch())
