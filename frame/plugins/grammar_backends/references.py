@@ -1,8 +1,9 @@
-"""Checks `$ref` in JSON schemas: each must point into the same document. A library would allow any
-value for a reference that it cannot resolve, or fetch it. Knows no library."""
+"""Checks what a library would ignore in JSON schemas: a `$ref` out of the document, for which it
+would allow any value or fetch it, and look-around in patterns. Knows no library."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urljoin
@@ -17,12 +18,14 @@ SCHEMAS = frozenset(
 ANCHORS = ("$anchor", "$dynamicAnchor")
 UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
 LONGEST = 100  # characters of a reference in an error
+LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
 def check_references(kind: str, parsed: Any, pointers_only: bool) -> None:
     """Raise ValueError, one sentence, for a reference in a `json_schema`, or in a schema of a
     `structural_tag`, that cannot be resolved. `pointers_only`: the library resolves `#` and
-    `#/...`, but neither `$anchor` nor `$id`."""
+    `#/...`, but neither `$anchor` nor `$id`, and ignores look-around in patterns, which is then an
+    error too."""
     if kind == "json_schema":
         _Document(kind, parsed).check(pointers_only)
         return
@@ -46,8 +49,16 @@ class _Document:
             for keyword in UNFOLLOWED:
                 if keyword in schema:
                     raise ValueError(f"{self._name} has a {keyword}, which is not supported; use a $ref such as '#/$defs/NAME'")
+            if pointers_only:
+                self._check_patterns(schema)
             if "$ref" in schema:
                 self._follow(schema["$ref"], base, pointers_only)
+
+    def _check_patterns(self, schema: dict[str, Any]) -> None:
+        by_name = schema.get("patternProperties")
+        for pattern in (schema.get("pattern"), *(by_name if isinstance(by_name, dict) else ())):
+            if isinstance(pattern, str) and LOOK_AROUND.search(pattern):
+                raise ValueError(f"{self._name} has look-around in the pattern {pattern[:LONGEST]!r}, which is not supported; leave it out")
 
     def _follow(self, reference: Any, base: str, pointers_only: bool) -> None:
         if pointers_only and isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):

@@ -153,6 +153,8 @@ BAD = [
     ("json_schema", '{"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {}}', r"\$ref '#/\$defs/x', which points to no part"),
     ("json_schema", '{"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}', r"a \$dynamicRef, which is not supported"),
     ("json_schema", '{"properties": {"a": {"$recursiveRef": "#"}}, "type": "object"}', r"a \$recursiveRef, which is not supported"),
+    ("json_schema", '{"type": "string", "pattern": "^(?!x)[a-z]{3}$"}', "look-around"),
+    ("json_schema", '{"type": "object", "patternProperties": {"^(?=.*x)a": {}}}', "look-around"),
     ("lark", "x", "is unknown"),
 ]
 BAD_TAGS = [
