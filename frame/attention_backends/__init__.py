@@ -65,6 +65,7 @@ TRITON = KernelCapabilities(
     soft_cap=True,
     sinks=True,
     sparse=True,
+    tree_mask=True,
     kv_dtypes=("fp8_e4m3", "int8"),
     graphs="decode",
     shared_prefixes=True,

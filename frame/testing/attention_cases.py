@@ -235,7 +235,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     selected: int = 0  # keys that each token attends to (sparse attention); 0: all
-    trees: bool = False  # extends after a prefix are trees of drafted tokens
+    trees: bool = False  # rows after a prefix are of trees of drafted tokens
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
     scores: float = 1.3  # standard deviation of the scores before the softmax
     magnitude: float = 1.0  # of the queries; the scale is so much smaller

@@ -38,7 +38,7 @@ class Row:
     start: int  # position of the first query
     slots: torch.Tensor  # int64 [seq_len]; KV slots
     is_decode: bool = False
-    sees: torch.Tensor | None = None  # bool [queries, queries]; of a row with a tree, see `TreeMask`
+    sees: torch.Tensor | None = None  # bool [queries, keys]; of a row with a tree, see `TreeMask`
     chosen: torch.Tensor | None = None  # bool [queries, keys]; the keys that sparse attention selects
 
 
@@ -52,19 +52,19 @@ class PlainAttention(AttentionBackend):
         for row in range(batch.num_rows):
             queries, length = int(batch.host.query_lens[row]), int(batch.host.seq_lens[row])
             slots = torch.from_numpy(self.locate(batch, row, length))
-            sees = self.find_tree(batch, row, queries)
+            sees = self.find_tree(batch, row, queries, length)
             tokens = slice(first, first + queries)
             rows.append(Row(int(batch.host.slots[row]), tokens, length - queries, slots, row < batch.num_decodes, sees))
             first += queries
         return rows
 
-    def find_tree(self, batch: ForwardBatch, row: int, queries: int) -> torch.Tensor | None:
+    def find_tree(self, batch: ForwardBatch, row: int, queries: int, length: int) -> torch.Tensor | None:
         """`Row.sees`; None: the row has no tree."""
         trees = batch.get(TreeMask)
         if trees is None or row not in trees.rows:
             return None
-        own, first = torch.arange(queries), int(batch.host.query_lens[:row].sum())
-        behind = (own[:, None] - own).clamp_(min=0)  # [query, key]: places by which the key is before the query
+        places, first = torch.arange(length), int(batch.host.query_lens[:row].sum())
+        behind = (places[length - queries :, None] - places).clamp_(0, 31)  # places by which each key is before the query
         return (trees.bits[first : first + queries, None] >> behind) & 1 == 1
 
     def locate(self, batch: ForwardBatch, row: int, length: int) -> np.ndarray:
@@ -143,7 +143,7 @@ class PlainAttention(AttentionBackend):
         at, keys = torch.arange(q.shape[0])[:, None] + row.start, torch.arange(k.shape[0])[None]
         hidden = keys > at if spec.causal else keys < 0
         if row.sees is not None:
-            hidden[:, k.shape[0] - q.shape[0] :] |= ~row.sees
+            hidden = hidden | ~row.sees
         if row.chosen is not None:
             hidden = hidden | ~row.chosen
         if spec.sliding_window is None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 from frame.kernels import INTERPRETED
 from frame.testing.attention_cases import PlainKVCache, build_context
 
@@ -22,11 +22,20 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 PAGE, WIDTH = 16, 16
 
 
+def draw_tree(numbers: np.random.Generator, nodes: int) -> list[int]:
+    """The words of `TreeMask.bits` of a tree's nodes."""
+    sees: list[set[int]] = []
+    for node in range(nodes):
+        sees.append({node} | (sees[numbers.integers(node)] if node else set()))
+    return [-1 - sum(1 << (node - other) for other in range(node) if other not in sees[node]) for node in range(nodes)]
+
+
 def attend(
-    runs: list[tuple[int, int]], num_drafted: int, heads: int, dtype: torch.dtype, **extra: Any
+    runs: list[tuple[int, int]], num_drafted: int, heads: int, dtype: torch.dtype, trees: bool = False, **extra: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows by request: (keys of the first row, rows). -> (what the backend computes, the same by
-    PyTorch in float32), [rows, heads, WIDTH]. extra: fields of the layer."""
+    PyTorch in float32), [rows, heads, WIDTH]. trees: the rows of a request are a random tree.
+    extra: fields of the layer."""
     from frame.attention_backends.triton.backend import TritonBackend
 
     context = build_context(DEVICE, dtype, PAGE)
@@ -59,6 +68,11 @@ def attend(
         kv=PlainKVCache(PAGE, (k, v)),
         host=HostView(slots, ones, lens, table),
     )
+    words = [word for _, nodes in runs for word in draw_tree(numbers, nodes)]
+    if trees:
+        host = replace(batch.host, least_lens=np.repeat([first for first, _ in runs], [nodes for _, nodes in runs]).astype(np.int32))
+        mask = TreeMask(np.arange(count), put(np.array(words, np.int32), torch.int32))
+        batch = replace(batch, host=host, extensions={TreeMask: mask})
     spec = AttentionSpec(layer=0, num_heads=heads, num_kv_heads=2, head_dim=WIDTH, v_head_dim=WIDTH, scale=WIDTH**-0.5, **extra)
     found = backend.run(spec, q, k[0], v[0], replace(batch, plan=backend.plan(batch)))
     expected = []
@@ -67,6 +81,8 @@ def attend(
         places = put(table[slots[row], positions // PAGE] * PAGE + positions % PAGE, torch.int64)
         keys, values = (part.flatten(0, 1)[places].float().repeat_interleave(heads // 2, 1) for part in (k, v))
         scores = torch.einsum("hd,khd->hk", q[row].float(), keys) * spec.scale
+        if trees:
+            scores[:, [int(length) - 1 - away for away in range(min(31, length)) if not int(words[row]) >> away & 1]] = float("-inf")
         if spec.sliding_window is not None:
             scores[:, : max(0, int(length) - spec.sliding_window)] = float("-inf")
         weights = scores.softmax(-1)
@@ -89,6 +105,19 @@ def attend(
 )
 def test_tokens_of_a_draft_see_the_keys_before_them(runs: list[tuple[int, int]], num_drafted: int, heads: int) -> None:
     found, expected = attend(runs, num_drafted, heads, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("runs", "num_drafted", "heads"),
+    [
+        ([(5, 4), (70, 9), (33, 1)], 8, 8),  # branches in several tiles
+        ([(62, 4), (129, 7), (1, 2)], 6, 64),  # no room for a second token
+        ([(430, 12), (20, 2)], 11, 8),  # shared prefixes
+    ],
+)
+def test_tokens_of_a_tree_see_their_branch(runs: list[tuple[int, int]], num_drafted: int, heads: int) -> None:
+    found, expected = attend(runs, num_drafted, heads, torch.float32, trees=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

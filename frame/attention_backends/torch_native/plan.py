@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
+from frame.core.interfaces.drafter import MAX_TREE_KEYS
 
 # Measured on two CPU cores: one more call costs about as much as reading SPARE_BYTES of padding or
 # computing SPARE_CELLS scores.
@@ -207,7 +208,8 @@ class Grouping:
     def _causal_mask(self, rows: np.ndarray, query_len: int, key_len: int, from_step: bool) -> torch.Tensor | None:
         """Additive [rows, 1, query_len, key_len]; None if nothing is masked."""
         # prompts padded at their end need no mask: a valid query never sees the padding after it
-        if from_step or (query_len == 1 and bool((self.keys[rows] == key_len).all())):
+        has_trees = self.trees is not None and bool(np.isin(rows, self.trees.rows).any())
+        if from_step or (query_len == 1 and not has_trees and bool((self.keys[rows] == key_len).all())):
             return None
         last = self.prefix[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)  # [rows, queries]
         keys = np.arange(key_len)
@@ -218,18 +220,20 @@ class Grouping:
         elif self.window is not None:
             hidden |= keys <= last[..., None] - self.window
         mask = self._copy(torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf))
-        if self.trees is not None:
-            self._hide_branches(mask, rows, self.trees)
+        if has_trees:
+            self._hide_branches(mask, rows)
         return mask[:, None]
 
-    def _hide_branches(self, mask: torch.Tensor, rows: np.ndarray, trees: TreeMask) -> None:
+    def _hide_branches(self, mask: torch.Tensor, rows: np.ndarray) -> None:
         """Hide what `TreeMask` hides of these rows. mask: [rows, queries, keys]."""
-        steps = np.arange(mask.shape[1])
-        is_inside = np.isin(rows, trees.rows)[:, None] & (steps < self.queries[rows, None])
-        row, token, other = np.nonzero(is_inside[..., None] & (steps[:, None] > steps))
-        words = trees.bits.index_select(0, self._device(self.first_token[rows[row]] + token))
-        is_hidden = (words >> self._device(token - other)) & 1 == 0
-        cells = (row * mask.shape[1] + token) * mask.shape[2] + self.prefix[rows[row]] + other
+        assert self.trees is not None
+        steps, away = np.arange(mask.shape[1]), np.arange(1, MAX_TREE_KEYS)  # a token's place less that of a key
+        keys = self.prefix[rows, None, None] + steps[:, None] - away
+        is_inside = np.isin(rows, self.trees.rows)[:, None] & (steps < self.queries[rows, None])
+        row, token, index = np.nonzero(is_inside[..., None] & (keys >= 0))
+        words = self.trees.bits.index_select(0, self._device(self.first_token[rows[row]] + token))
+        is_hidden = (words >> self._device(away[index])) & 1 == 0
+        cells = (row * mask.shape[1] + token) * mask.shape[2] + keys[row, token, index]
         mask.view(-1).index_copy_(0, self._device(cells), torch.zeros_like(words, dtype=self.dtype).masked_fill_(is_hidden, -torch.inf))
 
     def _cache_slots(self, rows: np.ndarray, key_len: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from frame.attention_backends.triton.merge_kernel import merge_parts
-from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TAIL, attend_keys, cast_queries, load_rows
+from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TAIL, TREE, attend_keys, cast_queries, load_rows
 from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
 
 SHARED_PART = tl.constexpr(1 << 16)  # counters hold own items in the low bits, shared items above
@@ -51,7 +51,8 @@ def attend_item(
     q1_pointer,
     q2_pointer,
     row,  # [M]
-    query_at,  # [M] position of each query, for MASK == CAUSAL
+    query_at,  # [M] position of each query, for MASK >= CAUSAL
+    query_bits,  # [M], for MASK == TREE
     head,  # [M]
     valid,
     row_max,
@@ -103,6 +104,7 @@ def attend_item(
         q1,
         q2,
         query_at,
+        query_bits,
         row_max,
         row_sum,
         tl.zeros([LANES, BLOCK_VALUE], tl.float32),
@@ -140,7 +142,7 @@ def attend_item(
         UPCAST,
     )
     weight = row_max + tl.log2(row_sum)
-    if MASK == CAUSAL:
+    if MASK >= CAUSAL:
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # of a query that sees none of the keys; its weight is -inf
     return acc * (value_scale / row_sum)[:, None], weight
 
@@ -161,6 +163,8 @@ def decode_kernel(
     page_table,
     k_scales,  # float16 [slots, kv heads] of an int8 cache, if SCALE_STRIDE > 0
     v_scales,
+    tree_bits,  # int32 [rows], if TREES
+    seq_lens,  # int32 [rows], if TREES
     table_stride,
     capacity,
     max_items,
@@ -186,6 +190,7 @@ def decode_kernel(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,  # see `SplitConfig`
+    TREES: tl.constexpr,  # rows may be tokens of trees, whose last 32 keys are masked
     MERGE_LANES: tl.constexpr,  # HEADS * TOKENS, padded to a power of two
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -242,6 +247,7 @@ def decode_kernel(
             out, weight = attend_item(
                 q1_pointer,
                 q2_pointer,
+                row,
                 row,
                 row,
                 head,
@@ -307,6 +313,10 @@ def decode_kernel(
             row = tl.zeros([BLOCK_QUERIES], tl.int32) + which
             query_at = row
             first_line = index - num_shared
+        bits = row
+        if TREES:
+            bits = tl.load(tree_bits + row, mask=valid, other=-1)
+            query_at = tl.load(seq_lens + row, mask=valid, other=1) - 1
         head = kv_head * GROUP + in_group
         info = row_part + which * ROW
         own_first = tl.load(info)
@@ -325,6 +335,7 @@ def decode_kernel(
             q2_pointer,
             row,
             query_at,
+            bits,
             head,
             valid,
             row_max,
@@ -362,7 +373,7 @@ def decode_kernel(
             SOFT_CAP,
             VALUES_IN_KEYS,
             BLOCK_QUERIES,
-            CAUSAL if TOKENS > 1 else TAIL,
+            TREE if TREES else CAUSAL if TOKENS > 1 else TAIL,
             WIDE,
             UPCAST,
         )

@@ -15,6 +15,7 @@ from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 from frame.attention_backends.triton.split_schedule import SplitConfig
 from frame.attention_backends.triton.tile_sizes import DecodeSizes, DeviceLimits, choose_decode
 from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.batch import TreeMask
 from frame.kernels import supports_pdl
 from frame.kernels.launch import PreparedLaunch, next_power_of_2
 
@@ -33,6 +34,7 @@ class DecodeVariant:
 
     sizes: DecodeSizes
     split: SplitConfig
+    trees: bool  # rows may be tokens of trees
     parts: torch.Tensor  # float32 [lines, value]: partial results
     weights: torch.Tensor  # float32 [lines]: log2 of the partial sums of weights
     launch: PreparedLaunch | None = None  # compiled at the first launch
@@ -59,17 +61,19 @@ class DecodeLauncher:
         width]."""
         rows = plan.num_decodes
         shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None and not batch.group
-        key = (spec.layer, shares, operands.layout)
+        trees = batch.get(TreeMask)
+        key = (spec.layer, shares, trees is None, operands.layout)
         found = self._layers.get(key)
         if found is None or found[0] is not spec:
-            found = spec, self._find_variant(spec, operands, out, shares), compute_scales(spec, operands)
+            found = spec, self._find_variant(spec, operands, out, shares, trees is not None), compute_scales(spec, operands)
             self._layers[key] = found
         variant = found[1]
         split, parts, weights = variant.split, variant.parts, variant.weights
         schedule = plan.get_schedule(split, batch, self._pdl)
         sinks = or_unused(spec.sinks, out)
         planned = schedule, plan.prefixes.order, batch.page_table
-        tensors = (*operands.get_tensors(), out, parts, weights, sinks, *planned, *operands.get_scales())
+        masks = batch.seq_lens if trees is None else trees.bits, batch.seq_lens
+        tensors = (*operands.get_tensors(), out, parts, weights, sinks, *planned, *operands.get_scales(), *masks)
         numbers = (batch.page_table.stride(0), split.capacity, split.count_items(split.capacity), split.max_own_items, *found[2])
         if variant.launch is None:
             self._prepare(variant, spec, operands, (*tensors, *numbers))
@@ -78,11 +82,11 @@ class DecodeLauncher:
         if variant.merge is not None:
             variant.merge((split.heads, rows, 1), (parts, weights, out, schedule), (split.max_own_items,))
 
-    def _find_variant(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool) -> DecodeVariant:
+    def _find_variant(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool, trees: bool) -> DecodeVariant:
         """The variant of a layer that was not seen before."""
         constants = operands.make_constants(spec, out)
         heads, kv_heads = operands.q1.shape[1], operands.k1.shape[1]
-        key = (shares, get_window(spec), heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
+        key = (shares, trees, get_window(spec), heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
         found = self._variants.get(key)
         if found is not None:
             return found
@@ -103,7 +107,7 @@ class DecodeLauncher:
             tile_rows=tile_rows if shares and tile_rows > 1 else 0,
             tokens=1 if get_window(spec) or sizes.merge_separately else min(self._tokens, sizes.tile.queries // taken),
         )
-        self._variants[key] = DecodeVariant(sizes, split, *self._space_for(split, operands.value_width, out.device))
+        self._variants[key] = DecodeVariant(sizes, split, trees, *self._space_for(split, operands.value_width, out.device))
         return self._variants[key]
 
     def _prepare(self, variant: DecodeVariant, spec: AttentionSpec, operands: Operands, example: tuple[Any, ...]) -> None:
@@ -115,6 +119,7 @@ class DecodeLauncher:
             "TILE_LANES": sizes.tile_lanes,
             "TILE_KEYS": sizes.tile_keys,
             "TOKENS": variant.split.tokens,
+            "TREES": variant.trees,
             "MERGE_LANES": next_power_of_2(min(group, tile.queries) * variant.split.tokens),
             "NUM_HEADS": variant.split.heads,
             "MERGE_IN_KERNEL": not sizes.merge_separately,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.online_softmax import LOG2E, attend_causal, cast_queries, load_rows
+from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TREE, attend_causal, cast_queries, load_rows
 
 
 @triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
@@ -35,6 +35,7 @@ def extend_kernel(
     key_starts,  # int32 [extend rows]: start of each row's ragged keys, if RAGGED_HAS_ALL
     k_scales,  # float16 [slots, kv heads] of an int8 cache, if SCALE_STRIDE > 0
     v_scales,
+    tree_bits,  # int32 [tokens], if TREES
     num_tiles,
     first_row,  # index of the first extend row
     table_stride,
@@ -78,6 +79,7 @@ def extend_kernel(
     HAS_RAGGED: tl.constexpr,  # some keys are ragged: this step's own, or all
     RAGGED_HAS_ALL: tl.constexpr,
     USE_TMA: tl.constexpr,
+    TREES: tl.constexpr,  # some rows are trees of drafted tokens, of at most 32 tokens each
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -126,6 +128,10 @@ def extend_kernel(
     elif WINDOW < 0:  # chunks of -WINDOW keys
         window_start = (prefix + first_query) // -WINDOW * -WINDOW
     seen = prefix + first_query + 1  # keys that all queries of the tile see, if there is no window
+    bits = query
+    if TREES:
+        seen = prefix + tl.maximum(0, first_query - 31)
+        bits = tl.load(tree_bits + token, mask=valid, other=-1)
     begin = 0  # first ragged key
     if PAGED:
         stop = prefix if HAS_RAGGED else end
@@ -135,6 +141,7 @@ def extend_kernel(
             q1,
             q2,
             prefix + query,
+            bits,
             row_max,
             row_sum,
             acc,
@@ -167,6 +174,7 @@ def extend_kernel(
             WINDOW,
             SOFT_CAP,
             VALUES_IN_KEYS,
+            TREE if TREES else CAUSAL,
             False,
             WIDE,
             UPCAST,
@@ -182,6 +190,7 @@ def extend_kernel(
             q1,
             q2,
             prefix + query,
+            bits,
             row_max,
             row_sum,
             acc,
@@ -214,6 +223,7 @@ def extend_kernel(
             WINDOW,
             SOFT_CAP,
             VALUES_IN_KEYS,
+            TREE if TREES else CAUSAL,
             USE_TMA,
             WIDE,
             UPCAST,

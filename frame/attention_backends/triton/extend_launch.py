@@ -17,6 +17,7 @@ from frame.attention_backends.triton.extend_kernel import extend_kernel
 from frame.attention_backends.triton.operands import Operands, compute_scales, get_window, or_unused
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
 from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.batch import TreeMask
 from frame.kernels import INTERPRETED, nvidia
 from frame.kernels.launch import PreparedLaunch
 
@@ -85,10 +86,11 @@ class ExtendLauncher:
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
-        key = (spec.layer, cached is None, ragged_or_cached.layout)  # the cache's strides never change
+        trees = batch.get(TreeMask)
+        key = (spec.layer, cached is None, trees is None, ragged_or_cached.layout)  # the cache's strides never change
         found = self._layers.get(key)
         if found is None or found[0] is not spec:
-            found = spec, self._find_variant(spec, cached, ragged, out), compute_scales(spec, cached_or_ragged)
+            found = spec, self._find_variant(spec, cached, ragged, out, trees is not None), compute_scales(spec, cached_or_ragged)
             self._layers[key] = found
         variant = found[1]
         use_tma = ragged is not None and variant.can_use_tma and ragged.is_aligned
@@ -103,12 +105,15 @@ class ExtendLauncher:
                 [_retarget(box, part, ragged_or_cached.k1) for box, part in zip(step.descriptors, ragged_or_cached[2:5], strict=True)]
             )
         tensors = (*cached_or_ragged.get_tensors(), *keys, out, or_unused(spec.sinks, out), *step.tensors, *cached_or_ragged.get_scales())
+        tensors = (*tensors, batch.seq_lens if trees is None else trees.bits)
         numbers = (*step.numbers, *found[2])
         if step.launch is None:
             step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))
         step.launch(step.grid, tensors, numbers)
 
-    def _find_variant(self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor) -> ExtendVariant:
+    def _find_variant(
+        self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor, trees: bool
+    ) -> ExtendVariant:
         """The variant of a layer that was not seen before."""
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
@@ -121,6 +126,7 @@ class ExtendLauncher:
             "PAGED": cached is not None,
             "HAS_RAGGED": ragged is not None,
             "RAGGED_HAS_ALL": ragged is not None and ragged.has_all_keys,
+            "TREES": trees,
         }
         variant = ExtendVariant(
             constants,

@@ -21,9 +21,9 @@ PRECISION = tl.constexpr("tf32x3")
 # The weights of int8 values are multiplied by it besides the scale, so that float16 represents
 # them, and the result is divided by it.
 VALUE_UNIT = tl.constexpr(128.0)
-# which scores are masked: none, those past the last key, or also those outside a query's position
-# and window
-NONE, TAIL, CAUSAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# which scores are masked: none, those past the last key, also those outside a query's position and
+# window, or also those that a query's bits leave out
+NONE, TAIL, CAUSAL, TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
@@ -116,7 +116,8 @@ def apply_soft_cap(scores, SOFT_CAP: tl.constexpr):
 def attend_keys(
     q1,
     q2,
-    query_at,  # [M] position of each query, for MASK == CAUSAL
+    query_at,  # [M] position of each query, for MASK >= CAUSAL
+    query_bits,  # [M] `TreeMask.bits` of each query, for MASK == TREE
     row_max,
     row_sum,
     acc,
@@ -148,7 +149,7 @@ def attend_keys(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,  # the values are the first part of the keys
-    MASK: tl.constexpr,  # NONE, TAIL or CAUSAL
+    MASK: tl.constexpr,  # NONE, TAIL, CAUSAL or TREE
     USE_TMA: tl.constexpr,  # contiguous keys, with k1, k2 and v as descriptors; otherwise pointers
     WIDE: tl.constexpr,  # element offsets exceed int32
     UPCAST: tl.constexpr,
@@ -193,18 +194,21 @@ def attend_keys(
             scores = apply_soft_cap(scores * scale, SOFT_CAP)
         if MASK == TAIL:
             scores = tl.where((keys < end)[None, :], scores, float("-inf"))
-        elif MASK == CAUSAL:
+        elif MASK >= CAUSAL:
             seen = (keys < end)[None, :] & (keys[None, :] <= query_at[:, None])
             if WINDOW > 0:
                 seen &= keys[None, :] > query_at[:, None] - WINDOW
             elif WINDOW < 0:  # chunks of -WINDOW keys
                 seen &= keys[None, :] >= (query_at // -WINDOW * -WINDOW)[:, None]
+            if MASK == TREE:  # bit 31 is set, and stands for all keys that are further away
+                behind = tl.minimum(tl.maximum(query_at[:, None] - keys[None, :], 0), 31)
+                seen &= ((query_bits[:, None] >> behind) & 1) > 0
             scores = tl.where(seen, scores, float("-inf"))
         # one multiplication, fused with the subtraction in the exponent
         unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E
         new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
         base = new_max
-        if MASK == CAUSAL:
+        if MASK >= CAUSAL:
             base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a query without any visible key yet
         weights = tl.exp2(scores * unit - base[:, None])
         rescale = tl.exp2(row_max - base)
@@ -228,6 +232,7 @@ def attend_causal(
     q1,
     q2,
     query_at,
+    query_bits,
     row_max,
     row_sum,
     acc,
@@ -260,6 +265,7 @@ def attend_causal(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
+    MASK: tl.constexpr,  # CAUSAL or TREE
     USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -270,6 +276,7 @@ def attend_causal(
         q1,
         q2,
         query_at,
+        query_bits,
         row_max,
         row_sum,
         acc,
@@ -310,6 +317,7 @@ def attend_causal(
         q1,
         q2,
         query_at,
+        query_bits,
         row_max,
         row_sum,
         acc,
@@ -341,7 +349,7 @@ def attend_causal(
         WINDOW,
         SOFT_CAP,
         VALUES_IN_KEYS,
-        CAUSAL,
+        MASK,
         USE_TMA,
         WIDE,
         UPCAST,

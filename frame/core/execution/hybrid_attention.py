@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend
-from frame.core.interfaces.batch import AttentionOutput, HostView, SparseKeys
+from frame.core.interfaces.batch import AttentionOutput, HostView, SparseKeys, TreeMask
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec, LatentProjections
@@ -246,6 +246,9 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
         extensions[AttentionOutput] = place.slice_tokens(tokens)
     if (chosen := batch.get(SparseKeys)) is not None:
         extensions[SparseKeys] = SparseKeys(chosen.slots[tokens])
+    if (trees := batch.get(TreeMask)) is not None:
+        is_own = (trees.rows >= rows.start) & (trees.rows < rows.stop)
+        extensions[TreeMask] = TreeMask(trees.rows[is_own] - rows.start, trees.bits[tokens])
     return replace(
         batch,
         num_decodes=num_decodes,

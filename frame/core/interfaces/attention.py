@@ -211,8 +211,8 @@ class AttentionBackend(ABC):
     - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be
       absent. Several decodes may be of one
       slot, at one position each: a prompt's tokens one by one.
-    - Tokens of rows that `TreeMask` names attend to all tokens before the row, and to those of the
-      row that it says.
+    - Tokens of rows that `TreeMask` names attend to those of the nearest tokens before them that it
+      says, and to all others before them.
     - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`.
       Only the captured `run`s see the plan of
       `capture_plan`, so that what the first layer computes for all layers is captured with it.

@@ -236,9 +236,8 @@ class SequenceStates:
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Extension of steps with trees of drafted tokens: which tokens of its own row each token of
-    such a row attends to, beside all cached tokens before the row. Backends that say `tree_mask`
-    read it.
+    """Extension of steps with trees of drafted tokens: which of the 30 tokens before it a token of
+    such a row attends to, beside all earlier ones. Backends that say `tree_mask` read it.
 
     The tokens of a row are stored at consecutive places, as those of other rows. `batch.positions`
     differ: tokens of one depth have the same position.

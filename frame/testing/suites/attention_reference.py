@@ -105,30 +105,31 @@ def make_inputs(case: Case) -> Inputs:
     )
 
 
-def make_trees(case: Case) -> dict[int, np.ndarray]:
-    """Random trees of the extends after a prefix: by row, which of its tokens each token attends
-    to, bool [queries, queries]."""
+def make_words(case: Case) -> dict[int, list[int]]:
+    """The words of `TreeMask.bits` of each row after a prefix: an extend is a random tree, a decode
+    a token of one, whose other tokens are in the cache."""
     found, numbers = {}, np.random.default_rng(case.seed)
     for row, (queries, prefix) in enumerate(zip(case.rows.queries, case.rows.prefixes, strict=True)):
-        if row >= case.rows.num_decodes and prefix:
-            found[row] = sees = np.eye(queries, dtype=bool)
+        if prefix and row < case.rows.num_decodes:
+            found[row] = [-1 - 2 * int(numbers.integers(1 << min(prefix, 20)))]
+        elif prefix:
+            sees = np.eye(queries, dtype=bool)
             for node in range(1, queries):
                 sees[node] |= sees[numbers.integers(node)]
+            found[row] = [-1 - sum(1 << (node - other) for other in range(node) if not sees[node, other]) for node in range(queries)]
     return found
 
 
 def make_tree_mask(case: Case) -> TreeMask:
-    trees, words = make_trees(case), []
-    for row, queries in enumerate(case.rows.queries):
-        sees = trees.get(row, np.ones((queries, queries), bool))
-        words += [-1 - sum(1 << (node - other) for other in range(node) if not sees[node, other]) for node in range(queries)]
-    return TreeMask(np.array(list(trees)), torch.tensor(words, dtype=torch.int32, device=case.device))
+    found = make_words(case)
+    words = [word for row, queries in enumerate(case.rows.queries) for word in found.get(row, [-1] * queries)]
+    return TreeMask(np.array(list(found)), torch.tensor(words, dtype=torch.int32, device=case.device))
 
 
 def reference(case: Case, inputs: Inputs) -> torch.Tensor:
     """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
     spec, outs = inputs.spec, []
-    trees = make_trees(case) if case.trees else {}
+    words = make_words(case) if case.trees else {}
     for row, (q, cached, prefix) in enumerate(zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True)):
         q = q.to(case.device)
         k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))
@@ -145,8 +146,8 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
             for query in range(queries):
                 hidden[query] = True
                 hidden[query, select_positions(case, prefix + query)] = False
-        if row in trees:
-            hidden[:, prefix:] |= ~torch.from_numpy(trees[row]).to(case.device)
+        for query, word in enumerate(words.get(row, ())):
+            hidden[query, [prefix + query - away for away in range(31) if not word >> away & 1]] = True
         scores = scores.masked_fill(hidden, -torch.inf)
         if spec.sinks is not None:
             sinks = spec.sinks.double()[:, None, None].expand(-1, queries, 1)

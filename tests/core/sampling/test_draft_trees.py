@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frame.attention_backends import TORCH_NATIVE, TRITON
+from frame.attention_backends import FLEX_ATTENTION, TORCH_NATIVE
 from frame.core.interfaces.batch import ScheduledBatch, TreeMask
 from frame.core.interfaces.drafter import Drafts
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
@@ -102,7 +102,7 @@ def test_tokens_of_a_depth_share_a_position_and_see_their_branch(trees: list[Tre
 
 
 def test_refusals() -> None:
-    layout, backend = lay_out([[(0, 1)]]), SimpleNamespace(capabilities=TRITON)
+    layout, backend = lay_out([[(0, 1)]]), SimpleNamespace(capabilities=FLEX_ATTENTION)
     with pytest.raises(ValueError, match="cannot verify trees of drafted tokens; use a drafter of chains"):
         make_extensions(layout, backend, {}, is_plain=True)  # type: ignore[arg-type]
     backend.capabilities = TORCH_NATIVE
