@@ -15,8 +15,8 @@ class Tile:
     `bm`, `bn`, `bk`: rows, outputs (of gates and of ups each) and inputs of a tile. `swap`: the
     weights are the left MMA operand. `tma`: weights are loaded by TMA. `half_blocks`: an expert's
     last block computes half of the rows if that suffices. `persistent`: persistent programs (second
-    product, with `tma`). `use_gluon`: use the kernels of `expert_prefill` where they run; of these
-    sizes they use only `bm`.
+    product, with `tma`). `use_gluon`: use the kernels of `expert_prefill` or `expert_prefill_fp8`
+    where they run; of these sizes they use only `bm`.
     """
 
     bm: int
@@ -81,11 +81,12 @@ TILES = (  # (rows per expert on average, at most; tiles)
     ),
 )
 FLOAT8_TILES = (  # BN and BK of the first product are the block of the scales
-    (10.0, Tiles(Tile(16, 128, 128, 4, 4, swap=True, tma=True), Tile(16, 128, 128, 4, 4, swap=True, tma=True))),
+    (10.0, Tiles(Tile(16, 128, 128, 4, 3, swap=True, tma=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 4, swap=True, tma=True), Tile(32, 128, 128, 4, 4, swap=True, tma=True))),
     (200.0, Tiles(Tile(64, 128, 128, 8, 3, tma=True), Tile(64, 128, 128, 8, 3, tma=True))),
-    (float("inf"), Tiles(Tile(128, 128, 128, 8, 3, tma=True), Tile(128, 128, 128, 8, 4, tma=True))),
+    (float("inf"), Tiles(Tile(128, 128, 128, 8, 3, tma=True, use_gluon=True), Tile(128, 128, 128, 8, 4, tma=True, use_gluon=True))),
 )
+FLOAT8_PREFILL_TILES = (*FLOAT8_TILES[:2], FLOAT8_TILES[-1])  # where `expert_prefill_fp8` runs
 ROUNDED_ROWS = 64  # `bm` up to which the first product quantizes its own result; larger tiles lack registers for that
 
 
@@ -97,9 +98,11 @@ def choose_vectors(tokens: int, top: int, experts: int) -> tuple[Vector, Vector]
     return next(((first, second) for limit, first, second in VECTORS if tokens <= limit), None)
 
 
-def choose_tiles(pairs: int, experts: int, *, float8: bool = False) -> Tiles:
-    """Tiles for `pairs` (token, expert) pairs over `experts` experts."""
-    return next(tiles for limit, tiles in (FLOAT8_TILES if float8 else TILES) if pairs / experts <= limit)
+def choose_tiles(pairs: int, experts: int, *, float8: bool = False, prefill_fp8: bool = False) -> Tiles:
+    """Tiles for `pairs` (token, expert) pairs over `experts` experts. `prefill_fp8`: the kernels of
+    `expert_prefill_fp8` run with these weights."""
+    table = FLOAT8_PREFILL_TILES if prefill_fp8 else FLOAT8_TILES if float8 else TILES
+    return next(tiles for limit, tiles in table if pairs / experts <= limit)
 
 
 def list_token_thresholds(top: int, experts: int, chunks: tuple[int, ...], most: int) -> list[int]:

@@ -1,10 +1,10 @@
 """Grouped GEMM of a mixture of experts: the first product with its activation, down, and the sum
 over each token's experts.
 
-Public functions that launch the kernels of `expert_kernels` and `expert_prefill`. The weights of
-all experts are [experts, outputs, inputs], inputs contiguous; float8 weights have a float32
-`scale`, [experts, outputs] or [experts, blocks of outputs, blocks of inputs] with blocks of 128 x
-128. Depends neither on routing nor on the choice of tiles.
+Public functions that launch the kernels of `expert_kernels`, `expert_prefill` and
+`expert_prefill_fp8`. The weights of all experts are [experts, outputs, inputs], inputs contiguous;
+float8 weights have a float32 `scale`, [experts, outputs] or [experts, blocks of outputs, blocks of
+inputs] with blocks of 128 x 128. Depends neither on routing nor on the choice of tiles.
 """
 
 from __future__ import annotations
@@ -97,9 +97,13 @@ def compute_gate_up(
     x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype, activation: Activation = SILU
 ) -> Rows:
     """The activated first product of each row of the alignment: x [tokens, hidden] -> [rows, inner]
-    in `dtype`. In float8, with scales, if the tile's BN is 128."""
+    in `dtype`; in float8, with scales, if that is `dtype` and the tile's BN is 128, or if
+    `expert_prefill_fp8` computes it."""
+    top = pairs.ids.shape[1]
     if tile.use_gluon and activation == SILU and _can_use_gluon(x, weights, dtype):
-        return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, pairs.ids.shape[1], order))
+        return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, top, order))
+    if tile.use_gluon and activation == SILU and can_prefill_fp8(weights):
+        return Rows(*_prefill_fp8().compute_gate_up(x.values, x.scale, weights.values, weights.scale, pairs.count, top, order))
     rows, inner, device = len(order.pairs), activation.count_inner(weights), x.values.device
     act = Rows(torch.empty((rows, inner), dtype=dtype, device=device))
     if dtype == torch.float8_e4m3fn:
@@ -113,6 +117,8 @@ def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, ti
     weight."""
     if tile.use_gluon and _can_use_gluon(act, weights, dtype):
         return _prefill().compute_down(act.values, weights.values, pairs.weights, order)
+    if tile.use_gluon and dtype in _NARROW and can_prefill_fp8(weights):
+        return _prefill_fp8().compute_down(act.values, act.scale, weights.values, weights.scale, pairs.weights, order, dtype)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
     if tile.persistent and tile.tma and weights.scale is None and weights.bias is None:
         _launch_persistent(act.values, weights.values, rows, pairs, order, tile)
@@ -121,9 +127,7 @@ def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, ti
     return rows
 
 
-def combine_pairs(
-    rows: torch.Tensor, top: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None
-) -> torch.Tensor:
+def combine_pairs(rows: torch.Tensor, top: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None) -> torch.Tensor:
     """[tokens * top, hidden] -> [tokens, hidden]: the sum over each token's pairs.
 
     `weights` float32 [tokens * top] of pairs whose rows are not yet weighted; `places` int64
@@ -167,16 +171,26 @@ def compute_down_vector(act: torch.Tensor, weights: Weights, pairs: Pairs, size:
 def _can_use_gluon(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
     """Whether `expert_prefill` runs with both: unquantized, with rows that TMA and 16-byte copies
     can read."""
-    x, values = rows.values, weights.values
-    if (
-        weights.bias is not None
-        or dtype not in _NARROW
-        or not x.dtype == values.dtype == dtype
-        or not (values.is_contiguous() and _supports_tma_streaming(x.device))
-    ):
+    is_plain = dtype in _NARROW and rows.values.dtype == weights.values.dtype == dtype
+    return is_plain and _can_stream(rows.values, weights) and _prefill().can_tile(*weights.values.shape[1:])
+
+
+def can_prefill_fp8(weights: Weights) -> bool:
+    """Whether `expert_prefill_fp8` runs with rows of `quantize_groups` and these weights: float8,
+    with scales by blocks."""
+    scale = weights.scale
+    if scale is None or scale.dim() != 3 or not scale.is_contiguous():
         return False
-    starts = x.data_ptr() | values.data_ptr() | x.stride(0) * x.element_size()
-    return starts % _PIECE == 0 and x.stride(1) == 1 and _prefill().can_tile(values.shape[1], values.shape[2])
+    return _can_stream(weights.values, weights) and _prefill_fp8().can_tile(*weights.values.shape[1:])
+
+
+def _can_stream(x: torch.Tensor, weights: Weights) -> bool:
+    """Whether TMA and 16-byte copies can read rows and weights, on this device."""
+    values = weights.values
+    if weights.bias is not None or not (values.is_contiguous() and _supports_tma_streaming(x.device)):
+        return False
+    starts = x.data_ptr() | values.data_ptr() | x.stride(-2) * x.element_size()
+    return starts % _PIECE == 0 and x.stride(-1) == 1
 
 
 _supports_tma_streaming = cache(kernels.supports_tma_streaming)
@@ -187,6 +201,13 @@ def _prefill() -> ModuleType:
     from frame.kernels.moe import expert_prefill
 
     return expert_prefill
+
+
+@cache
+def _prefill_fp8() -> ModuleType:
+    from frame.kernels.moe import expert_prefill_fp8
+
+    return expert_prefill_fp8
 
 
 def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, activation: Activation | None) -> None:

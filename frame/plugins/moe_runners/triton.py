@@ -22,10 +22,12 @@ from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
+    SILU,
     Activation,
     Pairs,
     Rows,
     Weights,
+    can_prefill_fp8,
     combine_pairs,
     compute_down,
     compute_down_vector,
@@ -86,7 +88,8 @@ class Triton(MoERunner):
         vectors = choose_vectors(len(x), pairs.ids.shape[1], len(first.values)) if is_fused and not is_float8 else None
         if vectors is not None:
             return compute_down_vector(compute_gate_up_vector(x, first, pairs, vectors[0], activation), second, pairs, vectors[1])
-        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
+        prefill_fp8 = is_float8 and activation == SILU and can_prefill_fp8(first) and can_prefill_fp8(second)
+        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8, prefill_fp8=prefill_fp8)
         order = align_tokens(pairs.ids, len(first.values), tiles.first.bm)
         tile, dtype = self._fit_tile(tiles.first, first, 2 if activation.is_gated else 1), x.dtype
         rounds = is_float8 and is_fused and tile.bm <= ROUNDED_ROWS
@@ -94,7 +97,7 @@ class Triton(MoERunner):
         act = compute_gate_up(rows, first, pairs, order, tile, torch.float8_e4m3fn if rounds else dtype, activation)
         if not is_fused:
             act = Rows(activate(layer.experts, act.values))
-        if is_float8 and not rounds:
+        if is_float8 and act.scale is None:
             act = Rows(*quantize_groups(act.values))
         return compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), dtype).view(*pairs.ids.shape, -1)
 
