@@ -228,4 +228,4 @@ def serve(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.exit(serve(sys.argv[2:]))
-    worker.exit_now(worker.main(sys.argv[1:], {"scheduler": schedule, "detokenizer": detokenize}))
+    worker.run_process({"scheduler": schedule, "detokenizer": detokenize})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,3 +190,9 @@ def test_a_choice_that_an_installed_package_moves_is_said_at_start(faulty: Fault
     faulty.registry.commit(part)
     assert faulty.prepare().resolved.choice("attention_backend").name == "better"
     assert "attention.backend: auto chooses better because theirs 2.1 is installed; frame's own choice is torch_native" in caplog.text
+
+
+def test_what_a_plugin_prints_in_a_process_goes_to_the_log() -> None:
+    code = "from frame.entrypoints.processes import worker; worker.main = lambda **_: print('seen') or 0; worker.run_process()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("", "seen\n")

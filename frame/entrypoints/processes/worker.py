@@ -298,5 +298,12 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def run_process(roles: Mapping[str, Role] | None = None) -> NoReturn:
+    """Run one role as this process. What plugins and libraries print goes to the log."""
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    exit_now(main(roles=roles))
+
+
 if __name__ == "__main__":
-    exit_now(main())
+    run_process()
