@@ -31,9 +31,8 @@ MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
 _CUT = "Input data was truncated"  # msgspec's message
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]], value: Any, root: str = "") -> ApiError:
-    """The `ApiError` 400 of pydantic's `errors` about `value`. `root` is the path of `value` in the
-    body, "" for the whole body.
+def validation_error(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiError:
+    """The `ApiError` 400 of pydantic's `errors` about the body `value`.
 
     A union reports one error for each of its types. The errors of the deepest field count, and
     their types are listed together.
@@ -42,13 +41,13 @@ def validation_error(errors: Sequence[Mapping[str, Any]], value: Any, root: str 
     deepest = max(len(path) for path, _ in found)
     path = next(path for path, _ in found if len(path) == deepest)
     same = [error for other, error in found if other == path]
-    param = _written(root, path) or None
+    param = _written(path) or None
     first = same[0]
     if first["type"] == "missing":
-        return ApiError(400, f"{path[-1]} is missing; send it", param)
+        return ApiError(400, f"{param} is missing; send it", param)
     is_key = first["loc"][-1:] == ("[key]",)
-    place = f"a key of {_written(root, path[:-1])}" if is_key else param or "the body"
-    param = _written(root, path[:-1]) or None if is_key else param
+    place = f"a key of {_written(path[:-1])}" if is_key else param or "the body"
+    param = _written(path[:-1]) or None if is_key else param
     wanted = [_WANTED[error["type"]] for error in same if error["type"] in _WANTED]
     if wanted:
         choices = [each for each in dict.fromkeys(wanted) if each != "null"] or ["null"]
@@ -83,16 +82,17 @@ def _real_path(error: Mapping[str, Any], value: Any) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _written(root: str, path: Sequence[str | int]) -> str:
-    return (root + "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME_CHARS]}" for part in path)).lstrip(".")
+def _written(path: Sequence[str | int]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME_CHARS]}" for part in path).lstrip(".")
 
 
 def type_name(value: Any) -> str:
-    """The JSON type of a decoded value, with its article."""
+    """The JSON type of a decoded value, with its article; the value itself where it is null, true
+    or false."""
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return "true or false"
+        return "true" if value else "false"
     if isinstance(value, int):
         return "a whole number"
     names: Mapping[type, str] = {str: "a string", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
