@@ -24,8 +24,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> subprocess.Popen[bytes]:
-    """Start `command` with a pipe as its input and no standard output. `environment` is added to this process's own.
-    Raises OSError."""
+    """Start `command` with a pipe as its input and no standard output. `environment` is added to
+    this process's own. Raises OSError."""
     # Blocked until the child ignores them, so that a signal to the process group does not end it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
     try:

@@ -19,6 +19,8 @@ from frame.core.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 2  # failed checks after which a replica is unhealthy
+
 
 @dataclass(slots=True)
 class Backend:
@@ -34,11 +36,11 @@ class Backend:
 
 class Backends:
     """All replicas of a router. `interval`: seconds between two health checks, which is also the
-    time that one may take. `patience`: failed checks after which a replica is unhealthy."""
+    time that one may take."""
 
-    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float, patience: int = 2) -> None:
+    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float) -> None:
         self.all = [Backend(url.rstrip("/"), number) for number, url in enumerate(urls)]
-        self._client, self._interval, self._patience = client, interval, patience
+        self._client, self._interval = client, interval
         self._chooser = ReplicaChooser()
 
     @property
@@ -80,7 +82,7 @@ class Backends:
             backend.is_healthy, backend.failed_checks = True, 0
             return
         backend.failed_checks += 1
-        if is_suspect or backend.failed_checks >= self._patience:
+        if is_suspect or backend.failed_checks >= PATIENCE:
             self.mark_lost(backend, reason)
 
 

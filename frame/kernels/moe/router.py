@@ -16,7 +16,6 @@ import triton.language as tl
 from frame import kernels
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 
-MAX_EXPERTS = 1024  # experts per row at most: one warp holds a row
 # the low bits of a float32 that are zero after conversion from bfloat16 or float16; they hold the
 # expert id
 NUMBERS = tl.constexpr(0x1FFF)
