@@ -42,6 +42,7 @@ class MemoryPlan:
     window_bytes: int = 0  # of one token in all layers with a window
     state_bytes: int = 0  # of a sequence's recurrent states
     drafter: int = 0  # a part of `weights`
+    reserved: int = 0  # by PyTorch's allocator of this process before the start, a part of `others`
 
     @property
     def used(self) -> int:
@@ -57,7 +58,7 @@ class MemoryPlan:
         """
         pairs = [("weights", self.weights / GIB, weights / GIB, "GiB"), ("the KV cache", self.tokens, tokens, "tokens")]
         if not self.is_shared:
-            least, most = self.others + memory.reserved, memory.total - memory.free
+            least, most = self.others - self.reserved + memory.reserved, memory.total - memory.free
             fixed = self.used - self.activations - self.workspaces
             if least > self.used:
                 pairs.append(("all memory", self.used / GIB, least / GIB, "GiB"))
@@ -99,6 +100,7 @@ def plan_memory(
         is_shared=before.is_shared,
         window_bytes=sum(geometry.count_bytes(index) for index, pool in enumerate(pools) if pool.kind == "window"),
         state_bytes=sum(geometry.count_bytes(index) for index, pool in enumerate(pools) if pool.kind == "snapshot"),
+        reserved=0 if before.is_shared else before.reserved,
     )
 
 

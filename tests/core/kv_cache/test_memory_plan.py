@@ -80,5 +80,8 @@ def test_deviations_above_three_percent_are_named(weights: int, tokens: int, fre
     found = PLAN.find_deviations(weights * GIB, tokens, DeviceMemory(140 * GIB, free * GIB, reserved * GIB))
     assert len(found) == len(named)
     assert all(f" for {name}; it is " in sentence for name, sentence in zip(named, found, strict=True))
+    again = replace(PLAN, others=PLAN.others + 30 * GIB, reserved=30 * GIB)  # another engine ran in this process
+    then = again.find_deviations(weights * GIB, tokens, DeviceMemory(170 * GIB, free * GIB, (reserved + 30) * GIB))
+    assert [sentence.partition(" for ")[2].partition(";")[0] for sentence in then] == list(named)
     on_host = replace(PLAN, is_shared=True).find_deviations(weights * GIB, tokens, DeviceMemory(140 * GIB, 0))
     assert len(on_host) == len([name for name in named if "memory" not in name])
