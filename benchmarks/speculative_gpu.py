@@ -7,9 +7,15 @@ Scheduler and runner share one thread, without text and transport. Steps take lo
 so a ratio is to the rate without drafts at the same mean length of the texts, which is interpolated
 between two measurements. Prompts are not computed: the cache has random keys and values.
 
+Trees (`--trees 4x7`: eagle_topk and drafted tokens, in 3 passes) are those of the random head, of
+which nearly none is accepted: `break_even` is the number of tokens a step at which the rate is that
+without drafts. A step that accepts more copies their keys besides. Chains of 3 are measured beside
+them in the same way.
+
     python benchmarks/speculative_gpu.py --out speculative-gpu.json
     python benchmarks/speculative_gpu.py --batches 1 8 --context 32000 --lengths 1 3 --fixed 3
     python benchmarks/speculative_gpu.py --batches 64 --lengths 3 --profile
+    python benchmarks/speculative_gpu.py --batches 1 8 64 --lengths --trees 2x7 4x7 4x15
     python benchmarks/speculative_gpu.py --tiny --device cpu --batches 2 --seconds 0.1
 """
 
@@ -28,7 +34,7 @@ import torch
 
 from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps
-from frame.core.interfaces.drafter import Drafter
+from frame.core.interfaces.drafter import MAX_STEPS, Drafter
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
@@ -54,7 +60,10 @@ def write_folder(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-def make_loop(args: argparse.Namespace, root: Path, *, drafts: bool) -> tuple[LocalLoop, Drafter | None]:
+def make_loop(
+    args: argparse.Namespace, root: Path, *, drafts: bool, tree: tuple[int, int] | None = None
+) -> tuple[LocalLoop, Drafter | None]:
+    """tree: branches and drafted tokens, without synthetic acceptance."""
     shape = SHAPE | (TINY if args.tiny else {})
     target, head = root / "target", root / "head"
     if not target.exists():
@@ -74,6 +83,10 @@ def make_loop(args: argparse.Namespace, root: Path, *, drafts: bool) -> tuple[Lo
         config["speculative"] = {
             "algorithm": "eagle3", "num_steps": NUM_STEPS, "draft_model_path": str(head), "synthetic_acceptance_length": 1.0,
         }  # fmt: skip
+    if tree is not None:
+        config["speculative"] |= {"synthetic_acceptance_length": None, "adaptive": False}
+        options = {"eagle_topk": tree[0], "num_draft_tokens": tree[1] + 1}
+        config.setdefault("plugins", {"options": {}})["options"]["drafter/eagle3"] = options
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
     skip_prompts(runner, shape)
@@ -90,7 +103,7 @@ def skip_prompts(runner: Any, shape: dict[str, Any]) -> None:
             tensor.normal_()
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
-        if int(batch.host.query_lens.max()) <= NUM_STEPS + 1:
+        if int(batch.host.query_lens.max()) <= MAX_STEPS + 1:
             return compute(batch)
         hidden = torch.zeros(len(batch.token_ids), shape["hidden_size"], dtype=runner.context.dtype, device=runner.context.device)
         taps = batch.get(HiddenStateTaps)
@@ -167,6 +180,20 @@ def measure(
     }
 
 
+def measure_tree(args: argparse.Namespace, root: Path, form: str) -> dict[int, dict[str, float]]:
+    """The rows of all batches with drafts of one form."""
+    width, nodes = map(int, form.split("x"))
+    loop, _ = make_loop(args, root, drafts=True, tree=(width, nodes))
+    return {batch: measure(loop, args, batch, 0.1, args.seconds) for batch in args.batches}
+
+
+def release(args: argparse.Namespace) -> None:
+    """Free the memory of an engine that nothing refers to."""
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def rate_without(rows: list[dict[str, float]], position: float) -> float:
     """Output tokens per second without drafts at a mean output length."""
     (at, rate), (later, rate_later) = ((row["position"], row["tokens_per_second"]) for row in rows)
@@ -177,7 +204,8 @@ def rate_without(rows: list[dict[str, float]], position: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--lengths", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0])
+    parser.add_argument("--trees", nargs="*", default=[], metavar="TOPKxTOKENS", help="forms of trees")
+    parser.add_argument("--lengths", type=float, nargs="*", default=[1.0, 1.5, 2.0, 3.0])
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3], help="fixed draft lengths beside adaptive ones")
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--room", type=int, default=4000, help="most output tokens of a request")
@@ -214,9 +242,14 @@ def main() -> None:
             for row in rows:
                 note({"batch": batch, "mode": "off", **row})
         del loop
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        release(args)
+        for form in [f"1x{NUM_STEPS}", *args.trees] if args.trees else []:
+            for batch, row in measure_tree(args, Path(folder), form).items():
+                ratio = row["tokens_per_second"] / rate_without(off[batch], row["position"])
+                note({"batch": batch, "mode": f"tree {form}", "break_even": row["tokens_per_row"] / ratio, **row})
+            release(args)
+        if not args.lengths:
+            return
         loop, drafter = make_loop(args, Path(folder), drafts=True)
         assert drafter is not None
         for batch in args.batches:

@@ -19,15 +19,21 @@ import pytest
 import torch
 
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.checkpoints import make_checkpoint
+from frame.testing.drafters import ScriptedTreeDrafter
 from frame.testing.local_loop import LocalLoop
+from tests.core.test_speculative_equality import make_tree_script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+if torch.cuda.is_available():
+    from tests.kernels.row_moves import *  # noqa: F403
 
 ROWS, MOST = 8, 32
 NUMBERS = random.Random(3)
@@ -41,7 +47,8 @@ def heads() -> str:
     return str(make_checkpoint("LlamaForCausalLM", Path(tempfile.mkdtemp()), hidden_size=512, num_attention_heads=8, head_dim=64))
 
 
-def make_loop(algorithm: str | None, most: int, dtype: str, *, overlap: bool) -> LocalLoop:
+def make_loop(algorithm: str | None, most: int, dtype: str, *, overlap: bool, tree: TreeShape | None = None) -> LocalLoop:
+    """tree: of drafts of a host drafter, which the caller sets."""
     path = heads() if dtype == "float32" else str(find_model(EMBEDDED))
     config: dict[str, Any] = {
         "model": {"path": path, "dtype": dtype},
@@ -52,8 +59,9 @@ def make_loop(algorithm: str | None, most: int, dtype: str, *, overlap: bool) ->
         "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": path if algorithm == "draft_model" else None},
     }
     prepared = prepare(FrameConfig.model_validate(config))
-    runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+    resolved = prepared.resolved.model_copy(update={"tree": tree})
+    runner = build_rank(resolved, prepared.registry)
+    return LocalLoop(build_scheduler(resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 @functools.cache
@@ -91,3 +99,43 @@ def test_tokens_are_those_without_drafts(most: int, overlap: bool) -> None:
     print(f"graphs {most}, overlap {overlap}: {same} of {ROWS} outputs the same", flush=True)
     assert same >= ROWS - 1  # near ties may tip
     assert rates[0] > 0.9 and min(rates) > 0.5
+
+
+@pytest.mark.parametrize("most", [0, 96])
+def test_trees_give_the_tokens_without_drafts(most: int) -> None:
+    """Trees of the coming tokens beside wrong ones, whose keys are moved."""
+    expected, shape = run(None, MOST, "float32")[0], TreeShape(2, 4, 8)
+    loop = make_loop("ngram", most, "float32", overlap=True, tree=shape)
+    loop.scheduler.enable_speculation(ScriptedTreeDrafter(make_tree_script((PROMPTS, PARAMS, expected))), 8, tree=shape)
+    outputs, load = loop.generate(PROMPTS, PARAMS), loop.scheduler.get_load()
+    same = sum(a == b for a, b in zip(expected, outputs, strict=True))
+    print(f"trees, graphs {most}: {same} of {ROWS} outputs the same, {load['accepted_tokens']} tokens accepted", flush=True)
+    assert same >= ROWS - 1  # near ties may tip
+    assert load["accepted_tokens"] > 100
+    loop.scheduler.check_integrity()
+    loop.scheduler.flush_cache()
+    assert loop.scheduler.get_load()["used_pages"] == 0
+
+
+def test_trees_of_a_prediction_layer_in_graphs() -> None:
+    """As many tokens a step as without graphs, and more than those of chains."""
+    config = {
+        "model": {"path": EMBEDDED, "dtype": "bfloat16"},
+        "attention": {"backend": "triton"},
+        "cache": {"max_total_tokens": 16_384},
+        "scheduler": {"max_running_requests": 16},
+        "speculative": {"algorithm": "mtp", "adaptive": False},
+    }
+    found = []
+    for most, topk in ((96, 1), (0, 2), (96, 2)):
+        execution = {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": 0}
+        plugins = {"options": {"drafter/mtp": {"eagle_topk": topk}}}
+        prepared = prepare(FrameConfig.model_validate({**config, "execution": execution, "plugins": plugins}))
+        runner = build_rank(prepared.resolved, prepared.registry)
+        loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+        loop.generate(PROMPTS, PARAMS)
+        load = loop.scheduler.get_load()
+        found.append(load["accepted_tokens"] / load["num_drafts"])
+        print(f"graphs {most}, eagle_topk {topk}: {found[-1]:.2f} accepted tokens a draft", flush=True)
+        del loop, runner
+    assert found[2] > 0.85 * found[1] > 0.85 * found[0]

@@ -22,7 +22,7 @@ from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
 from frame.attention_backends.triton.sparse_kernel import attend_sparse
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
-from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, SparseKeys
+from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, SparseKeys, TreeMask
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
@@ -67,7 +67,7 @@ class TritonBackend(AttentionBackend):
         self._share(batch)
 
     def _share(self, batch: ForwardBatch) -> None:
-        if self._shares and not batch.group:
+        if self._shares and not batch.group and batch.get(TreeMask) is None:
             self._prefixes.update_groups(batch.host, batch.num_decodes, batch.kv.page_size)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

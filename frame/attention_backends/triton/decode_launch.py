@@ -60,8 +60,8 @@ class DecodeLauncher:
         """All decode rows. Row r is token r of the queries and of `out` [tokens, heads, value
         width]."""
         rows = plan.num_decodes
-        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None and not batch.group
         trees = batch.get(TreeMask)
+        shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None and not batch.group and trees is None
         key = (spec.layer, shares, trees is None, operands.layout)
         found = self._layers.get(key)
         if found is None or found[0] is not spec:

@@ -19,6 +19,7 @@ from frame.core.execution.decode_graphs import bound_lengths, capture_step, unco
 from frame.core.interfaces.batch import HostView
 
 if TYPE_CHECKING:
+    from frame.core.drafting.tree_passes import TreePasses
     from frame.core.execution.decode_graphs import Captured, CapturedSize, DecodeGraphs
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.sampling.draft_plan import DraftingPlan
@@ -26,17 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """The first pass of one size: its batch, the states of its tokens, and the graph."""
+    """The first pass of one size: its batch, the states that it reads, those of its tokens, and the
+    graph."""
 
     batch: ForwardBatch
+    inputs: torch.Tensor
     states: torch.Tensor
     captured: Captured
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """The passes of one number of rows. `first`: draws from the states of the first pass; None if
-    the model does not."""
+    """The passes of one number of rows. `first`: draws from the states of the first pass, of trees
+    all tokens; None if the model does not."""
 
     rows: DraftRows
     batch: ForwardBatch
@@ -47,21 +50,21 @@ class _Passes:
 class DraftGraphs:
     """Call `capture` once; in a step that a decode graph ran `fill`, then `draft`."""
 
-    def __init__(self, passes: DraftPasses, graphs: DecodeGraphs, num_steps: int) -> None:
+    def __init__(self, passes: DraftPasses, graphs: DecodeGraphs, num_steps: int, tree: TreePasses | None = None) -> None:
         self._drafter = passes
+        self._tree = tree
         self._graphs = graphs
         self._num_steps = num_steps
         device, most = graphs.device, graphs.most
         self._next_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._drafts = torch.zeros(most, num_steps, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(most, *((num_steps,) if tree is None else (2, num_steps)), dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._fills: dict[int, _Fill] = {}
         self._passes: dict[int, _Passes] = {}
 
-    @property
-    def most(self) -> int:
-        """The largest number of rows that has graphs."""
-        return self._graphs.most
+    def can_draft(self, rows: int) -> bool:
+        """Whether there are graphs of the passes of so many rows."""
+        return rows <= self._graphs.most and self._graphs.find_size(rows) in self._passes
 
     def capture(self, *, is_dry: bool = False) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
@@ -69,6 +72,8 @@ class DraftGraphs:
         graphs = self._graphs
         pool = None if is_dry else graphs.platform.create_graph_pool()
         most_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.most))
+        if self._tree is not None:  # each token that a tree extends is a row
+            most_rows = min(most_rows, graphs.most // max(1, self._tree.shape.num_extended))
         with uncollected():
             for step in reversed(graphs.steps):
                 size = step.batch.num_rows
@@ -76,11 +81,17 @@ class DraftGraphs:
                 if size <= most_rows:
                     self._passes[size] = self._capture_passes(step, fill, pool)
 
-    def fill(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def fill(self, token_ids: torch.Tensor, order: torch.Tensor | None = None, places: torch.Tensor | None = None) -> torch.Tensor:
         """The first pass of the step that was replayed last, whose tokens all sample. token_ids:
-        int64 [tokens], drawn. -> the states of the tokens."""
+        int64 [tokens], drawn. order: of trees, see `Verified`; places: of the tokens. -> the states
+        of the tokens."""
         size, host = self._graphs.replayed
         fill, count = self._fills[size], len(token_ids)
+        if order is not None and places is not None:  # as if the accepted tokens had been drafted as chains
+            inputs, states = self._graphs.inputs, fill.inputs
+            inputs["positions"][:count].copy_(places)
+            inputs["tree_bits"][:count].fill_(-1)
+            states[:count].copy_(states[:count].index_select(0, order))
         self._next_ids[:count].copy_(token_ids)
         if self._drafter.has_own_backend:
             self._drafter.backend.replay_plan(fill.batch.plan, replace(fill.batch, host=host))
@@ -88,10 +99,13 @@ class DraftGraphs:
         return fill.states[:count]
 
     def draft(self, rows: DraftRows, plan: DraftingPlan) -> torch.Tensor:
-        """The draft of each row, int64 [rows, plan.num_tokens], valid until the next call."""
+        """The draft of each row, see `StepResult.drafts`, int64, valid until the next call."""
         count = len(rows.ids)
         passes = self._passes[self._graphs.find_size(count)]
         _copy_rows(rows, passes.rows, self._drafter.table.padding_slot)
+        if self._tree is not None and passes.first is not None:
+            passes.first.replay()
+            return self._drafts[:count, :, : plan.num_tokens]
         num_further = plan.num_tokens
         if passes.first is not None:
             passes.first.replay()
@@ -132,12 +146,20 @@ class DraftGraphs:
             lambda: (model.forward(bound_lengths(plain), states),),
             lambda: (model.forward(bound_lengths(batch), states),),
         )
-        return _Fill(batch, out, captured)
+        return _Fill(batch, states, out, captured)
 
     def _capture_passes(self, step: CapturedSize, fill: _Fill, pool: Any) -> _Passes:
         drafter, size, platform = self._drafter, step.batch.num_rows, self._graphs.platform
         rows = self._make_rows(size, fill.states)
         batch = drafter.make_batch(rows, np.ones(size, np.int32), step.batch.host.slots)
+        if (tree := self._tree) is not None:
+            slots = step.batch.host.slots
+
+            def draft() -> tuple[torch.Tensor, ...]:
+                self._drafts[:size].copy_(tree.draft_apart(rows, slots))
+                return ()
+
+            return _Passes(rows, batch, capture_step(platform, pool, draft, draft)[1], None)
         first = further = None
         if drafter.model.reads_next or not drafter.model.needs_passes:
             first = capture_step(platform, pool, lambda: self._draw_first(rows), lambda: self._draw_first(rows))[1]

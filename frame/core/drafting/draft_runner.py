@@ -64,7 +64,7 @@ class DraftRunner:
     def make_graphs(self, graphs: DecodeGraphs) -> DraftGraphs:
         """The graphs of the passes after steps that these decode graphs run; the caller captures
         them."""
-        self._graphs = DraftGraphs(self._passes, graphs, self._num_steps)
+        self._graphs = DraftGraphs(self._passes, graphs, self._num_steps, self._tree)
         return self._graphs
 
     def draft(
@@ -104,14 +104,15 @@ class DraftRunner:
     ) -> torch.Tensor | None:
         skipped = torch.zeros_like(tensors["draft.first"]) if counts is None else counts - 1
         last = tensors["draft.first"] + skipped
+        if order is not None:
+            token_ids = token_ids.index_select(0, order).clamp_(min=0)  # -1: not drawn
         if self._step is not None:
             (batch, states), self._step = self._step, None
             if order is not None:
-                token_ids = token_ids.index_select(0, order).clamp_(min=0)  # -1: not drawn
                 batch, states = _follow_path(batch, states, order, tensors)
             states = self._fill(batch, states, token_ids, last if plan.num_tokens else last[:0], tensors)
         elif self._graphs is not None:
-            states = self._graphs.fill(token_ids).index_select(0, last)
+            states = self._graphs.fill(token_ids, order, tensors.get("draft.places")).index_select(0, last)
         else:
             raise RuntimeError("a step drafts, but its forward pass is not known")
         if not plan.num_tokens:
@@ -121,10 +122,10 @@ class DraftRunner:
         rows = DraftRows(tensors["draft.slots"], tensors["draft.limits"], ids, positions, states, columns)
         if plan.num_drawn:
             rows.temperature, rows.keys = tensors["draft.temperature"], tensors["draft.key"]
+        if self._graphs is not None and self._graphs.can_draft(len(ids)):
+            return self._graphs.draft(rows, plan)
         if self._tree is not None:
             return self._tree.draft(rows, plan)
-        if self._graphs is not None and len(ids) <= self._graphs.most:
-            return self._graphs.draft(rows, plan)
         return self._draft_rows(rows, plan)
 
     def _fill(

@@ -122,6 +122,7 @@ def limits_of(resolved: Resolved) -> Limits:
         max_context=resolved.max_context,
         page_size=resolved.page_size,
         max_drafted=resolved.most_drafted,
+        verifies_trees=resolved.tree is not None,
         max_single_rows=max(resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0),
     )
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
@@ -168,6 +168,7 @@ class DecodeGraphs:
             "kv_slots": np.int64(0),
             "seq_lens": np.int32(1),
             **({} if input_batch.groups is None else input_batch.groups.padding),
+            **({"tree_bits": np.int32(-1)} if input_batch.table.has_trees else {}),
             **_DRAW,
             **_FILTERS,
         }
@@ -181,6 +182,11 @@ class DecodeGraphs:
     def most(self) -> int:
         """The largest batch that has a graph."""
         return self._sizes[-1]
+
+    @property
+    def inputs(self) -> Mapping[str, torch.Tensor]:
+        """The inputs of the last replay on the device, one entry a row."""
+        return self._buffers.tensors
 
     def find_size(self, rows: int) -> int:
         """The smallest size that holds so many rows."""
@@ -222,6 +228,10 @@ class DecodeGraphs:
             **tokens.places,
             **draws,
         }
+        if self._input_batch.table.has_trees:
+            arrays["tree_bits"] = np.full(rows, -1, np.int32)
+        if (trees := tokens.trees) is not None:
+            arrays |= {"positions": trees.positions, "tree_bits": trees.bits}
         padded = self._buffers.write(arrays, size)
         lens, least = padded["seq_lens"], None
         if settle is not None:
@@ -261,6 +271,7 @@ class DecodeGraphs:
             logits_indices=counted[:size],
             kv=self._input_batch.kv,
             host=HostView(slots, self._ones[:size], self._ones[:size], table.host_pages),
+            extensions={TreeMask: TreeMask(np.arange(size), inputs["tree_bits"][:size])} if table.has_trees else {},
         )
 
     def _captured(self, batch: ForwardBatch, pool: Any) -> CapturedSize:

@@ -78,6 +78,15 @@ class TokenRows:
     num_sampling: int
     places: Mapping[str, np.ndarray]  # `GroupInputs.find_places`; empty for a model with one cache group
     unsettled: int = 0  # tokens by which lengths and positions may be greater
+    trees: TreeRows | None = None  # None: no row is a token of a tree
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """What differs in `TokenRows` of a step with trees, whose `positions` are places."""
+
+    positions: np.ndarray  # int64 [tokens]
+    bits: np.ndarray  # int32 [tokens]; see `TreeMask`
 
 
 @dataclass(slots=True)
@@ -286,7 +295,7 @@ class InputBatch:
         longer."""
         given = len(batch.token_ids)
         has_encoder = any(setup.encoder_input is not None for setup in batch.setups)
-        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step) or has_encoder or layout.has_trees:
+        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step) or has_encoder:
             return False
         if given and self.groups is not None and self.groups.has_states:
             return False  # a state is read and written by one row of a step
@@ -309,6 +318,8 @@ class InputBatch:
             tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
         drafted = None if plans.unsettled is None else plans.unsettled.arrays.get("unsettled.sources")
         rows, settle = self._token_rows(batch, layout, drafted), None
+        if layout.has_trees and plans.verification is not None:
+            rows = replace(rows, trees=self._tree_rows(batch, layout, plans.verification.arrays["verify.bits"]))
         if plans.unsettled is not None:
             settle = partial(self._settle_rows, plans.unsettled, tensors)
             rows = replace(rows, unsettled=plans.unsettled.width)
@@ -367,14 +378,17 @@ class InputBatch:
         places = {} if self.groups is None else self.groups.find_places(batch, slots, every, positions)
         if total == len(sampling):
             return TokenRows(every, positions, sources, every, kv_slots, total, places)
-        last = layout.logits_indices
-        is_inner = np.ones(total, bool)
-        is_inner[last] = False
-        order = np.concatenate((last, np.flatnonzero(is_inner)))
+        order = _order_samples(layout)
         drawn = np.full(total, table.padding_slot, np.int64)
-        drawn[: len(last)] = slots[sampling]
+        drawn[: len(sampling)] = slots[sampling]
         places = {name: array[order] for name, array in places.items()}
-        return TokenRows(every[order], positions[order], sources[order], drawn, kv_slots[order], len(last), places)
+        return TokenRows(every[order], positions[order], sources[order], drawn, kv_slots[order], len(sampling), places)
+
+    def _tree_rows(self, batch: ScheduledBatch, layout: BatchLayout, bits: np.ndarray) -> TreeRows:
+        """bits: int32 [tokens]."""
+        positions = layout.find_positions(self._token_slots(batch, layout, batch.slots)[1])
+        order = _order_samples(layout)
+        return TreeRows(positions[order], bits[order])
 
     @staticmethod
     def _token_slots(batch: ScheduledBatch, layout: BatchLayout, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -422,3 +436,10 @@ class InputBatch:
             "query_lens": batch.num_scheduled.astype(np.int32),
             "query_starts": layout.query_starts.astype(np.int32),
         }
+
+
+def _order_samples(layout: BatchLayout) -> np.ndarray:
+    """The step's tokens, those that samples are drawn from first, int64 [tokens]."""
+    is_inner = np.ones(layout.num_tokens, bool)
+    is_inner[layout.logits_indices] = False
+    return np.concatenate((layout.logits_indices, np.flatnonzero(is_inner)))

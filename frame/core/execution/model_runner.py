@@ -24,7 +24,7 @@ from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
 from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
-from frame.core.execution.input_batch import InputBatch, ReplayInputs
+from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from frame.core.execution.input_batch import ForwardInputs, StepInputs, StepPlans
+    from frame.core.execution.input_batch import StepInputs, StepPlans
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
@@ -107,6 +107,9 @@ class TorchModelRunner(ModelRunner):
             self.launch(batch).wait()
         with torch.inference_mode():
             self.sampler.warm_up(torch.zeros(2, self.vocab_size, dtype=self.context.dtype, device=self.context.device))
+            if self.inputs.table.has_trees and isinstance(self.inputs.kv, KVPool):
+                zero = torch.zeros(1, dtype=torch.int64, device=self.context.device)
+                self.inputs.kv.move_tokens(zero, zero, zero, zero)
 
     @property
     def _preparation(self) -> BackgroundPreparation | None:
@@ -294,7 +297,7 @@ class TorchModelRunner(ModelRunner):
             self.inputs.table.last_token.index_copy_(0, inputs.tensors["verify.slots"], verified.last)
             counts, order, sampled = verified.counts, verified.order, replace(sampled, token_ids=verified.token_ids)
             if order is not None:
-                self._move_accepted(inputs, order)
+                self._move_accepted(inputs, order, counts)
             if self.inputs.groups is not None:
                 self.inputs.groups.store_drafted(counts)
             if self.drafts is not None:
@@ -307,14 +310,17 @@ class TorchModelRunner(ModelRunner):
         output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order)
         return fetch(output, self.context.platform)
 
-    def _move_accepted(self, inputs: StepInputs, order: torch.Tensor) -> None:
-        """Move the accepted tokens of trees to the places of their positions. order: see
+    def _move_accepted(self, inputs: StepInputs, order: torch.Tensor, counts: torch.Tensor) -> None:
+        """Move the accepted tokens of trees to the places of their positions. order, counts: see
         `Verified`."""
-        pool = self.inputs.kv
-        if isinstance(inputs, ReplayInputs) or not isinstance(pool, KVPool):
-            raise RuntimeError("a step with trees of drafted tokens ran in a decode graph, or without a KV pool")
-        places = inputs.batch.kv_slots.index_select(0, inputs.batch.logits_indices[: len(order)])
-        pool.move_tokens(places.index_select(0, order), places)
+        pool, graphs = self.inputs.kv, self.decode_graphs
+        if not isinstance(pool, KVPool):
+            raise RuntimeError("a step with trees of drafted tokens ran without a KV pool")
+        if isinstance(inputs, ForwardInputs):
+            places = inputs.batch.kv_slots.index_select(0, inputs.batch.logits_indices[: len(order)])
+        elif graphs is not None:
+            places = graphs.inputs["kv_slots"][: len(order)]
+        pool.move_tokens(places.index_select(0, order), places, inputs.tensors["verify.first"], counts)
 
     def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
         """Draw the tokens and store them in the last-token table. `tensors`: the plans' arrays, and

@@ -37,6 +37,7 @@ class Limits:
     max_context: int  # tokens of a sequence, prompt and output
     page_size: int  # tokens
     max_drafted: int = 0  # tokens of a draft
+    verifies_trees: bool = False  # drafts may be trees
     # rows of one token each at most, if more than running requests: a decode graph has one for each
     # drafted token too, and cross-attention one for each token of a step
     max_single_rows: int = 0

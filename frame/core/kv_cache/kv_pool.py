@@ -58,6 +58,7 @@ class KVPool:
                 self._scales[layer.layer] = tuple(
                     _zeros((*pages, *tensor.shape[:-1]), SCALE, device) for tensor in layer.tensors if geometry.has_scales(tensor)
                 )
+        self._addresses: dict[int, torch.Tensor] = {}  # by bytes of a token: the tensors, for `move_tokens`
         self._is_fp8 = geometry.dtype == torch.float8_e4m3fn
         # One row for each token; fp8 as bytes, because index_copy_ does not support fp8.
         self._rows = {
@@ -95,12 +96,24 @@ class KVPool:
         for tensor in self._layers[layer]:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
-    def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what all layers have of some tokens, all at once. KV slots of the `tokens` group,
-        int64 [n] each."""
-        for layer, tensors in self._rows.items():
-            for rows in (*tensors, *(scales.flatten(0, 1) for scales in self._scales[layer])):
+    def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> None:
+        """Copy what all layers have of some tokens to places at or before theirs. sources, targets:
+        KV slots of the `tokens` group, int64 [n]. first, counts: int64 [rows], the part of them of
+        each row; others have equal slots."""
+        every = [rows for layer in self._rows for rows in (*self._rows[layer], *(each.flatten(0, 1) for each in self._scales[layer]))]
+        if not sources.is_cuda:
+            for rows in every:
                 rows.index_copy_(0, targets, rows.index_select(0, sources))
+            return
+        from frame.kernels.row_moves import move_rows
+
+        if not self._addresses:
+            by_width: dict[int, list[int]] = {}
+            for rows in every:
+                by_width.setdefault(rows[0].numel() * rows.element_size(), []).append(rows.data_ptr())
+            self._addresses = {width: torch.tensor(found, device=sources.device) for width, found in by_width.items()}
+        for width, addresses in self._addresses.items():
+            move_rows(addresses, width, sources, targets, first, counts)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, pages first; see `KVCache.layer`."""
@@ -170,6 +183,7 @@ class DeviceTable(PageTable):
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.num_slots = limits.max_running_requests
         self.padding_slot = self.num_slots
+        self.has_trees = limits.verifies_trees  # rows may be tokens of trees of drafted tokens
         # One page more than a request may fill: a request that ended at its limit may run in one
         # more step.
         super().__init__(self.num_slots + 1, -(-limits.max_context // limits.page_size) + 1, limits.page_size, device)

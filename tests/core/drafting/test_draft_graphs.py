@@ -49,10 +49,10 @@ class CapturableAttention(PlainAttention):
 
 
 def run(
-    most: int, algorithm: str, path: str = FOLDER, draft: str | None = None, *, overlap: bool = False
+    most: int, algorithm: str, path: str = FOLDER, draft: str | None = None, *, overlap: bool = False, topk: int = 1
 ) -> tuple[list[list[int]], Any]:
-    """The output, and each draft with the tokens that it follows. most: rows of the largest
-    graph."""
+    """The output, and each draft with the tokens that it follows. most: rows of the largest graph;
+    topk: branches of trees."""
     config = {
         "model": {"path": path, "dtype": "float32"},
         "cache": {"max_total_tokens": 2048},
@@ -60,6 +60,7 @@ def run(
         "attention": {"backend": "capturable"},
         "execution": {"device": "cpu", "threads": 1},
         "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": draft},
+        "plugins": {"options": {f"drafter/{algorithm}": {"eagle_topk": topk}} if topk > 1 else {}},
     }
     prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
     runner = build_rank(prepared.resolved, prepared.registry)
@@ -77,6 +78,12 @@ def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: st
     captured = run(20, algorithm, draft=draft)
     assert captured == run(0, algorithm, draft=draft)
     assert len(captured[1]) > 12
+
+
+def test_captured_steps_verify_trees() -> None:
+    captured = run(40, "mtp", topk=2)
+    assert captured == run(0, "mtp", topk=2)
+    assert captured[0] == run(0, "mtp")[0] and len(captured[1]) > 12
 
 
 def test_captured_passes_select_keys(tmp_path: Path) -> None:
