@@ -37,3 +37,18 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
         capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), sliced_experts=False, whole_experts=True, attention_groups=True),
         summary="Tokens are sent to the ranks of their experts, and the results back.",
     )
+    registry.add(
+        "deepep",
+        "frame.plugins.moe_dispatchers.deepep:DeepEP",
+        capabilities=DispatcherCapabilities(
+            devices=("cuda",),
+            dtypes=("bfloat16",),
+            min_compute_capability=(9, 0),
+            sliced_experts=False,
+            whole_experts=True,
+            attention_groups=True,
+        ),
+        modules={"deep_ep": "install sgl-deep-ep, or build github.com/deepseek-ai/DeepEP"},
+        rank=-1,
+        summary="As all_to_all, by the kernels of DeepEP. `auto` does not choose it.",
+    )
