@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
-from frame.core.messages import ErrorCode, Finish
+from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.messages import ErrorCode, Finish, TokenLogprobs
+from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.anthropic.messages_schema import MessagesChat
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.native.generate import GenerateRequest
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+from frame.entrypoints.http.openai.logprobs import TextOffsets, completion_logprobs
 from frame.entrypoints.http.openai.responses_schema import ResponsesChat
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
@@ -153,6 +156,15 @@ def test_errors_of_grammars_name_the_field_that_was_sent() -> None:
         end = Finish("error", error=f"invalid grammar: {kind} is not JSON: {kind} is", code="invalid_grammar", param=kind)
         error = failure(end, request.sent_name)
         assert (error.param, error.message) == (field, f"invalid grammar: {field} is not JSON: {kind} is"), field
+
+
+def test_byte_tokens_have_a_name_each() -> None:
+    tokenizer = Tokenizer.load(find_model(EMBEDDED))
+    first, last = tokenizer.encode("é", False)
+    part = TokenLogprobs(token_ids=[first], logprobs=[-3.0], top=[[(last, -1.0), (tokenizer.encode("a", False)[0], -2.0)]])
+    found = completion_logprobs([part], tokenizer, None, TextOffsets(tokenizer))
+    assert found["tokens"] == ["bytes:\\xc3"]
+    assert found["top_logprobs"] == [{"bytes:\\xa9": -1.0, "a": -2.0, "bytes:\\xc3": -3.0}]
 
 
 def chat(**fields: Any) -> ChatRequest:

@@ -337,7 +337,7 @@ class CompletionResponse(Response):
         offsets = self._offsets.get(index)
         if offsets is None:
             offsets = self._offsets[index] = TextOffsets(tokenizer, skips)
-        return text, completion_logprobs(parts, token_namer(tokenizer, self.request.return_tokens_as_token_ids), offsets), more
+        return text, completion_logprobs(parts, tokenizer, self.request.return_tokens_as_token_ids, offsets), more
 
 
 # models -------------------------------------------------------------------------------------------

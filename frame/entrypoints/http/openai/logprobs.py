@@ -45,6 +45,21 @@ def token_namer(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
     return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.get_token_text
 
 
+def _unique_namer(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
+    """Like `token_namer`, but a token that is a part of a character is named by its bytes
+    (`bytes:\\xe9`, OpenAI's form), so that two tokens have two keys in `top_logprobs`."""
+    by_text = token_namer(tokenizer, as_ids)
+
+    def name(token_id: int) -> str:
+        text = by_text(token_id)
+        if "\ufffd" not in text:
+            return text
+        data = tokenizer.get_token_bytes(token_id)
+        return text if data == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    return name
+
+
 def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
 
@@ -95,10 +110,13 @@ class TextLogprobs:
         return found
 
 
-def completion_logprobs(parts: Iterable[TokenLogprobs], name: Name, text_offsets: TextOffsets) -> dict[str, Any]:
+def completion_logprobs(
+    parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool | None, text_offsets: TextOffsets
+) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the
-    sequence's earlier tokens.
+    sequence's earlier tokens. `as_ids`: see `token_namer`.
     """
+    name = _unique_namer(tokenizer, as_ids)
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
