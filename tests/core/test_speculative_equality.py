@@ -279,7 +279,7 @@ def test_trees_of_a_device_drafter(expected: Any) -> None:
     prompts, params, outputs = expected
     preemption = {"topk": 2, "tokens": 160, "chunk": 64, "overlap": True}
     found = []
-    for form in ({}, preemption, {"topk": 3, "nodes": 15, "page_size": 1}):
+    for form in ({}, preemption, {"topk": 3, "nodes": 15, "page_size": 1, "adaptive": True}):
         loop = make_loop(algorithm="mtp", **form)
         assert loop.generate(prompts, params) == outputs
         load = loop.scheduler.get_load()

@@ -130,8 +130,6 @@ def _check_tree(config: FrameConfig, model_config: ModelConfig, tree: TreeShape)
     most = min(MAX_STEPS, tree.width + tree.num_extended * tree.width)
     if not tree.depth <= tree.num_nodes <= most:
         raise ResolveError(f"{shape}: {where}.num_draft_tokens may be {tree.depth + 1} to {most + 1}, not {tree.num_nodes + 1}.")
-    if speculative.adaptive:
-        raise ResolveError(f"{where} asks for trees, and draft lengths are chosen for chains alone.", change="speculative.adaptive: false")
     what = {
         "drafts that are accepted at random (speculative.synthetic_acceptance_length)": speculative.synthetic_acceptance_length is not None,
         "layers with a window": model_config.sliding_window is not None,

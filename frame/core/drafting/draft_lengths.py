@@ -61,10 +61,15 @@ class DraftLengths:
     `num_steps` and `num_steps`, and interpolated between them. Most steps use the best length; a
     few in a row probe another one, so that its seconds and the acceptance stay known. A slot gets
     no tokens at positions where its own acceptance does not pay for the time of a token.
+
+    Of trees, whose first n tokens are the likeliest tree of n, the length is the number of tokens,
+    and a position is a node: a longer tree has all nodes of a shorter one. All slots have one
+    length.
     """
 
-    def __init__(self, num_slots: int, num_steps: int, *, is_adaptive: bool) -> None:
+    def __init__(self, num_slots: int, num_steps: int, *, is_adaptive: bool, has_trees: bool = False) -> None:
         """num_steps: the greatest length, and every step's and slot's where it is not adaptive."""
+        self._has_trees = has_trees
         self._greatest = num_steps
         self._is_adaptive = is_adaptive
         self._probed = sorted({0, 1, -(-num_steps // 2), num_steps})
@@ -91,7 +96,7 @@ class DraftLengths:
 
     def limit(self, slots: np.ndarray) -> np.ndarray:
         """Most tokens to draft for each slot in the step of the last `choose`: int32 [n]."""
-        if self._threshold <= 0:
+        if self._threshold <= 0 or self._has_trees:
             return np.full(len(slots), self._greatest, np.int32)
         hits, tries = self._slots[:, slots]
         rate = (hits + PRIOR_TOKENS * self._all[0] / self._all[1]) / (tries + PRIOR_TOKENS)
@@ -111,8 +116,9 @@ class DraftLengths:
 
     def observe(self, num_rows: int, length: int, accepted_at: np.ndarray) -> None:
         """A step of this length is committed. num_rows: its decodes, with drafts and without.
-        accepted_at: int [num_steps]; the rows whose draft was accepted at each position."""
-        before = np.concatenate(([num_rows], accepted_at[:-1]))
+        accepted_at: int [num_steps]; the rows whose draft was accepted at each position, or
+        node."""
+        before = np.full(len(accepted_at), num_rows) if self._has_trees else np.concatenate(([num_rows], accepted_at[:-1]))
         self._reached[:, :length] = _decay(num_rows) * self._reached[:, :length] + (accepted_at[:length], before[:length])
 
     def record(self, num_rows: int, length: int, num_drafted: int, seconds: float) -> None:
@@ -158,7 +164,8 @@ class DraftLengths:
 
     def _expected_tokens(self) -> np.ndarray:
         """Output tokens a row for each length: float [num_steps + 1]."""
-        return np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(self._reached[0] / self._reached[1]))))
+        rates = self._reached[0] / self._reached[1]
+        return np.concatenate(([1.0], 1.0 + np.cumsum(rates if self._has_trees else np.cumprod(rates))))
 
     def _find_costs(self, size: int) -> dict[int, StepCost]:
         """The costs by length, in order, of the nearest size that has two of them; empty: none has.

@@ -75,18 +75,22 @@ class StepOutput:
         afterwards."""
         token_ids, best = arrays[:2]
         counts, drafts = (arrays.pop(2).astype(np.int32) if each is not None else None for each in (self.counts, self.drafts))
-        order = slice(None) if self.order is None else arrays.pop(2)
-        token_ids, best = token_ids[order], best[order]
+        order = None if self.order is None else arrays.pop(2)
+        if order is not None:
+            token_ids, best = token_ids[order], best[order]
         is_finite = np.isfinite(best)
         values: dict[str, Any] = {}
         if self.plan.logprob_rows is not None:
             names = ("logprobs", "top_ids", "top_logprobs")
-            values = {name: _spread(array, self.plan)[order] for name, array in zip(names, arrays[2:5], strict=True)}
+            values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2:5], strict=True)}
+            if order is not None:
+                values = {name: array[order] for name, array in values.items()}
         prompts = self.prompts.finish(arrays[2 + len(values) :]) if self.prompts else None
         return StepResult(
             step=self.step,
             token_ids=token_ids.astype(np.int32),
             counts=counts,
+            order=order,
             drafts=drafts,
             invalid=None if is_finite.all() else ~is_finite,
             banned=None if is_finite.all() else np.isneginf(best),

@@ -102,6 +102,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     token_ids: np.ndarray  # int32 [samples]
     counts: np.ndarray | None = None  # int32 [sampling rows]; leading samples of the row that are output; None: 1 each
+    order: np.ndarray | None = None  # int64 [samples]; of trees: the sample that each output is; None: as drawn
     # int32 [sampling rows, k]: tokens that the device drafter proposes after the row's last one; of
     # trees [sampling rows, 2, k]: these tokens, and `Drafts.parents`
     drafts: np.ndarray | None = None

@@ -39,6 +39,7 @@ class Runs:
     num_drafts: np.ndarray  # int32 [n]; drafted tokens of the row
     accepted: np.ndarray  # int32 [n]; of them output
     firsts: np.ndarray  # intp [n]; the row's first sample
+    nodes: np.ndarray | None  # int64 [n, width]; of trees: the node that each token is drawn after; None: chains
 
 
 @dataclass(slots=True)
@@ -139,7 +140,8 @@ class OutputProcessor:
         accepted = counts - 1
         counts = np.where(ends.any(axis=1), np.minimum(ends.argmax(axis=1) + 1, counts), counts).astype(np.int32)
         entries, is_new = firsts + counts - 1, a.num_committed_tokens[slots] == before
-        runs = Runs(tokens, counts, drafted, np.minimum(accepted, counts), firsts)
+        nodes = None if result.order is None else result.order[cells] - firsts[:, None]
+        runs = Runs(tokens, counts, drafted, np.minimum(accepted, counts), firsts, nodes)
         return SampledRows(slots, result.token_ids[entries], entries, rows, is_new, runs)
 
     def _commit_runs(self, sampled: SampledRows, runs: Runs) -> np.ndarray:
@@ -157,7 +159,7 @@ class OutputProcessor:
         a.num_tokens[slots] -= rejected
         a.can_decode[slots] = a.num_tokens[slots] < a.max_num_tokens[slots]
         self._running.take_back(slots, rejected)
-        self._speculation.count(sampled.slots, runs.num_drafts, runs.accepted)
+        self._speculation.count(sampled.slots, runs.num_drafts, runs.accepted, runs.nodes)
         return a.num_committed_tokens[sampled.slots]
 
     def _observe_tokens(self, sampled: SampledRows, record: StepRecord, result: StepResult) -> None:

@@ -68,7 +68,7 @@ class Speculation:
         self.tree: TreeShape | None = None  # None: drafts are chains
         self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
         self._wanted = np.zeros(table.num_slots, np.int32)  # by slot: most tokens of a draft; 0 without a request
-        self._accepted_at = np.zeros(0, np.int64)  # of the step being committed: rows whose draft was accepted at each position
+        self._accepted_at = np.zeros(0, np.int64)  # of the step being committed: rows whose draft was accepted at each position, or node
 
     @property
     def is_active(self) -> bool:
@@ -85,7 +85,7 @@ class Speculation:
         output rate. tree: the drafts may be trees. Called before the first request."""
         self.tree = tree
         self._drafter, self._num_steps = drafter, num_steps
-        self._lengths = DraftLengths(self._table.num_slots, num_steps, is_adaptive=is_adaptive)
+        self._lengths = DraftLengths(self._table.num_slots, num_steps, is_adaptive=is_adaptive, has_trees=tree is not None)
         self._accepted_at = np.zeros(num_steps, np.int64)
         self.stats.accepted_at = [0] * num_steps
 
@@ -221,9 +221,11 @@ class Speculation:
             if is_typical and before is not None and before[:2] == (record.step - 1, length):
                 self._lengths.record(rows, length, 0 if drafts is None else int(drafts.sum()), now - before[2])
 
-    def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Take in the verified drafts of a step: tokens by row. slots: those of the rows."""
+    def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, nodes: np.ndarray | None = None) -> None:
+        """Take in the verified drafts of a step: tokens by row. slots: those of the rows. nodes: of
+        trees: the node of each output, int64 [rows, n]."""
         has_draft = drafted > 0
+        chosen = None if nodes is None else nodes[:, 1:][np.arange(1, nodes.shape[1]) <= accepted[:, None]]
         stats, drafted, accepted = self.stats, drafted[has_draft], accepted[has_draft]
         self._lengths.count(slots[has_draft], drafted, accepted)
         stats.num_drafts += len(accepted)
@@ -232,6 +234,8 @@ class Speculation:
         for place in range(int(accepted.max(initial=0))):
             self._accepted_at[place] = np.count_nonzero(accepted > place)
             stats.accepted_at[place] += int(self._accepted_at[place])
+        if chosen is not None:
+            self._accepted_at[:] = np.bincount(chosen - 1, minlength=self._num_steps)
 
     def _choose_length(self) -> int:
         if self._length is None:

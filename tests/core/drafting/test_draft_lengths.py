@@ -199,3 +199,37 @@ def test_slow_first_steps_are_forgotten() -> None:
     used = Simulation([0.9] * 2, 3, lambda *given: next(taken, by_tokens(*given)))
     used.run(300)
     assert used.chosen[3] > 270
+
+
+class TreeSimulation:
+    """Rows with trees, of which each node is accepted with a probability of its own."""
+
+    def __init__(self, rates: list[float], rows: int, cost: Cost) -> None:
+        self.rates, self.rows, self.cost = np.array(rates), rows, cost
+        self.lengths = DraftLengths(rows, len(rates), is_adaptive=True, has_trees=True)
+        self.numbers = np.random.default_rng(2)
+
+    def run(self, steps: int, fixed: int | None = None) -> float:
+        """Output tokens a second."""
+        tokens = seconds = 0.0
+        slots, last = np.arange(self.rows), -1
+        for _ in range(steps):
+            length = self.lengths.choose(self.rows) if fixed is None else fixed
+            drafted = np.minimum(self.lengths.limit(slots), length)
+            assert (drafted == length).all()
+            hits = (self.numbers.random((self.rows, len(self.rates))) < self.rates) & (np.arange(len(self.rates)) < length)
+            self.lengths.observe(self.rows, length, hits.sum(axis=0))
+            took = self.cost(self.rows, length, int(drafted.sum()))
+            if length == last:
+                self.lengths.record(self.rows, length, int(drafted.sum()), took)
+            last, tokens, seconds = length, tokens + self.rows + hits.sum(), seconds + took
+        return tokens / seconds
+
+
+@pytest.mark.parametrize("cost", [by_tokens, by_length])
+@pytest.mark.parametrize("rates", [[0.6, 0.2, 0.4, 0.1, 0.2, 0.05], [0.9, 0.02, 0.8, 0.02, 0.7, 0.02], [0.05] * 6])
+def test_length_of_trees_is_nearly_the_best(cost: Cost, rates: list[float]) -> None:
+    best = max(TreeSimulation(rates, 4, cost).run(500, fixed) for fixed in range(len(rates) + 1))
+    used = TreeSimulation(rates, 4, cost)
+    used.run(300)  # the first probes
+    assert used.run(1200) > 0.95 * best
