@@ -39,7 +39,8 @@ def run_interpreted(*arguments: str, limit: float | None = _LIMIT, **environment
 def pytest_configure() -> None:
     """Drop repeated work of the interpreter, most of its time: the patching of the language at each
     call of a device function, which the kernel's own call has done, a table of types for each
-    tensor, and integer overflow checks, whose result it ignores unless `debug` is set."""
+    tensor, and integer overflow checks, whose result it ignores unless `debug` is set. Mend the
+    interpreter of Triton 3.6: loops over loaded numbers, and bfloat16 constants."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -51,6 +52,7 @@ def pytest_configure() -> None:
         if namespace not in patched:
             patched.add(namespace)
             patch(function)  # and is never restored: this process only interprets
+            tl.tensor.__index__ = lambda tensor: tensor.handle.data.item()  # Triton 3.6 uses what NumPy 2.4 refuses
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
@@ -66,5 +68,7 @@ def pytest_configure() -> None:
     known = functools.cache(numpy_type)
     interpreter._get_np_dtype = lambda dtype: known(dtype) if type(dtype) is tl.dtype else numpy_type(dtype)
     builder: Any = interpreter.interpreter_builder
+    if not hasattr(builder, "get_bf16"):  # Triton 3.6
+        type(builder).get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
