@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from frame.attention_backends.triton import backend as backend_module
 from frame.attention_backends.triton import decode_launch
+from frame.attention_backends.triton.backend import TritonBackend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.entrypoints.tools.bench.clock import LARGER_THAN_CACHES, Clock
 from frame.plugins.loader import load_registry
@@ -130,11 +130,12 @@ def measure(cache: str, rows: Rows, device: str, budget: float, programs: int | 
 
 def measure_in_place(cache: str, rows: Rows, device: str, budget: float) -> dict[str, float]:
     """As `measure`, for prompts whose dequantized keys do not fit."""
-    limit, backend_module.DEQUANTIZED_BYTES = backend_module.DEQUANTIZED_BYTES, 0
+    capabilities = TritonBackend.capabilities
+    TritonBackend.capabilities = replace(capabilities, dequantized_bytes=0)
     try:
         return measure(cache, rows, device, budget)
     finally:
-        backend_module.DEQUANTIZED_BYTES = limit
+        TritonBackend.capabilities = capabilities
 
 
 def compile_all(cache: str, device: str, programs: list[int]) -> None:

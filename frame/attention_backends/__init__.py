@@ -70,6 +70,8 @@ TRITON = KernelCapabilities(
     graphs="decode",
     shared_prefixes=True,
     device_lengths=True,
+    expanded_bytes=2 << 30,
+    dequantized_bytes=1 << 30,
     measured=MEASURED["triton"],
 )
 

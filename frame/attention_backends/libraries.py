@@ -78,6 +78,7 @@ FLASHINFER = FlashInferCapabilities(
     sliding_window=True,
     soft_cap=True,
     graphs="decode",
+    expanded_bytes=2 << 30,
     compiles_at_start=True,
     measured=MEASURED["flashinfer"],
 )

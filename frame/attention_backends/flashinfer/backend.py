@@ -25,8 +25,6 @@ from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import nvidia
 
-EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
-
 
 class StepPlan:
     """The planned wrappers of one step, by layer shape. Page lists are made when the first shape
@@ -175,12 +173,13 @@ class FlashInferBackend(AttentionBackend):
 
     def _expands(self, shape: MLAShape, batch: ForwardBatch) -> bool:
         """Whether the expanded form of this step's extends needs fewer multiplications than the
-        absorbed form, and fits into EXPANDED_BYTES."""
+        absorbed form, and fits into `expanded_bytes`."""
         first = batch.num_decodes
         queries, keys = (part[first:].astype(np.int64) for part in (batch.host.query_lens, batch.host.seq_lens))
         nope = shape.width - shape.rope
         projected = nope + shape.value_width
-        if not shape.expands_latents or int(keys.sum()) * shape.heads * (projected + shape.rope) * shape.dtype.itemsize > EXPANDED_BYTES:
+        size = int(keys.sum()) * shape.heads * (projected + shape.rope) * shape.dtype.itemsize
+        if not shape.expands_latents or size > self.capabilities.expanded_bytes:
             return False
         pairs = int((queries * (2 * keys - queries + 1)).sum()) // 2
         expanded = int(keys.sum()) * shape.rank * projected + pairs * (projected + shape.rope)

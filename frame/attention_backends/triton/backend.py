@@ -26,12 +26,6 @@ from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, SparseKey
 from frame.core.interfaces.build import BuildContext
 from frame.kernels import INTERPRETED
 
-EXPANDED_BYTES = 2 << 30  # latents stay absorbed if their expansion would be larger than this
-# Prompts whose dequantized keys and values would be larger than this, or than this part of the
-# device's memory, are read in place, which takes twice to three times as long.
-# `cache.mem_fraction` leaves a tenth.
-DEQUANTIZED_BYTES = 1 << 30
-DEQUANTIZED_SHARE = 1 / 40
 DEQUANTIZED_QUERIES = 128  # queries for each key, on average, from which on keys are dequantized once
 
 
@@ -138,11 +132,11 @@ class TritonBackend(AttentionBackend):
 
     def _dequantizes(self, spec: AttentionSpec, plan: StepPlan, itemsize: int) -> bool:
         """Whether the extends of a quantized cache read dequantized keys and values: many queries
-        multiply each key, no window leaves most of them out, and they fit into
-        DEQUANTIZED_BYTES and DEQUANTIZED_SHARE."""
+        multiply each key, no window leaves most of them out, and they fit into the capabilities'
+        bound. Otherwise the keys are read in place, which takes twice to three times as long."""
         keys = int(plan.key_lens.sum())
         size = keys * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * itemsize
-        most = min(DEQUANTIZED_BYTES, int(self._limits.memory * DEQUANTIZED_SHARE))
+        most = self.capabilities.bound_prompt_bytes("mha", self._limits.memory, is_quantized=True)
         return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= most
 
     def _dequantize(
@@ -191,11 +185,11 @@ class TritonBackend(AttentionBackend):
 
     def _expands(self, layer: LatentProjections, plan: StepPlan, itemsize: int) -> bool:
         """Whether the expanded form of this step's extends needs fewer multiplications than the
-        absorbed form, and fits into EXPANDED_BYTES."""
+        absorbed form, and fits into `expanded_bytes`."""
         spec, rank = layer.spec, layer.kv_lora_rank
         keys, queries = int(plan.key_lens.sum()), int(plan.query_lens.sum())
         projected = layer.qk_nope_head_dim + spec.v_head_dim
-        if not queries or keys * spec.num_heads * projected * itemsize > EXPANDED_BYTES:
+        if not queries or keys * spec.num_heads * projected * itemsize > self.capabilities.expanded_bytes:
             return False
         expanded = keys * rank * projected + plan.num_pairs * (projected + layer.qk_rope_head_dim)
         absorbed = queries * rank * projected + plan.num_pairs * (2 * rank + layer.qk_rope_head_dim)

@@ -198,6 +198,7 @@ def build_runner(
     device = platform.device
     platform.activate()
     platform.seed(resolved.user.model.seed)
+    platform.release_memory()  # of an earlier engine of this process
     before = platform.measure_memory()
     context = build_context(resolved, parts, tp, platform, pipeline, experts)
     phases["context"] = time.perf_counter() - clock
@@ -217,21 +218,20 @@ def build_runner(
                 "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
             )
     _check_tree(resolved, geometry)
-    moving = list_movable(model) if resolved.plan.balances_experts else []
-    transit = count_transit_bytes(moving, user.parallel.eplb_stage_bytes) if moving else 0
-    activations = activation_bytes(model_config, context.limits, context.dtype) + transit
+    further = count_further_bytes(resolved, model, context, before.total)
+    activations = activation_bytes(model_config, context.limits, context.dtype) + further
     draft_bytes = drafter.bytes if drafter else 0
-    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, transit)
+    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, further)
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
     pages = _least_of_ranks(pages, ranks, device)
-    further = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
-    further = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, ranks, device)) for each in further)
-    pool = KVPool(geometry, (pages, *(each.num_pages for each in further)), device)
+    pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
+    pools = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, ranks, device)) for each in pools)
+    pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device)
     slots = context.limits.max_running_requests
     phases["cache"] = time.perf_counter() - clock
-    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, further)
+    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
         processors = Processors(build_processors(parts, model_config, slots, device), slots)
         make = TorchModelRunner if pipeline is None else StageRunner
@@ -345,15 +345,26 @@ def prepare_drafter(
     return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint
 
 
+def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
+    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: experts
+    that move, and keys of prompts in another form than the cache's."""
+    moving = list_movable(model) if resolved.plan.balances_experts else []
+    transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes) if moving else 0
+    if context.attention is None:
+        return transit
+    is_quantized = resolved.kv_dtype != resolved.dtype
+    return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, total, is_quantized=is_quantized)
+
+
 def _plan_memory(
-    resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory, transit: int
+    resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory, further: int
 ) -> MemoryPlan | None:
     """The prediction that the start is compared with; None where it says that too little memory is
     free."""
     if not weights:  # a model that builds its layers while it loads
         return None
     try:
-        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before, transit)
+        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before, further)
     except CapacityError:
         return None
 

@@ -116,7 +116,10 @@ class HybridAttention(AttentionBackend):
 
     def __init__(self, extends: AttentionBackend, decodes: AttentionBackend) -> None:
         super().__init__(decodes.context)
-        self.capabilities = decodes.capabilities  # type: ignore[misc]  # a class attribute of other backends
+        prompts = extends.capabilities
+        self.capabilities = replace(  # type: ignore[misc]  # a class attribute of other backends
+            decodes.capabilities, expanded_bytes=prompts.expanded_bytes, dequantized_bytes=prompts.dequantized_bytes
+        )
         self._extends = extends
         self._decodes = decodes
         self.backends = (extends, decodes)

@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 
+PROMPT_PART = 40  # dequantized keys take at most one part of so many of the device's memory
+
 AttentionKind = Literal["mha", "mla"]
 Phase = Literal["extend", "decode", "mixed", "verify"]
 
@@ -115,6 +117,8 @@ class AttentionCapabilities:
     shared_prefixes: bool = False  # decodes read a prefix that rows share once
     device_lengths: bool = False  # lengths are read on the device; those of `HostView` may be bounds
     stores_kv: bool = False  # True: `run` writes K and V itself; False: the layer stores them before `run`
+    expanded_bytes: int = 0  # mla: most that the expanded latents of a step's prompts take in a layer
+    dequantized_bytes: int = 0  # mha, a quantized cache: most that the keys and values of a step's prompts take in a layer when dequantized
     compiles_at_start: bool = False  # `prepare` may take minutes the first time; another backend may serve meanwhile
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
@@ -131,6 +135,13 @@ class AttentionCapabilities:
         ]
         found = {m.device_name: m.speed for m in fits if m.group is None}
         return found | {m.device_name: m.speed for m in fits if m.group is not None and m.group == requirements.group}
+
+    def bound_prompt_bytes(self, kind: AttentionKind, memory: int, *, is_quantized: bool) -> int:
+        """Most bytes that a step's prompts take for keys in another form than the cache's, on a
+        device with `memory` bytes. is_quantized: the cache is."""
+        if kind == "mla":
+            return self.expanded_bytes
+        return min(self.dequantized_bytes, memory // PROMPT_PART) if is_quantized else 0
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
         """All reasons why these capabilities do not meet `requirements`; empty: they do."""

@@ -72,15 +72,15 @@ class MemoryPlan:
 
 
 def plan_memory(
-    resolved: Resolved, limits: Limits, dtype: torch.dtype, geometry: KVGeometry, weights: int, before: DeviceMemory, transit: int = 0
+    resolved: Resolved, limits: Limits, dtype: torch.dtype, geometry: KVGeometry, weights: int, before: DeviceMemory, further: int = 0
 ) -> MemoryPlan:
     """The memory of a rank with `weights` bytes of the model, on a device in the state `before`.
-    `transit`: bytes of moving experts, a part of the activations. Raises CapacityError if the KV
-    cache does not fit."""
+    `further`: bytes of a step besides `activation_bytes`, a part of the activations. Raises
+    CapacityError if the KV cache does not fit."""
     config, ranks = resolved.model, resolved.plan.num_devices if before.is_shared else 1
     total, free = before.total // ranks, before.free // ranks
     others = 0 if before.is_shared else total - free
-    activations = activation_bytes(config, limits, dtype) + transit
+    activations = activation_bytes(config, limits, dtype) + further
     memory = Memory(total, free - weights, others + weights, activations, before.is_shared)
     pages = plan_pages(geometry, limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     tokens = (pages - RESERVED_PAGES) * resolved.page_size

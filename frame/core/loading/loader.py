@@ -77,9 +77,10 @@ def load_model(
         allocate_parameters(model, context.device)
     with report.measure_phase("load"):
         load_weights(model, checkpoint, progress=context.tp.rank == 0, platform=context.platform)
-        context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized
+        context.platform.release_memory()  # so that no packed weight is put between freed blocks
     with report.measure_phase("finish"):
         finish_modules(model)
+        context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized
     report.bytes = count_bytes(model)
     model.eval().requires_grad_(False)
     return model, report

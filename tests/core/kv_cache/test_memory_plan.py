@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from frame.core.config.schema import FrameConfig
+from frame.core.execution import components
 from frame.core.interfaces.platform import DeviceMemory
 from frame.core.kv_cache import memory_plan
 from frame.core.kv_cache.memory_plan import TOLERANCE, MemoryPlan
+from frame.core.loading import loader
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.tools.plan.planner import plan_deployment
+from frame.plugins.platforms.cpu import CpuPlatform
 from frame.testing.checkpoints import make_checkpoint
 
 GIB = 1 << 30
@@ -62,6 +65,27 @@ def test_a_start_logs_a_prediction_that_is_off(monkeypatch: pytest.MonkeyPatch, 
     with caplog.at_level(logging.WARNING):
         build_rank(prepared.resolved, prepared.registry)
     assert "the memory plan predicts 1,900 tokens for the KV cache; it is 2,048" in caplog.text
+
+
+def test_unused_memory_is_given_back_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an earlier engine before the first measurement, that of packed weights before the
+    second."""
+    events: list[str] = []
+
+    def record(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (events.append(name), real(*given))[1])
+
+    for owner, name in (
+        (CpuPlatform, "release_memory"), (CpuPlatform, "measure_memory"), (loader, "finish_modules"), (components, "plan_pages"),
+    ):  # fmt: skip
+        record(owner, name)
+    prepared = prepare(FrameConfig.model_validate({"cache": {"max_total_tokens": 2048}}))
+    events.clear()
+    build_rank(prepared.resolved, prepared.registry)
+    assert events[:2] == ["release_memory", "measure_memory"]
+    start = events.index("finish_modules")
+    assert events[start : start + 4] == ["finish_modules", "release_memory", "measure_memory", "plan_pages"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.execution.components import Loaded, Parts, build_context, prepare_drafter
+from frame.core.execution.components import Loaded, Parts, build_context, count_further_bytes, prepare_drafter
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.collective import CollectiveContext, LocalGroup
 from frame.core.interfaces.model import ModelContext
@@ -28,7 +28,6 @@ from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import count_bytes
 from frame.core.loading.model_config import find_model
-from frame.core.parallel.expert_moves import count_transit_bytes, list_movable
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format
 from frame.entrypoints.tools.bench.floors import ModelCost
@@ -271,9 +270,8 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
     draft_bytes = 0 if draft is None else count_bytes(draft)
     uniform = kv_geometry(resolved.model, plan.attention_tp, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, draft)
-    moving = list_movable(model) if plan.balances_experts else []
-    transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes) if moving else 0
-    found = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, memory, transit)
+    further = count_further_bytes(resolved, model, context, memory.total)
+    found = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, memory, further)
     return replace(found, drafter=draft_bytes)
 
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from frame.core.config.schema import FrameConfig, SpeculativeSection
 from frame.core.errors import ConfigError
+from frame.core.execution.components import limits_of
+from frame.core.kv_cache.capacity import GIB, activation_bytes
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.tools.plan.machines import CARDS, parse_machine, recognise
 from frame.entrypoints.tools.plan.planner import DeploymentPlan, Target, plan_deployment, try_plans
@@ -46,6 +49,19 @@ def test_deepseek_on_eight_h200(plan: DeploymentPlan) -> None:
     assert memory.tokens == pytest.approx(memory.cache / memory.bytes_per_token, rel=1e-3)
     assert plan.largest_context == 163840
     assert plan.count_requests(memory.tokens // 10) == 10
+
+
+def test_keys_of_prompts_in_another_form_are_planned(plan: DeploymentPlan, tmp_path: Path) -> None:
+    """Latents are expanded; keys of a quantized cache are dequantized."""
+
+    def count(found: DeploymentPlan) -> int:
+        return found.memory.activations - activation_bytes(found.resolved.model, limits_of(found.resolved), torch.bfloat16)
+
+    assert count(plan) == 2 * GIB
+    config = llama(tmp_path, tp=4)
+    for name, expected in ((None, 0), ("int8", GIB)):
+        cached = config.model_copy(update={"cache": config.cache.model_copy(update={"kv_dtype": name})})
+        assert count(plan_deployment(cached, parse_machine("4xh100"))) == expected
 
 
 def test_lower_bounds_follow_from_bytes_and_operations(plan: DeploymentPlan) -> None:
