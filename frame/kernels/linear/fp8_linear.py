@@ -189,8 +189,8 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     """The plan for `rows` (1 … 64) times weights [outputs, inputs] with one scale per `columns`
     inputs (0: one scale per output).
 
-    The thresholds are the fastest measured on an H200 for the products of Llama 3.1 8B
-    (docs/performance.md).
+    The thresholds are the fastest measured on an H200 for the products of Llama 3.1 8B and, up to
+    16 rows, of Qwen3 14B (docs/performance.md).
     """
     if INTERPRETED:
         return Plan(32, 64, 1, split=2 if inputs >= 256 else 1)
@@ -207,6 +207,10 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     split = min(most, 8 if tiles <= 32 else 4 if tiles <= 128 else 2)
     if step == 128:
         return Plan(64, step, 8 if rows <= 16 and tiles <= 64 else 6, split)
+    if rows <= 16 and 96 < tiles <= 128:
+        return Plan(64, step, 4, min(most, 2))
+    if rows <= 16 and 64 < tiles <= 96 and inputs >= 8192:
+        return Plan(64, step, 4, min(most, 3))
     return Plan(64, step, 4 if tiles <= 64 else 3, split)
 
 
