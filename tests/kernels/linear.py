@@ -128,7 +128,7 @@ def test_plans_that_exceed_shared_memory_use_pytorch() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, MAX_ROWS])
 def test_large_weights_are_streamed_where_supported(rows: int) -> None:
-    for outputs, inner, gated in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False)):
+    for outputs, inner, gated in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False), (3072, 4096, False), (4096, 2048, False)):
         some = choose_plans(outputs, inner, gated, streams=True)[rows]
         assert some is not None
         assert some.kernel == "stream"

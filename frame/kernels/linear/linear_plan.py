@@ -14,6 +14,7 @@ from typing import Literal
 MAX_ROWS = 64
 _SMALL = 12 << 20  # weights (elements); larger weights and more rows use the kernels that go through shared memory
 _TINY = 4 << 20  # the same limit for nine rows and more
+_STREAMED = 8 << 20  # weights (elements) that `stream` takes at least; of gate and up, more than _SMALL
 _FEW = 2304  # outputs of small projections
 _SHORT = 1024  # inputs
 _LONG = 4096
@@ -124,7 +125,7 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
     """The `stream` plan: equal slices of outputs, in one wave or in whole waves. `outputs` counts
     those of the result."""
     parts = 2 if gated else 1
-    if outputs * inner * parts <= _SMALL or outputs % _SLICES:
+    if outputs * inner * parts < (_SMALL + 1 if gated else _STREAMED) or outputs % _SLICES:
         return None
     # e.g. Qwen3-14B: the `vector` kernel already reaches the memory bandwidth for one row
     if rows == 1 and inner % 2048:
@@ -141,10 +142,10 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
 
 
 def _share(outputs: int) -> int | None:
-    """Outputs per slice: at most 64, in at most four waves, or up to 136 if at most three
+    """Outputs per slice: 24 to 64, in at most four waves, or up to 136 if at most three
     power-of-two boxes of 8 rows or more make it up."""
     for rounds in range(-(-outputs // 64), _MOST_ROUNDS + 1):
-        if outputs % (8 * rounds) == 0 and outputs // rounds >= 32:
+        if outputs % (8 * rounds) == 0 and outputs // rounds >= 24:
             return outputs // rounds
     return outputs if 64 < outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None
 
