@@ -8,11 +8,14 @@ variant for the whole run, and the step's part of it once per step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from frame import kernels
 from frame.attention_backends.triton.extend_kernel import extend_kernel
 from frame.attention_backends.triton.operands import Operands, compute_scales, get_window, or_unused
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
@@ -24,6 +27,11 @@ from frame.kernels.launch import PreparedLaunch
 if TYPE_CHECKING:
     from frame.attention_backends.triton.plan import StepPlan
     from frame.core.interfaces.batch import ForwardBatch
+
+
+# query-key pairs of all heads, from which on `expanded_extend` is used where it can: its launch
+# takes the host longer
+_PAIRS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +69,7 @@ class ExtendLauncher:
         self._limits, self._device = device_limits, device
         # the TMA unit of compute capability 9.0 and later loads boxes of consecutive rows
         self._has_tma = INTERPRETED or (device.type == "cuda" and nvidia.get_compute_capability(device) >= (9, 0))
+        self._has_gluon = not INTERPRETED and kernels.supports_tma_streaming(device)
         self._variants: dict[tuple[Any, ...], ExtendVariant] = {}
         # by layer and strides
         self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, ExtendVariant, tuple[float, float]]] = {}
@@ -83,6 +92,10 @@ class ExtendLauncher:
         """
         if ragged is not None and not plan.has_prefixes:
             cached = None
+        if ragged is not None and key_starts is not None and self._takes_expanded(spec, ragged, batch, plan):
+            rows = batch.query_starts, batch.seq_lens, key_starts
+            _expanded().attend_prompts(ragged, out, plan.get_tiles(_expanded().QUERIES), rows, plan.num_decodes, spec.scale)
+            return
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
@@ -111,10 +124,19 @@ class ExtendLauncher:
             step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))
         step.launch(step.grid, tensors, numbers)
 
+    def _takes_expanded(self, spec: AttentionSpec, ragged: Operands, batch: ForwardBatch, plan: StepPlan) -> bool:
+        """Whether `expanded_extend` computes this step's extends of a layer."""
+        return plan.num_pairs * spec.num_heads >= _PAIRS and batch.get(TreeMask) is None and self._can_run_expanded(spec, ragged)
+
+    def _can_run_expanded(self, spec: AttentionSpec, ragged: Operands) -> bool:
+        return self._has_gluon and ragged.can_use_tma and ragged.is_aligned and _expanded().can_run(spec, ragged)
+
     def _find_variant(
         self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor, trees: bool
     ) -> ExtendVariant:
         """The variant of a layer that was not seen before."""
+        if ragged is not None and self._can_run_expanded(spec, ragged):
+            _expanded().prepare(out.dtype, self._device)  # at start-up, so that no long prompt waits for it
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
@@ -162,6 +184,13 @@ class ExtendLauncher:
         launch = PreparedLaunch(extend_kernel, example, constants, self._device, tile.warps)
         variant.launches[tile, use_tma] = launch
         return launch
+
+
+@cache
+def _expanded() -> ModuleType:
+    from frame.attention_backends.triton import expanded_extend
+
+    return expanded_extend
 
 
 def _retarget(box: TensorDescriptor | None, part: torch.Tensor | None, instead: torch.Tensor) -> TensorDescriptor | torch.Tensor:
