@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=256, help="largest batch of a CUDA graph, in tokens")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a measurement; of an adaptive one three times as long")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no batch is begun")
-    parser.add_argument("--profile", action="store_true", help="print the kernels' times at the greatest fixed length, and nothing else")
+    parser.add_argument("--profile", action="store_true", help="print the kernels' times at the greatest length or of the first tree")
     parser.add_argument("--apart", action="store_true", help="each row reads its keys alone, in one draft too (share_prefixes: false)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model instead of Llama-3.1-8B's shape")
@@ -227,6 +227,12 @@ def main() -> None:
             args.out.write_text(json.dumps({"settings": {**vars(args), "out": None}, "results": found}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
+        if args.profile and args.trees:
+            width, nodes = map(int, args.trees[0].split("x"))
+            loop, _ = make_loop(args, Path(folder), drafts=True, tree=(width, nodes))
+            for batch in args.batches:
+                profile(loop, args, batch)
+            return
         if args.profile:
             loop, drafter = make_loop(args, Path(folder), drafts=True)
             assert drafter is not None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView
-from frame.core.sampling.gumbel_race import score_all
+from frame.core.sampling.gumbel_race import GROUP, find_greatest_noise, find_heights, find_noise
 from frame.core.sampling.sampler import draw_plain, row_max
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.device_drafter import DraftModel
     from frame.core.sampling.draft_plan import DraftingPlan
+
+SEARCHED = 32  # groups of tokens of a branch, at least as many as branches of a tree
 
 
 @dataclass(slots=True)
@@ -63,17 +65,31 @@ class DraftPasses:
 
     def rank(self, rows: DraftRows, states: torch.Tensor, place: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest next tokens of each branch: their log-probabilities, and their ids. Where
-        tokens are drawn, tokens that the race with the keys of the position places first are the
-        likelier ones. states: [rows, branches, width]. -> [rows, branches, count] each."""
+        tokens are drawn, they race with the keys of the position, and those that come first are the
+        likelier ones. Only tokens of the SEARCHED groups that may have the greatest scores are
+        examined: a sort of a whole vocabulary takes longer than a pass. states: [rows, branches,
+        width]. -> [rows, branches, count] each."""
         logits = self.model.compute_logits(states.flatten(0, 1), place).float()
+        heights, vocab = find_heights(logits), logits.shape[1]
+        keys, is_drawn = None, None
+        bounds, scale = heights, torch.ones_like(heights[:, :1])
         if rows.temperature is not None and rows.keys is not None:
-            columns = (rows.columns + place).unsqueeze(1).expand(states.shape[:2])
-            temperature = rows.temperature.repeat_interleave(states.shape[1])
+            keys = rows.keys.gather(1, (rows.columns + place).unsqueeze(1)).expand(states.shape[:2]).flatten()
+            temperature = rows.temperature.repeat_interleave(states.shape[1]).unsqueeze(1)
             is_drawn = temperature > 0
-            scores = score_all(logits, torch.where(is_drawn, temperature, 1.0), rows.keys.gather(1, columns).flatten())
-            logits = torch.where(is_drawn.unsqueeze(1), scores * math.log(2.0), logits)
-        values, ids = logits.log_softmax(-1).nan_to_num(nan=-torch.inf).topk(count)
-        return self._agree(values).view(*states.shape[:2], count), self._agree(ids).view(*states.shape[:2], count)
+            scale = torch.where(is_drawn, temperature, 1.0)
+            bounds = heights / scale + find_greatest_noise(keys, heights.shape[1]) * is_drawn
+        groups = bounds.topk(min(SEARCHED, bounds.shape[1]), sorted=False).indices
+        ids = (groups.unsqueeze(2) * GROUP + torch.arange(GROUP, device=groups.device)).flatten(1)
+        values = logits.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -torch.inf)
+        best = heights.amax(1, keepdim=True)
+        values = values - best - (logits - best).exp_().sum(1, keepdim=True).log_()
+        if keys is not None and is_drawn is not None:
+            raced = ((values / scale + find_noise(keys, ids)) * math.log(2.0)).log_softmax(1)
+            values = torch.where(is_drawn, raced, values)
+        values, order = values.nan_to_num_(nan=-torch.inf).topk(count)
+        shape = *states.shape[:2], count
+        return self._agree(values).view(shape), self._agree(ids.gather(1, order)).view(shape)
 
     def make_batch(self, rows: DraftRows, host_lens: np.ndarray, host_slots: np.ndarray) -> ForwardBatch:
         """A pass over one token of each row, without a plan. A token beyond the pages of its row is

@@ -164,24 +164,33 @@ class _Race:
 
 
 def _draw_from_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor | None) -> torch.Tensor:
-    return score_all(logits, temperature, keys, limits).argmax(dim=-1)
-
-
-def score_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor | None = None) -> torch.Tensor:
-    """The score of every token of the race, float32 [rows, vocab], in units of ln 2; the greatest
-    one wins. In tensor operations, without a wait for the device. Arguments: as of `draw`."""
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    groups = torch.arange(-(-len(columns) // GROUP), device=logits.device)
-    words = _hash_on_device(keys, -1 - groups * 2)
-    least = torch.log1p((words.double() + 0.5) * -(2.0**-32)).mul_(-1.0 / math.log(2.0) / GROUP).float()
-    leaders = (_hash_on_device(keys, -2 - groups * 2) >> _LEADER_SHIFT) + groups * GROUP
-    own = ((_hash_on_device(keys, columns) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
-    group = columns // GROUP
-    own.masked_fill_(leaders.index_select(1, group) == columns, 0.0)
+    """`draw` in tensor operations, without a wait for the device, by examining every token."""
     scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
     if limits is not None:
         scores.masked_fill_(scores < limits.unsqueeze(1), -torch.inf)
-    return scores.sub_(least.index_select(1, group).sub_(own).log2_())
+    return scores.add_(find_noise(keys, torch.arange(logits.shape[1], device=logits.device))).argmax(dim=-1)
+
+
+def find_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The noise of some tokens, float32 [n, m], in units of ln 2. keys: int64 [n]. tokens: int64
+    [m] or [n, m]."""
+    groups = tokens // GROUP
+    least = _find_least(keys, groups)
+    leaders = (_hash_on_device(keys, -2 - groups * 2) >> _LEADER_SHIFT) + groups * GROUP
+    own = ((_hash_on_device(keys, tokens) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
+    return least.sub_(own.masked_fill_(leaders == tokens, 0.0)).log2_().neg_()
+
+
+def find_greatest_noise(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """The greatest noise of each group, float32 [n, num_groups], in units of ln 2. keys: int64
+    [n]."""
+    return _find_least(keys, torch.arange(num_groups, device=keys.device)).log2_().neg_()
+
+
+def _find_least(keys: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """See `_Race`; groups: int64 [m] or [n, m]. -> float32 [n, m]."""
+    words = _hash_on_device(keys, -1 - groups * 2)
+    return torch.log1p((words.double() + 0.5) * -(2.0**-32)).mul_(-1.0 / math.log(2.0) / GROUP).float()
 
 
 def _hash_on_device(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

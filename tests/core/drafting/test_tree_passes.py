@@ -68,7 +68,7 @@ def test_trees_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_likeliest_token_is_the_one_that_is_drawn(temperature: float) -> None:
     numbers = torch.Generator().manual_seed(5)
-    logits = torch.randn(2, 3, 200, generator=numbers)
+    logits = torch.randn(2, 3, 5000, generator=numbers)
     keys = torch.from_numpy(draw_keys(np.array([7, 9]), np.array([3, 4])))
     model: Any = SimpleNamespace(compute_logits=lambda states, place: states)
     unused: Any = SimpleNamespace(backend=None, table=None, kv=None)
