@@ -159,12 +159,6 @@ class NoGrammars(GrammarBackend):
     def compile(self, kind: str, source: str) -> CompiledGrammar:
         raise ValueError(f"{kind} needs a tokenizer of the tokenizers library, and this checkpoint's is Python code; leave it out")
 
-    def dump(self, compiled: CompiledGrammar) -> bytes:
-        return b""
-
-    def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
-        return self.compile(kind, source)
-
 
 def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) -> None:
     """Compile grammars until standard input closes. `load` returns the backend; tests replace

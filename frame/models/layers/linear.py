@@ -207,7 +207,7 @@ class HeadLayout:
 
     def get_ranges(self) -> list[Range]:
         """The output ranges of the query, key and value layers."""
-        return [_times(self.queries, self.head_dim), _times(self.keys, self.head_dim), _times(self.keys, self.v_head_dim)]
+        return [scale_range(self.queries, self.head_dim), scale_range(self.keys, self.head_dim), scale_range(self.keys, self.v_head_dim)]
 
 
 def split_range(context: BuildContext, what: str, size: int) -> Range:
@@ -220,5 +220,6 @@ def split_range(context: BuildContext, what: str, size: int) -> Range:
     return Range.split(size, context.tp.rank, context.tp.size)
 
 
-def _times(heads: Range, size: int) -> Range:
+def scale_range(heads: Range, size: int) -> Range:
+    """The range of the entries of `heads`, each of `size` entries."""
     return Range(heads.full * size, heads.start * size, heads.size * size)

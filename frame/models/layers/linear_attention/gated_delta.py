@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from frame.kernels.linear_attention import MixLayout
-from frame.models.layers.linear import ColumnLinear, RowLinear, split_range
+from frame.models.layers.linear import ColumnLinear, RowLinear, scale_range, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
 from frame.models.layers.linear_attention.gated_norm import GatedNorm
 from frame.models.layers.linear_attention.mixer import StateMixer
@@ -130,8 +130,3 @@ def build_by_head(name: str, heads: Range) -> ShardedParameter:
     parameter = ShardedParameter(torch.empty(heads.size, dtype=torch.float32), ShardRule(output=0))
     parameter.bind(name, heads)
     return parameter
-
-
-def scale_range(heads: Range, size: int) -> Range:
-    """The range of the entries of `heads`, each of `size` entries."""
-    return Range(heads.full * size, heads.start * size, heads.size * size)

@@ -13,9 +13,9 @@ from torch import nn
 
 from frame.core.interfaces.batch import ForwardBatch
 from frame.kernels.linear_attention import MixLayout
-from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, split_range
+from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, scale_range, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
-from frame.models.layers.linear_attention.gated_delta import build_by_head, scale_range
+from frame.models.layers.linear_attention.gated_delta import build_by_head
 from frame.models.layers.linear_attention.gated_norm import GatedNorm
 from frame.models.layers.linear_attention.mixer import StateMixer
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from frame.kernels.linear_attention import MixLayout
-from frame.models.layers.linear import ColumnLinear, RowLinear, split_range
+from frame.models.layers.linear import ColumnLinear, RowLinear, scale_range, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
-from frame.models.layers.linear_attention.gated_delta import build_by_head, scale_range
+from frame.models.layers.linear_attention.gated_delta import build_by_head
 from frame.models.layers.linear_attention.gated_norm import GatedNorm
 from frame.models.layers.linear_attention.mixer import StateMixer
 

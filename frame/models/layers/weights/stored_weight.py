@@ -18,7 +18,7 @@ from frame.core.interfaces.weight_format import Axis, LayerFormat, PackedWeight,
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.model import LazyTensor
+    pass
 
 PLAIN = "weight"  # name of an unquantized weight after the layer's name
 
@@ -174,9 +174,6 @@ class RoundedParameter(ShardedParameter):
 
     def write(self, part: Part, value: torch.Tensor) -> None:
         self.owner.write_rounded(part, value.to(self.device))
-
-    def load(self, name: str, tensor: LazyTensor) -> None:
-        super().load(name, tensor)
 
 
 def join(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
