@@ -147,6 +147,12 @@ def test_plugins_new_refuses_a_name_that_is_taken(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_without_its_flag_gets_a_hint() -> None:
+    result = frame("serve", "frame-tiny")
+    assert result.exit_code == 2
+    assert "extra argument (frame-tiny); name the model with --model" in result.output
+
+
 def test_config_check_says_what_would_run(model: Path) -> None:
     result = frame("config", "check", "--model", model, "--device", "cpu")
     assert result.exit_code == 0, result.output

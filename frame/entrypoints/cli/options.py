@@ -27,6 +27,14 @@ class SettingOption(click.Option):
 class ConfigCommand(click.Command):
     """A command whose help lists its own options first, then the settings' flags by section."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if not error.message.startswith("Got unexpected extra argument"):
+                raise
+            raise click.UsageError(f"{error.message}; name the model with --model", ctx) from None  # as other servers take it
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
