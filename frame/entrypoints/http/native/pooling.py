@@ -35,6 +35,9 @@ class PoolingRequestFields(RequestOptions):
     user: str | None = None
     truncate_prompt_tokens: int | None = None
 
+    def sent_name(self, parameter: str) -> str:
+        return "input" if parameter == "prompt" and "input" in type(self).model_fields else parameter
+
     def truncate_length(self, services: Services) -> int | None:
         """The length in tokens to which texts are cut; None: longer texts are refused.
 
