@@ -26,11 +26,12 @@ def word_axis(of: str, bits: int) -> Axis:
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [..., n] -> uint8 [..., 32 n / bits]: a stream of bits, the lowest first. `bits` is at
     most 8; for others than 2, 4 and 8, n is a multiple of `bits`."""
-    if bits == 8:
-        return words.contiguous().view(torch.uint8)
     if _WORD % bits == 0:
+        octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # `contiguous` keeps the stride of one word
+        if bits == 8:
+            return octets
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-        return (words.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
+        return (octets.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
     groups = words.long().bitwise_and_(0xFFFFFFFF).unflatten(-1, (-1, bits))
     starts = torch.arange(0, _WORD * bits, bits, device=words.device)
     first, offset = starts // _WORD, starts % _WORD

@@ -110,6 +110,29 @@ def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int =
     return weight
 
 
+def decode_shares(layout: LayerFormat, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The dequantized weight of a layer, and of each of two experts with its tensors, from one rank
+    and from two, which share outputs or inputs."""
+    found = []
+    for experts, (ranks, axis) in itertools.product((0, 2), ((1, 0), (2, 0), (2, 1))):
+        shares = []
+        for rank in range(ranks):
+            share = Range.split((OUTPUTS, INPUTS)[axis], rank, ranks)
+            output, inner = (share, Range.whole(INPUTS)) if axis == 0 else (Range.whole(OUTPUTS), share)
+            module = nn.Module()
+            stored = StoredWeight(module, layout, WeightSizes(inner.size, INPUTS, (output.size,), experts), torch.float32)
+            for expert in range(experts or 1):
+                stored.bind(0, f"{expert}", output, inner, expert if experts else None)
+            named = [(f"{expert}.{name}", tensor) for expert in range(experts or 1) for name, tensor in tensors.items()]
+            missing = dict(module.named_parameters()).keys() - load_parameters(module, named, CompressedTensors.ignored_weights)
+            assert not missing
+            (weight,) = stored.decode()
+            check_form(weight, output.size, inner.size, (experts,) if experts else ())
+            shares.append([(weight.expert(expert) if experts else weight).dequantize(dtype) for expert in range(experts or 1)])
+        found += [torch.cat(parts, axis) for parts in zip(*shares, strict=True)]
+    return found
+
+
 @pytest.fixture(scope="module")
 def written() -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
     """Tensors by scheme that compressed-tensors wrote, and digests of what it reads from them."""
@@ -130,9 +153,8 @@ def test_dequantization_equals_compressed_tensors(name: str, written: Any) -> No
         values = {**SCHEMES[name], "format": None}
         group = {"weights": values, "format": SCHEMES[name]["format"]}
         layout = read_scheme("group", group, {}, torch.bfloat16)
-    weight = decode(layout, parts[name])
-    dtype = getattr(torch, digests[name].split()[0])
-    assert digest(weight.dequantize(dtype)) == digests[name]
+    for dense in decode_shares(layout, parts[name], getattr(torch, digests[name].split()[0])):
+        assert digest(dense) == digests[name]
 
 
 def test_dequantization_equals_torchao() -> None:
@@ -141,8 +163,9 @@ def test_dequantization_equals_torchao() -> None:
         digests, types = (json.loads(file.metadata()[key]) for key in ("digests", "types"))
     for name, expected in digests.items():
         layout = TorchAo(FormatContext(torch.bfloat16, {"quant_type": types[name]})).describe_layer("layer", "linear")
-        weight = decode(layout, {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")})
-        assert digest(weight.dequantize(torch.bfloat16)) == expected, name
+        own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        for dense in decode_shares(layout, own, torch.bfloat16):
+            assert digest(dense) == expected, name
 
 
 def test_torchao_says_whether_inputs_are_rounded() -> None:
