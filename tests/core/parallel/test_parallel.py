@@ -250,6 +250,35 @@ def test_two_stages(models: dict[str, Model], architecture: str, parallel: Any, 
     models[architecture].check(tmp_path, 65_536, parallel=parallel, scheduler=scheduler)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "parallel"),
+    [
+        ("LlamaForCausalLM", {"tp": 4}),
+        ("LlamaForCausalLM", {"pp": 2}),
+        ("Qwen3MoeForCausalLM", {"pp": 2}),
+        pytest.param("DeepseekV3ForCausalLM", {"pp": 2}, marks=pytest.mark.soak),
+        pytest.param("DeepseekV3ForCausalLM", {"tp": 4}, marks=pytest.mark.soak),
+        pytest.param("Qwen3MoeForCausalLM", {"tp": 4}, marks=pytest.mark.soak),
+        pytest.param("Qwen3MoeForCausalLM", {"tp": 2, "ep": 2}, marks=pytest.mark.soak),
+        pytest.param("LlamaForCausalLM", {"tp": 2, "pp": 2}, marks=pytest.mark.soak),
+        pytest.param("DeepseekV3ForCausalLM", {"tp": 2, "pp": 2}, marks=pytest.mark.soak),
+        pytest.param("Qwen3MoeForCausalLM", {"tp": 2, "pp": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_plans_with_few_pages(models: dict[str, Model], architecture: str, parallel: dict[str, int], tmp_path: Path) -> None:
+    """With overlap, chunks, prefix hits and preemption."""
+    model = models[architecture]
+
+    def act(loop: LocalLoop) -> dict[str, int]:
+        loop.scheduler._planner._growth_reserve = 1  # pages that running requests need are not kept free
+        for _ in range(2):
+            assert loop.generate(PROMPTS, TOKENS) == model.tokens
+        return {**loop.stats, **loop.scheduler.get_load()}
+
+    counts = generate_with(prepared_for(model.folder, 160, parallel=parallel), tmp_path, act)
+    assert counts["preempted"] > 0 and counts["cached"] > 0
+
+
 @pytest.mark.parametrize(("architecture", "parallel"), [("LlamaForCausalLM", {"pp": 2}), ("NemotronHForCausalLM", {"pp": 2})])
 def test_stages_replay_decode_graphs(
     models: dict[str, Model], architecture: str, parallel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
