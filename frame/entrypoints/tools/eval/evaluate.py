@@ -85,7 +85,7 @@ class Report:
         for score in self.tasks:
             lines.append(_table_line(score.name, score))
             if score.name == "recall":
-                lines += [_table_line(f"  {part.name} tokens", part) for part in self.recall_by_length]
+                lines += [_table_line(f"  {part.name} tokens", part) for part in self.recall_by_length if part.samples]
         first_error = next((item.error for item in self.outcomes if item.error), "")
         return "\n".join([*lines, *([f"first error: {first_error}"] if first_error else [])])
 

@@ -68,7 +68,7 @@ def parse_machine(text: str) -> Machine:
     found = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", text.strip().lower())
     name = found[2] if found else text
     if found is None or name not in CARDS or found[1] == "0":
-        hint = did_you_mean(name, CARDS)
+        hint = did_you_mean(name, CARDS) if name not in CARDS else ""
         raise ConfigError(f"--machine is {text!r}; write COUNTxCARD, such as 8xh200, with a card of {', '.join(CARDS)}{hint}")
     return Machine(int(found[1] or 1), CARDS[name])
 

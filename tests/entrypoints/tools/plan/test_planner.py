@@ -119,6 +119,8 @@ def test_the_command_prints_the_plan() -> None:
     refused = runner.invoke(cli, ["plan", "--requests", "4"])
     assert refused.exit_code == 78
     assert "--machine" in refused.output
+    refused = runner.invoke(cli, ["plan", "--context", "4096"])
+    assert (refused.exit_code, "--context is part of a target; add --requests" in refused.output) == (78, True)
 
 
 def test_the_model_of_a_drafter_is_counted(tmp_path: Path) -> None:
