@@ -40,6 +40,7 @@ from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 from frame.testing.packed_weights import check_form
 from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
+from tests.quantization import write_gptq
 from tests.quantization.checkpoints import DIALECTS, make_pair
 from tests.quantization.write_compressed_tensors import DATA, INPUTS, OUTPUTS, SCHEMES, digest
 from tests.quantization.write_torchao import TORCHAO
@@ -110,15 +111,17 @@ def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int =
     return weight
 
 
-def decode_shares(layout: LayerFormat, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def decode_shares(
+    layout: LayerFormat, tensors: dict[str, torch.Tensor], dtype: torch.dtype, outputs: int = OUTPUTS
+) -> list[torch.Tensor]:
     """The dequantized weight of a layer, and of each of two experts with its tensors, from one rank
     and from two, which share outputs or inputs."""
     found = []
     for experts, (ranks, axis) in itertools.product((0, 2), ((1, 0), (2, 0), (2, 1))):
         shares = []
         for rank in range(ranks):
-            share = Range.split((OUTPUTS, INPUTS)[axis], rank, ranks)
-            output, inner = (share, Range.whole(INPUTS)) if axis == 0 else (Range.whole(OUTPUTS), share)
+            share = Range.split((outputs, INPUTS)[axis], rank, ranks)
+            output, inner = (share, Range.whole(INPUTS)) if axis == 0 else (Range.whole(outputs), share)
             module = nn.Module()
             stored = StoredWeight(module, layout, WeightSizes(inner.size, INPUTS, (output.size,), experts), torch.float32)
             for expert in range(experts or 1):
@@ -166,6 +169,18 @@ def test_dequantization_equals_torchao() -> None:
         own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
         for dense in decode_shares(layout, own, torch.bfloat16):
             assert digest(dense) == expected, name
+
+
+def test_dequantization_equals_auto_gptq() -> None:
+    tensors = load_file(write_gptq.GPTQ)
+    with safe_open(write_gptq.GPTQ, "pt") as file:
+        digests = json.loads(file.metadata()["digests"])
+    for name, (bits, ordered) in write_gptq.SCHEMES.items():
+        config = {"bits": bits, "group_size": write_gptq.GROUP, "desc_act": ordered}
+        layout = Gptq(FormatContext(torch.float16, config)).describe_layer("layer", "linear")
+        own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.partition(".")[0] == name}
+        for dense in decode_shares(layout, own, torch.float16, write_gptq.OUTPUTS):
+            assert digest(dense) == digests[name], name
 
 
 def test_torchao_says_whether_inputs_are_rounded() -> None:
