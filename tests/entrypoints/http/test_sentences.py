@@ -28,6 +28,7 @@ CASES: list[tuple[str, Any, int, str, str | None]] = [
      "text.format and regex exclude each other; keep one", "text.format"),
     (CHAT, {**HI, "bad_words": [""]}, 400, "bad_words holds an empty string; leave it out", "bad_words"),
     (CHAT, {**HI, "n": 1000}, 400, "n is 1000; it must be from 1 to 128", "n"),
+    (f"{CHAT}/render", {**HI, "guided_choice": [""]}, 400, "guided_choice holds an empty string; leave it out", "guided_choice"),
     (CHAT, {**HI, "temperature": "hot"}, 400, "temperature is a string; send a number", "temperature"),
     (CHAT, {**HI, "model": "gpt-4"}, 404, "the model 'gpt-4' does not exist; this server has 'frame-tiny'", "model"),
     (CHAT, {**HI, "top_logprobs": 3}, 400, "top_logprobs needs logprobs: true", "top_logprobs"),

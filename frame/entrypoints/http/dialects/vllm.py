@@ -13,9 +13,11 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
+from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import as_api_error, as_sent
 from frame.entrypoints.http.native.pooling import compute_vectors, usage
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
@@ -93,6 +95,10 @@ async def render_completion_request(request: CompletionRequest, services: Servic
 
 
 def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids: list[int], params: Any) -> dict[str, Any]:
+    try:
+        services.client.check_params(params)
+    except InvalidRequestError as error:
+        raise as_sent(as_api_error(error), request.sent_name) from None
     return {
         "request_id": f"render-{uuid.uuid4().hex}",
         "model": services.resolved.served_name,
