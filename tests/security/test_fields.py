@@ -31,7 +31,7 @@ TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
     ("custom", {"custom": {"x": LONG}}),
     ("regex", {"regex": LONG}),
     ("ebnf", {"ebnf": LONG}),
-    ("json_schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"description": LONG}}}}),
+    ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"description": LONG}}}}),
     ("rid", {"rid": "x" * (MAX_NAME_CHARS + 1)}),
     ("cache_salt", {"cache_salt": "x" * (MAX_NAME_CHARS + 1)}),
     ("messages", {"messages": MESSAGES * (MAX_MESSAGES + 1)}),

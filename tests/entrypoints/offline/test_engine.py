@@ -97,8 +97,8 @@ def test_wrong_parameters_are_refused_by_name(engine: Engine, params: Any, words
 def test_half_a_surrogate_pair_and_an_unknown_command_are_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         engine.generate("\ud800", GREEDY)
-    with pytest.raises(InvalidRequestError, match="the chat template refuses"):
-        engine.generate([{"role": "x"}], GREEDY)
+    with pytest.raises(InvalidRequestError, match="messages"):
+        engine.generate([{}], GREEDY)
     with pytest.raises(EngineError, match="no command 'nope'"):
         engine.control("nope")
 
