@@ -91,8 +91,12 @@ class Router(nn.Module):
 
     def finish(self) -> None:
         """Keep a float32 weight in the model's dtype too if that loses nothing, as in published
-        checkpoints: tensor cores then multiply exactly, and sum in float32."""
+        checkpoints: tensor cores then multiply exactly, and sum in float32. Weights that are loaded
+        again replace the values of the copy, which captured graphs read, and are rounded."""
         narrow = self.weight.data.to(self._dtype)
+        if self._narrow is not None:
+            self._narrow.copy_(narrow)
+            return
         is_exact = self.weight.is_cuda and narrow.dtype is not self.weight.dtype and torch.equal(narrow.float(), self.weight.data)
         self._narrow = narrow if is_exact else None
 

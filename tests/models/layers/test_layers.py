@@ -119,6 +119,15 @@ def route(rule: RoutingRule, scores: torch.Tensor, correction: torch.Tensor | No
     return router(scores)
 
 
+def test_a_router_loaded_again_keeps_the_address_of_its_copy() -> None:
+    """Captured graphs read the copy in the model's dtype."""
+    router = Router(CONTEXT, "gate", 4, 8, RoutingRule(2, precise=True))
+    router._narrow = copy = torch.zeros(4, 8)
+    router.weight.data = torch.randn(4, 8)
+    router.finish()
+    assert router._narrow is copy and torch.equal(copy, router.weight.data)
+
+
 def test_softmax_routing() -> None:
     logits = torch.randn(50, 8)
     probabilities = logits.softmax(-1)
