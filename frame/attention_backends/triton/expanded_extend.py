@@ -4,9 +4,9 @@ warp-specialized, persistent).
 
 Keys of 128 + 64 columns and values of 128, of which each head has its own, side by side: what a
 latent layer (DeepSeek) expands for its prompts. As FlashAttention-3 (arXiv 2407.08608), one
-producer warp loads by TMA, and of two consumer groups one multiplies while the other computes its
-softmax. Does not run under Triton's interpreter. Depends on no layer; `extend_launch` uses it where
-`can_run` holds.
+producer warp loads by TMA, and two consumer groups multiply in turns, so that one multiplies while
+the other computes its softmax. Does not run under Triton's interpreter. Depends on no layer;
+`extend_launch` uses it where `can_run` holds.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def produce(boxes, shared, rows, sizes, columns):
     """The producer warp: load each tile's queries, and its keys and values item by item, by TMA."""
     q1_boxes, q2_boxes, k1_boxes, k2_boxes, v_boxes = boxes
     q1_head, q2_head, k1_head, k2_head, v_head = columns
-    q1, q2, k1, k2, v, ready_q, free_q, ready_k, free_k, ready_v, free_v = shared
+    q1, q2, k1, k2, v, ready_q, free_q, ready_k, free_k, ready_v, free_v, _turns = shared
     STAGES: gl.constexpr = ready_k.shape[0]
     item = 0
     programs = gl.num_programs(0)
@@ -132,15 +132,22 @@ def produce(boxes, shared, rows, sizes, columns):
 
 
 @gluon.jit
-def attend_items(state, shared, first, last, items, item, position, seq_len, unit, MASKED: gl.constexpr, PART: gl.constexpr):
+def begin_turn(turns, number, PART: gl.constexpr):
+    """Wait until the other group has issued the products of its turn; `number` counts the turns."""
+    mbarrier.wait(turns.index(PART), (number & 1) ^ (1 - PART))
+
+
+@gluon.jit
+def attend_items(state, shared, first, last, items, item, turn, position, seq_len, unit, MASKED: gl.constexpr, PART: gl.constexpr):
     """The items first … last - 1 of `items`: scores, softmax in base 2, and values. `item` counts
-    the items of all tiles. MASKED: some queries do not see all keys.
+    the items of all tiles. `turn`: the group's turn in which it multiplies item 0's values, and
+    item 1's scores. MASKED: some queries do not see all keys.
 
     A last item may end behind its row: its keys are masked, and its values set to zero, since those
     of another row may not be finite.
     """
     row_max, row_sum, acc = state
-    q1, q2, k1, k2, v, _, free_q, ready_k, free_k, ready_v, free_v = shared
+    q1, q2, k1, k2, v, _, free_q, ready_k, free_k, ready_v, free_v, turns = shared
     STAGES: gl.constexpr = ready_k.shape[0]
     layout: gl.constexpr = acc.type.layout
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -151,6 +158,7 @@ def attend_items(state, shared, first, last, items, item, position, seq_len, uni
         mbarrier.wait(ready_k.index(stage), parity)
         scores = warpgroup_mma(q1.index(PART), k1.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma(q2.index(PART), k2.index(stage).permute((1, 0)), scores, is_async=True)
+        mbarrier.arrive(turns.index(1 - PART), count=1)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(free_k.index(stage), count=1)
         mbarrier.arrive(free_q.index(0), count=1, pred=k == items - 1)
@@ -172,6 +180,7 @@ def attend_items(state, shared, first, last, items, item, position, seq_len, uni
                 values.store(gl.where(inside[:, None], values.load(lines), 0.0))
             fence_async_shared()
             gl.thread_barrier()
+        begin_turn(turns, turn + k, PART)
         acc = warpgroup_mma(left, v.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free_v.index(stage), count=1)
@@ -182,7 +191,7 @@ def attend_items(state, shared, first, last, items, item, position, seq_len, uni
 def consume(out, shared, rows, sizes, unit, strides, PART: gl.constexpr):
     """A consumer group (four warps): 64 queries of each tile."""
     out_stride, out_head = strides
-    ready_q = shared[5]
+    ready_q, turns = shared[5], shared[11]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     places = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
@@ -196,8 +205,11 @@ def consume(out, shared, rows, sizes, unit, strides, PART: gl.constexpr):
         row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
         state = row_max, row_sum, gl.zeros([64, 128], gl.float32, layout)
-        state = attend_items(state, shared, 0, whole, items, item, position, seq_len, unit, False, PART)
-        state = attend_items(state, shared, whole, items, items, item, position, seq_len, unit, True, PART)
+        turn = item + number // programs
+        begin_turn(turns, turn, PART)
+        state = attend_items(state, shared, 0, whole, items, item, turn + 1, position, seq_len, unit, False, PART)
+        state = attend_items(state, shared, whole, items, items, item, turn + 1, position, seq_len, unit, True, PART)
+        mbarrier.arrive(turns.index(1 - PART), count=1)
         item += items
         inside = (first + places < query_len)[:, None]
         targets = out + (token + places).to(gl.int64)[:, None] * out_stride + (head * out_head + columns)[None, :]
@@ -246,7 +258,10 @@ def expanded_extend_kernel(
     ready_q, free_q = allocate_barriers(1, 1, 2)
     ready_k, free_k = allocate_barriers(STAGES, 1, 2)
     ready_v, free_v = allocate_barriers(STAGES, 1, 2)
-    shared = q1, q2, k1, k2, v, ready_q, free_q, ready_k, free_k, ready_v, free_v
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(2):
+        mbarrier.init(turns.index(part), count=1)
+    shared = q1, q2, k1, k2, v, ready_q, free_q, ready_k, free_k, ready_v, free_v, turns
     fence_async_shared()
     boxes = q1_boxes, q2_boxes, k1_boxes, k2_boxes, v_boxes
     rows = tiles, query_starts, seq_lens, key_starts

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # query-key pairs of all heads, from which on `expanded_extend` is used where it can: its launch
 # takes the host longer
-_PAIRS = 1 << 28
+_PAIRS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, eq=False)
