@@ -131,7 +131,7 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
     if rows == 1 and inner % 2048:
         return None
     share = _share(outputs // _SLICES)
-    if share is None:
+    if share is None or (rows == 1 and share < 24):
         return None
     warps = 4 if share <= 64 else 8
     chunks = 2 if warps == 8 else 4 if rows > 32 or gated else 8
@@ -142,10 +142,10 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
 
 
 def _share(outputs: int) -> int | None:
-    """Outputs per slice: 24 to 64, in at most four waves, or up to 136 if at most three
-    power-of-two boxes of 8 rows or more make it up."""
+    """Outputs per slice: 16 to 64, or at least 32 in two to four waves, or up to 136 if at most
+    three power-of-two boxes of 8 rows or more make it up."""
     for rounds in range(-(-outputs // 64), _MOST_ROUNDS + 1):
-        if outputs % (8 * rounds) == 0 and outputs // rounds >= 24:
+        if outputs % (8 * rounds) == 0 and outputs // rounds >= (16 if rounds == 1 else 32):
             return outputs // rounds
     return outputs if 64 < outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None
 
