@@ -279,9 +279,7 @@ def _load_scale(pointers, mask, factor, OUTER: tl.constexpr):
 def dequantize_kernel(
     codes, scales, zeros, outer, minima, out, N, K, code_stride, scale_stride,
     CODES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, HAS_MINIMA: tl.constexpr,
-    decoded: tl.constexpr,  # bfloat16, in which codes and zero points are exact, costs less than float32
-    num_warps: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, HAS_MINIMA: tl.constexpr, num_warps: tl.constexpr,
 ):  # fmt: skip
     """out[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] - minima[n, g], computed in float32.
     Grid: (tiles of outputs, tiles of inputs)."""
@@ -290,6 +288,7 @@ def dequantize_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
     first = tl.program_id(1) * BK
+    inputs = first + tl.arange(0, BK)
     lanes = tl.arange(0, BK // 2 if PACKED else BK)
     limit = (K + 31) // 32 * 16 if PACKED else K
     code_step = (first // 2 if PACKED else first) + lanes
@@ -308,20 +307,16 @@ def dequantize_kernel(
             high_scale = _load_scale(scales + at + 1, is_half, factor, OUTER)
             high_zero = load_zero(zeros, at + 1, CODES, HAS_ZEROS, is_half)
         low_zero, high_zero = repeat_blocks(low_zero, BN, BLOCKS, HALF), repeat_blocks(high_zero, BN, BLOCKS, HALF)
-        low = decode_codes(packed & 15, low_zero, CODES, decoded).to(tl.float32) * repeat_blocks(low_scale, BN, BLOCKS, HALF)
-        high = decode_codes(packed >> 4, high_zero, CODES, decoded).to(tl.float32) * repeat_blocks(high_scale, BN, BLOCKS, HALF)
-        inputs = first + lanes // HALF * 32 + lanes % HALF
+        low = decode_codes(packed & 15, low_zero, CODES, tl.float32) * repeat_blocks(low_scale, BN, BLOCKS, HALF)
+        high = decode_codes(packed >> 4, high_zero, CODES, tl.float32) * repeat_blocks(high_scale, BN, BLOCKS, HALF)
+        halves = tl.join(tl.reshape(low, (BN, BLOCKS, 16)), tl.reshape(high, (BN, BLOCKS, 16)))
+        values = tl.reshape(tl.permute(halves, (0, 1, 3, 2)), (BN, BK))
     else:
-        low = decode_codes(packed, repeat_blocks(low_zero, BN, BLOCKS, HALF), CODES, tl.float32)
-        low = low * repeat_blocks(low_scale, BN, BLOCKS, HALF)
-        high, inputs = low, first + lanes
+        values = decode_codes(packed, repeat_blocks(low_zero, BN, BLOCKS, HALF), CODES, tl.float32)
+        values = values * repeat_blocks(low_scale, BN, BLOCKS, HALF)
     if HAS_MINIMA:
-        least = repeat_blocks(tl.load(minima + at, mask=is_block, other=0.0).to(tl.float32), BN, BLOCKS, HALF)
-        low, high = low - least, high - least
-    place, is_row = out + row_of[:, None] * K + inputs[None, :], (rows < N)[:, None]
-    tl.store(place, low.to(out.dtype.element_ty), mask=is_row & (inputs < K)[None, :])
-    if PACKED:
-        tl.store(place + HALF, high.to(out.dtype.element_ty), mask=is_row & (inputs + HALF < K)[None, :])
+        values -= repeat_blocks(tl.load(minima + at, mask=is_block, other=0.0).to(tl.float32), BN, BLOCKS, 32)
+    tl.store(out + row_of[:, None] * K + inputs[None, :], values.to(out.dtype.element_ty), mask=(rows < N)[:, None] & (inputs < K)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,13 +399,13 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     scales = weight.scales
     assert scales is not None
     out = torch.empty(weight.outputs, weight.columns, dtype=dtype, device=scales.device)
-    bn, bk = (16, 512) if weight.columns >= 512 else (32, 128)
+    bn, bk = 32, 128
     dequantize_kernel[(-(-weight.outputs // bn), -(-weight.columns // bk))](
         weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
         scales if weight.minima is None else weight.minima, out,
         weight.outputs, weight.columns, weight.codes.shape[-1], scales.shape[-1], CODES=weight.scheme.codes, BN=bn, BK=bk,
         GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
-        HAS_MINIMA=weight.minima is not None, decoded=tl.float32 if INTERPRETED else tl.bfloat16, num_warps=4,
+        HAS_MINIMA=weight.minima is not None, num_warps=4,
     )  # fmt: skip
     return out
 
