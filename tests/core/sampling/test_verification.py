@@ -3,6 +3,8 @@ decode graphs, for every sampling parameter, and right, wrong and half-right dra
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from frame.core.sampling.verification import plan_verification, verify_drafts
 from frame.testing.drafters import ScriptedDrafter
 from tests.core.execution.test_decode_graphs import PROMPTS, VOCAB, make_loop
 
+NO_LAYOUT: Any = None  # which is read for trees alone
+
 
 def test_counts_and_last_tokens() -> None:
     num_samples = np.array([1, 4, 3, 4, 2])
@@ -21,7 +25,7 @@ def test_counts_and_last_tokens() -> None:
     offsets = np.arange(14) - np.repeat(first, num_samples)
     targets = np.array([-1, 5, 6, 7, -1, 5, 6, -1, 1, 2, 3, -1, 9, -1])
     drawn = torch.tensor([8, 5, 6, 7, 8, 4, 6, 8, 1, 0, 3, 8, 9, 7])
-    plan = plan_verification(DraftLayout(np.array([0, 2, 3, 4, 6]), num_samples, first, offsets, targets), np.arange(10, 17))
+    plan = plan_verification(NO_LAYOUT, DraftLayout(np.array([0, 2, 3, 4, 6]), num_samples, first, offsets, targets), np.arange(10, 17))
     found = verify_drafts(drawn, plan, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
     assert found.counts.tolist() == [1, 4, 1, 2, 2]
     assert found.last.tolist() == [8, 8, 4, 0, 7]
@@ -35,7 +39,7 @@ def test_synthetic_acceptance_has_the_mean_length(length: float, num_steps: int)
     offsets = np.tile(np.arange(num_steps + 1), rows)
     targets = np.where(offsets < num_steps, 1000 + offsets, -1)
     layout = DraftLayout(np.arange(rows), num_samples, np.arange(rows) * (num_steps + 1), offsets, targets)
-    plan = plan_verification(layout, np.arange(rows))
+    plan = plan_verification(NO_LAYOUT, layout, np.arange(rows))
     plan.arrays["verify.chosen"] = acceptance.choose(np.repeat(np.arange(rows), num_steps + 1), 50 + offsets, targets)
     drawn = torch.arange(len(offsets)) % 100
     found = verify_drafts(drawn, plan, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
