@@ -15,8 +15,6 @@ from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 
 # (setup of the slot, its tokens so far, most tokens of the draft) -> draft
 Script = Callable[[SlotSetup, Sequence[int], int], Sequence[int]]
-
-
 # the same -> the tree: its tokens, and the node that each follows (`Drafts.parents`)
 TreeScript = Callable[[SlotSetup, Sequence[int], int], tuple[Sequence[int], Sequence[int]]]
 

@@ -136,4 +136,4 @@ def _check_tree(config: FrameConfig, model_config: ModelConfig, tree: TreeShape)
         "stages (parallel.pp)": config.parallel.pp > 1,
     }
     for name in (name for name, is_used in what.items() if is_used):
-        raise ResolveError(f"{where} asks for trees, and {name} are chains alone; remove eagle_topk and num_draft_tokens.")
+        raise ResolveError(f"{where} asks for trees, which do not work with {name}; remove eagle_topk and num_draft_tokens.")

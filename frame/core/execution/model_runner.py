@@ -318,7 +318,8 @@ class TorchModelRunner(ModelRunner):
             raise RuntimeError("a step with trees of drafted tokens ran without a KV pool")
         if isinstance(inputs, ForwardInputs):
             places = inputs.batch.kv_slots.index_select(0, inputs.batch.logits_indices[: len(order)])
-        elif graphs is not None:
+        else:
+            assert graphs is not None, "the step was replayed"
             places = graphs.inputs["kv_slots"][: len(order)]
         pool.move_tokens(places.index_select(0, order), places, inputs.tensors["verify.first"], counts)
 

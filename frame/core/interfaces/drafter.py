@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
 
 MAX_STEPS = MAX_DRAFT  # largest number of tokens of a draft
-
-
 MAX_TREE_KEYS = 31  # tokens of a row with a tree: a token's word in `TreeMask` names those before it
 
 

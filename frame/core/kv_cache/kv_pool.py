@@ -100,20 +100,23 @@ class KVPool:
         """Copy what all layers have of some tokens to places at or before theirs. sources, targets:
         KV slots of the `tokens` group, int64 [n]. first, counts: int64 [rows], the part of them of
         each row; others have equal slots."""
-        every = [rows for layer in self._rows for rows in (*self._rows[layer], *(each.flatten(0, 1) for each in self._scales[layer]))]
         if not sources.is_cuda:
-            for rows in every:
+            for rows in self._list_rows():
                 rows.index_copy_(0, targets, rows.index_select(0, sources))
             return
         from frame.kernels.row_moves import move_rows
 
         if not self._addresses:
             by_width: dict[int, list[int]] = {}
-            for rows in every:
+            for rows in self._list_rows():
                 by_width.setdefault(rows[0].numel() * rows.element_size(), []).append(rows.data_ptr())
             self._addresses = {width: torch.tensor(found, device=sources.device) for width, found in by_width.items()}
         for width, addresses in self._addresses.items():
             move_rows(addresses, width, sources, targets, first, counts)
+
+    def _list_rows(self) -> list[torch.Tensor]:
+        """The tensors of all layers, one row for each token."""
+        return [rows for layer in self._rows for rows in (*self._rows[layer], *(each.flatten(0, 1) for each in self._scales[layer]))]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The layer's tensors, pages first; see `KVCache.layer`."""

@@ -114,8 +114,10 @@ class P2p(Nccl):
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         dim %= tensor.dim()
-        rows = tensor.contiguous().view(math.prod(tensor.shape[:dim]), -1) if tensor.numel() else None
-        if rows is None or rows.nbytes > self._one_shot or not self._kernels.can_gather(rows):
+        if not 0 < tensor.nbytes <= self._one_shot:
+            return super().all_gather(tensor, dim)
+        rows = tensor.contiguous().view(math.prod(tensor.shape[:dim]), -1)
+        if not self._kernels.can_gather(rows):
             return super().all_gather(tensor, dim)
         shape = (*tensor.shape[:dim], self.size * tensor.shape[dim], *tensor.shape[dim + 1 :])
         return self._kernels.gather_peers(_align(rows), self._peers).view(shape)

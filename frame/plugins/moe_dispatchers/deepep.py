@@ -1,7 +1,8 @@
 """`deepep`: the exchange of `all_to_all` by the kernels of DeepEP over NVLink and RDMA, from the
 package sgl-deep-ep or github.com/deepseek-ai/DeepEP. Imports the library with the first tokens.
 
-The library's `Buffer` meets over the collective, which `Communicator` shows it as an mpi4py one.
+The library's `Buffer` exchanges its addresses over an mpi4py communicator; `Communicator` is one
+over the collective.
 """
 
 from __future__ import annotations

@@ -181,9 +181,9 @@ def resolve_tree(speculative: dict[str, Any], options: dict[str, Any], model: di
         ({"num_steps": 2}, {"num_draft_tokens": 17}, {}, "num_draft_tokens may be 3 to 7, not 17"),
         ({}, {"num_draft_tokens": 3}, {}, "num_draft_tokens may be 4 to 11, not 3"),
         ({}, {"eagle_topk": 1, "num_draft_tokens": 6}, {}, "num_draft_tokens may be 4 to 4, not 6"),
-        ({"synthetic_acceptance_length": 2}, {}, {}, "asks for trees, and drafts that are accepted at random .* are chains alone"),
-        ({}, {}, {"sliding_window": 128}, "asks for trees, and layers with a window are chains alone"),
-        ({}, {}, {"pp": 2}, r"asks for trees, and stages \(parallel.pp\) are chains alone"),
+        ({"synthetic_acceptance_length": 2}, {}, {}, "trees, which do not work with drafts that are accepted at random .*; remove"),
+        ({}, {}, {"sliding_window": 128}, "trees, which do not work with layers with a window; remove"),
+        ({}, {}, {"pp": 2}, r"trees, which do not work with stages \(parallel.pp\); remove"),
     ],
 )
 def test_trees_that_do_not_fit_are_refused(

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from frame.core.interfaces.weight_format import Axis, LayerFormat, PackedWeight, StoredTensor
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule
-
-if TYPE_CHECKING:
-    pass
 
 PLAIN = "weight"  # name of an unquantized weight after the layer's name
 
