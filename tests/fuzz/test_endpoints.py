@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from frame.entrypoints.http.app import ADMIN_ROUTES, App
-from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import Access
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, Response, serving
 from tests.entrypoints.published import ROUTES
 from tests.fuzz.mutations import TEXTS, dumped, mutated, spoiled

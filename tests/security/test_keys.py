@@ -11,7 +11,7 @@ import pytest
 
 from frame.core.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.http.protocol.access import Access
+from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.keys import KeyRing, check_exposure, load_keys
 from tests.entrypoints.inprocess import serving
 from tests.entrypoints.published import ROUTES

@@ -18,8 +18,8 @@ import frame.entrypoints.http.app as app_module
 from frame.core.config.schema import ServerSection
 from frame.entrypoints.http.app import ADMIN_ROUTES, App
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.access import Access, Gate
-from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter, RequireAccess
+from frame.entrypoints.http.protocol.access import Gate
+from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, RequireAccess
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.published import ROUTES

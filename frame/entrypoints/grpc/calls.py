@@ -81,7 +81,7 @@ class CallHandlers:
             try:
                 with self._services.quotas.open_lease(tenant) as lease:
                     caller = GrpcCaller(context, tenant, lease)
-                    return await traced(self._services, caller, name, method(read(kind, data), caller))
+                    return await run_call(self._services, caller, name, method(read(kind, data), caller))
             except QuotaExceededError as error:
                 found = too_many(error)
             except ApiError as error:
@@ -108,16 +108,18 @@ async def _decoded(stream: AsyncIterator[bytes], kind: Any) -> AsyncIterator[Any
         yield read(kind, data)
 
 
-async def traced(services: Services, caller: GrpcCaller, name: str, work: Awaitable[Any]) -> Any:
-    """The result of `work`, inside a span of the method `name` where tracing is on."""
+async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awaitable[Any]) -> Any:
+    """The result of `work`, inside a span of the method `name` where tracing is on. At the end the
+    caller's request is abandoned."""
     tracing = None if name in UNTRACED else services.tracing
-    if tracing is None:
-        return await work
-    span = tracing.start(f"{SERVICE}/{name}", caller.headers)
+    span = None if tracing is None else tracing.start(f"{SERVICE}/{name}", caller.headers)
     try:
         return await work
     finally:
-        span.end({"rpc.system": "grpc", "rpc.method": name, "frame.request_id": caller.request_id}, caller.answer)
+        if caller.answer is not None:
+            services.client.abandon_request(caller.answer)
+        if span is not None:
+            span.end({"rpc.system": "grpc", "rpc.method": name, "frame.request_id": caller.request_id}, caller.answer)
 
 
 async def abort(context: Any, error: ApiError) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
-from frame.entrypoints.grpc.calls import GrpcCaller, status_of, traced
+from frame.entrypoints.grpc.calls import GrpcCaller, run_call, status_of
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
@@ -29,7 +27,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
 
 if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+    from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class Service:
 
     async def generate(self, request: Any, caller: GrpcCaller) -> None:
         """Generate."""
-        await self._put_each(request, caller, caller.context.write)
+        await self._put_replies(request, caller, caller.context.write)
 
     async def generate_stream(self, commands: AsyncIterator[Any], caller: GrpcCaller) -> None:
         """GenerateStream."""
@@ -109,16 +107,11 @@ class Service:
             with self._services.quotas.open_lease(caller.tenant) as lease:
                 own = copy(caller)
                 own.lease, own.answer = lease, None
-                await traced(self._services, own, "Generate", self._put_each(request, own, put))
+                await run_call(self._services, own, "Generate", self._put_replies(request, own, put))
         except QuotaExceededError as error:
             await put(self._error_reply(request.id, too_many(error)))
         except ApiError as error:
             await put(self._error_reply(request.id, error))
-
-    async def _put_each(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
-        async with aclosing(self._replies(request, caller)) as replies:
-            async for reply in replies:
-                await put(reply)
 
     def _error_reply(self, name: str, error: ApiError) -> Any:
         return self.last_reply(name, Finish("error", None, error.message), status_of(error).name)
@@ -128,36 +121,31 @@ class Service:
         aborted."""
         return self._schema["GenerateReply"](id=name, finish=finish_of(self._schema, finish, status))
 
-    async def _replies(self, request: Any, caller: GrpcCaller) -> AsyncGenerator[Any, None]:
+    async def _put_replies(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
         if request.WhichOneof("prompt") is None:
             raise ApiError(400, "send text, token_ids or chat", "prompt")
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
         params, _ = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
-        state: RequestState | None = None
-        try:
-            salt, limit = request.cache_salt, caller.time_left()
-            options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
-            state = await start_request(caller, self._services, [prompt], params, options)
-            name = request.id or state.rid
-            overrun: list[ApiError] = []
-            limit_unread_tokens(self._services, state, partial(self._stop_slow_reader, state, overrun))
-            while state.num_unfinished or state.changed:
-                for sequence in await state.wait():
-                    if len(state.sequences) == 1:
-                        raise_failed([sequence])  # several sequences have one last reply each
-                    yield self._reply(name, sequence)
-                    if overrun:
-                        raise overrun[0]
-        finally:
-            if state is not None:
-                self._services.client.abandon_request(state)
+        salt, limit = request.cache_salt, caller.time_left()
+        options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
+        state = await start_request(caller, self._services, [prompt], params, options)
+        name = request.id or state.rid
+        overrun: list[ApiError] = []
 
-    def _stop_slow_reader(self, state: RequestState, overrun: list[ApiError], error: ApiError) -> None:
-        """The client reads too slowly: stop its request now, and raise the error when it has read
-        what was sent."""
-        self._services.client.abandon_request(state)
-        overrun.append(error)
+        def stop_slow_reader(error: ApiError) -> None:
+            """Stop the request now; the error is raised when the client has read what was sent."""
+            self._services.client.abandon_request(state)
+            overrun.append(error)
+
+        limit_unread_tokens(self._services, state, stop_slow_reader)
+        while state.num_unfinished or state.changed:
+            for sequence in await state.wait():
+                if len(state.sequences) == 1:
+                    raise_failed([sequence])  # several sequences have one last reply each
+                await put(self._reply(name, sequence))
+                if overrun:
+                    raise overrun[0]
 
     def _reply(self, name: str, sequence: SequenceState) -> Any:
         text, ids, parts = sequence.take_output()

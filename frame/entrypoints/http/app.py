@@ -20,8 +20,8 @@ from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
 from frame.entrypoints.http.extensions.loading import Extensions, load_built_in
 from frame.entrypoints.http.extensions.middleware import GuardedMiddleware, InnermostChannel
 from frame.entrypoints.http.failures import too_many
-from frame.entrypoints.http.protocol.access import Access, Gate
-from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, MAX_PATH_CHARS, ApiRoute, count_response
+from frame.entrypoints.http.protocol.access import Gate
+from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, MAX_PATH_CHARS, Access, ApiRoute, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
 from frame.entrypoints.http.protocol.origin import Cors, is_preflight, read_cors
 from frame.entrypoints.http.protocol.response_docs import add_responses

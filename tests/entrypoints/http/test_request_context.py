@@ -8,8 +8,7 @@ import pytest
 
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter
 from frame.entrypoints.http.request_context import check_query
 from tests.entrypoints.inprocess import serving
 

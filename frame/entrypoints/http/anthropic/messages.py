@@ -15,12 +15,10 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from frame.entrypoints.http.chat.chat_request import count_prompt_tokens, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks, NoEvents
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_models.anthropic import AnthropicMessage, MessageEvent, MessageTokenCount
@@ -58,15 +56,12 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
     """Create a message."""
     chat = request.to_chat_request()
     state = await start_chat(context, services, chat, "msg_")
-    try:
-        response = MessageResponse(services, chat, state)
-        if request.stream:
-            await stream_response(context, services, state, response.write_events, lambda: b"")
-        else:
-            await wait_complete(state)
-            return response.build_message()
-    finally:
-        services.client.abandon_request(state)
+    response = MessageResponse(services, chat, state)
+    if not request.stream:
+        await wait_complete(state)
+        return response.build_message()
+    await stream_response(context, services, state, response.write_events, lambda: b"")
+    return None
 
 
 @router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))

@@ -13,11 +13,9 @@ import msgspec
 from pydantic import Field, model_validator
 
 from frame.entrypoints.audio import MAX_BYTES, RATE
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_api_error, raise_failed
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import FILE_BODY, ApiRouter
+from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.multipart import FormReader
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import parse_body
@@ -89,14 +87,14 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
         detection = await start_request(
             context, services, *_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_inputs=inputs[:1]
         )
-        language = speech.find_language((await _finish(services, detection))[0].take_output()[1][0])
+        language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
     plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
     answer = await start_request(context, services, *_each(plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
     if form.stream:
         await _stream(context, services, answer)
         return None
     segments: list[Segment] = []
-    sequences = await _finish(services, answer)
+    sequences = await _finish(answer)
     for (start, seconds), sequence in zip(windows, sequences, strict=True):
         _, ids, parts = sequence.take_output()
         logprobs = [each for part in parts for each in part.logprobs]
@@ -164,14 +162,11 @@ def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]
     return [plan[0]] * count, [plan[1]] * count
 
 
-async def _finish(services: Services, answer: RequestState) -> list[SequenceState]:
-    try:
-        sequences = await wait_complete(answer)
-        if any(each.finish is not None and each.finish.reason == "abort" for each in sequences):
-            raise ApiError(503, "the request was aborted before its text was complete; send it again", code="aborted")
-        return sequences
-    finally:
-        services.client.abandon_request(answer)
+async def _finish(answer: RequestState) -> list[SequenceState]:
+    sequences = await wait_complete(answer)
+    if any(each.finish is not None and each.finish.reason == "abort" for each in sequences):
+        raise ApiError(503, "the request was aborted before its text was complete; send it again", code="aborted")
+    return sequences
 
 
 async def _stream(context: RequestContext, services: Services, answer: RequestState) -> None:
@@ -199,10 +194,7 @@ async def _stream(context: RequestContext, services: Services, answer: RequestSt
     def close() -> bytes:
         return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(answer)})
 
-    try:
-        await stream_response(context, services, answer, write, close)
-    finally:
-        services.client.abandon_request(answer)
+    await stream_response(context, services, answer, write, close)
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 async def start_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
-    """Start a chat request. The caller must call `client.abandon` on the result. Raises ApiError.
+    """Start a chat request. Raises ApiError.
 
     `prefix`: start of the request id where the client gave none.
     """

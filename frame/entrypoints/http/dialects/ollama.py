@@ -16,13 +16,11 @@ from frame.entrypoints.http.anthropic.messages import arguments_of
 from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
 from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks
 from frame.entrypoints.http.chat.output_parser import OutputParser
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.dialects.ollama_schema import ChatBody, EmbedBody, GenerateBody, ShowBody, name_option, served_name
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
@@ -95,14 +93,11 @@ def _loaded(model: str, **empty: Any) -> dict[str, Any]:
 
 
 async def _send(context: RequestContext, services: Services, state: RequestState, lines: ResponseLines, is_streamed: bool) -> None:
-    try:
-        if is_streamed:
-            await stream_response(context, services, state, lines.write_events, lambda: b"", LINES)
-        else:
-            await wait_complete(state)
-            await context.respond(lines.build_response())
-    finally:
-        services.client.abandon_request(state)
+    if is_streamed:
+        await stream_response(context, services, state, lines.write_events, lambda: b"", LINES)
+    else:
+        await wait_complete(state)
+        await context.respond(lines.build_response())
 
 
 def _message(content: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from typing import Any
 from frame.core.messages import Finish
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.tools import resolve_tools
-from frame.entrypoints.http.dependencies import ServicesDep
 from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import ModelInfo, ParsedCalls, SeparatedReasoning

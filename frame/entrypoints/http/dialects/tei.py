@@ -11,12 +11,10 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.native.rerank import Document, RerankRequest, rank_documents, ranking_of
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import TeiScore

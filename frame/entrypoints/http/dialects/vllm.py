@@ -15,15 +15,13 @@ from pydantic import Field
 
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_api_error, as_sent
 from frame.entrypoints.http.native.pooling import compute_vectors, usage
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import check_sequence_count, encode_prompt
 from frame.entrypoints.http.response_models.dialects import ServerLoad, Version
@@ -70,10 +68,7 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
     """Create chat completions for a list of conversations: one choice for each, in order."""
     request = batch.first()
     state = await start_chats(context, services, request, batch.messages)
-    try:
-        return await ChatResponse(services, request, state).send(context)
-    finally:
-        services.client.abandon_request(state)
+    return await ChatResponse(services, request, state).send(context)
 
 
 @router.post("/v1/chat/completions/render", responses=responds_with(RenderedRequest))

@@ -20,10 +20,8 @@ from fastapi.routing import APIRoute
 from frame.core.blame import describe, remedy
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpExtension
-from frame.entrypoints.http.dependencies import ContextDep
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, ContextDep
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.validation_errors import validation_error
 

@@ -18,12 +18,10 @@ from pydantic import ValidationError, create_model
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import encode_chat
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
@@ -142,15 +140,12 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     params, prompts_only = to_sampling_params(request, len(prompts))
     state = await start_request(context, services, prompts, params, request)
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
-    try:
-        if request.stream:
-            await stream_response(context, services, state, builder.write_events, lambda: DONE)
-        else:
-            await wait_complete(state)
-            results = await paced_map(builder.build_result, state.sequences)
-            return results[0] if builder.is_single else results
-    finally:
-        services.client.abandon_request(state)
+    if request.stream:
+        await stream_response(context, services, state, builder.write_events, lambda: DONE)
+        return None
+    await wait_complete(state)
+    results = await paced_map(builder.build_result, state.sequences)
+    return results[0] if builder.is_single else results
 
 
 class ResultBuilder:
@@ -367,8 +362,6 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
         await asyncio.wait_for(wait_complete(state), HEALTH_TIMEOUT)
     except TimeoutError:
         raise ApiError(503, f"the model generated nothing within {HEALTH_TIMEOUT:g} s") from None
-    finally:
-        services.client.abandon_request(state)
     await context.respond(b"{}")
 
 

@@ -79,14 +79,11 @@ async def compute_vectors(
         longest=request.truncate_length(services),
         prefix=prefix,
     )
-    try:
-        sequences = await wait_complete(state)
-        if len(state.vectors) < len(sequences):
-            raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
-        vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
-        return vectors, sum(len(s.prompt) for s in sequences)
-    finally:
-        services.client.abandon_request(state)
+    sequences = await wait_complete(state)
+    if len(state.vectors) < len(sequences):
+        raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
+    vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
+    return vectors, sum(len(s.prompt) for s in sequences)
 
 
 def usage(num_tokens: int) -> dict[str, int]:

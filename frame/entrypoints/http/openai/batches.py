@@ -10,12 +10,10 @@ import os
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, BinaryIO, TypeVar
 
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
 from frame.entrypoints.http.openai.batch_jobs import ENDPOINTS, BatchJob, BatchJobRunner
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, ApiRouter
+from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody

@@ -16,12 +16,10 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.output_parser import OutputParser
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, token_namer
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import check_sequence_count, paced_map, start_request, stream_response, wait_complete
@@ -139,10 +137,7 @@ class Response(ABC):
 async def chat_completions(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a chat completion."""
     state = await start_chat(context, services, request, "chatcmpl-")
-    try:
-        return await ChatResponse(services, request, state).send(context)
-    finally:
-        services.client.abandon_request(state)
+    return await ChatResponse(services, request, state).send(context)
 
 
 class ChatResponse(Response):
@@ -264,10 +259,7 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
     state = await start_request(context, services, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
-    try:
-        return await CompletionResponse(services, request, state).send(context)
-    finally:
-        services.client.abandon_request(state)
+    return await CompletionResponse(services, request, state).send(context)
 
 
 class CompletionResponse(Response):

@@ -10,11 +10,9 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from frame.core.interfaces.model import SentenceTransformersConfig
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import Caller, Prompt
 from frame.entrypoints.http.response_models.openai import EmbeddingList

@@ -11,25 +11,20 @@ import math
 import re
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import SequenceState
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.native.classify import get_labels
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_starter import Caller, Chat, start_request, wait_complete
 from frame.entrypoints.http.response_models.openai import ModerationList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
-
-if TYPE_CHECKING:
-    pass
 
 router = ApiRouter(access=Access.USER)
 
@@ -111,10 +106,7 @@ async def _judged_by_policy(
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
     params = SamplingParams(max_tokens=VERDICT_TOKENS, temperature=0.0, logprobs=0, regex=regex)
     state = await start_request(context, services, chats, [params] * len(chats), request)
-    try:
-        return [_verdict(sequence) for sequence in await wait_complete(state)]
-    finally:
-        services.client.abandon_request(state)
+    return [_verdict(sequence) for sequence in await wait_complete(state)]
 
 
 def _verdict(sequence: SequenceState) -> dict[str, float]:

@@ -14,7 +14,6 @@ import msgspec
 
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import count_prompt_tokens, drop_oldest_turns, start_chat
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.response_builder import ResponseBuilder, ResponseInput
@@ -22,8 +21,7 @@ from frame.entrypoints.http.openai.response_events import replay_events
 from frame.entrypoints.http.openai.response_items import container_ids, make_page, to_stored_items
 from frame.entrypoints.http.openai.response_store import EventLog, StoredEntry
 from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
@@ -60,7 +58,6 @@ async def create(request: ResponsesRequest, context: ContextDep, services: Servi
             await wait_complete(state)
             return response.build_response()
     finally:
-        services.client.abandon_request(state)
         response.delete_unfinished()
 
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.engine_client.limits import EngineDeadError
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import SMALL_BODY, ApiRouter
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.operations import AbortResult, ControlResult, FlushResult, ProfileResult, ServerInfo

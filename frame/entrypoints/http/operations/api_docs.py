@@ -8,10 +8,8 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from frame.entrypoints.http.dependencies import ContextDep
 from frame.entrypoints.http.operations.page import send_asset
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 
 public_router = ApiRouter(access=Access.OPEN)

@@ -21,10 +21,8 @@ from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.engine_client.client import EngineDeadError
-from frame.entrypoints.http.dependencies import ContextDep, ServicesDep
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.protocol.access import Access
-from frame.entrypoints.http.protocol.api_route import ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_models.operations import CacheOutline, LiveStatus, ServerDescription

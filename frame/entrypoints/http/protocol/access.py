@@ -8,22 +8,13 @@ methods. Must not depend on a route or a path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 from frame.core.config.schema import ServerSection
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.protocol.origin import Cors, why_foreign
 from frame.entrypoints.http.request_context import Scope
 from frame.entrypoints.keys import KeyRing, load_keys, ring_of
-
-
-class Access(IntEnum):
-    """Who may use a route. A higher level includes no lower one: the admin key is no user's key."""
-
-    OPEN = 0  # everybody, without a key; only for what says nothing of the server
-    USER = 1  # holders of an API key, where the server has keys; for what serves requests or describes them
-    OWN = 2  # users for their own requests (the handler checks `RequestContext.tenant`, "" for operators), and operators for all
-    ADMIN = 3  # operators, on their own listener or with the admin key; for what changes the server or shows its configuration
 
 
 class AdminGuard:

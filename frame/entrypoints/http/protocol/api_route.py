@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import IntEnum
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.dependencies.models import Dependant
@@ -23,10 +24,10 @@ from pydantic import BaseModel
 
 from frame.core.blame import explain
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.protocol.access import Access
 from frame.entrypoints.http.protocol.response_docs import Responses
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import validation_error
 from frame.entrypoints.logs import ACCESS
 
@@ -35,6 +36,15 @@ log = logging.getLogger(__name__)
 MAX_PATH_CHARS = 200  # characters of a path that a log line or an error quotes
 CLIENT_GONE = 499  # the status that is counted for a request whose client left before the response began
 BodyKind = Literal["prompts", "small", "file"]
+
+
+class Access(IntEnum):
+    """Who may use a route. A higher level includes no lower one: the admin key is no user's key."""
+
+    OPEN = 0  # everybody, without a key; only for what says nothing of the server
+    USER = 1  # holders of an API key, where the server has keys; for what serves requests or describes them
+    OWN = 2  # users for their own requests (the handler checks `RequestContext.tenant`, "" for operators), and operators for all
+    ADMIN = 3  # operators, on their own listener or with the admin key; for what changes the server or shows its configuration
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +57,11 @@ class ScopeDependency:
 
     async def __call__(self, request: Request) -> Any:
         return self.read(request.scope)
+
+
+# Parameters of route handlers: the request, and what the routes share.
+ContextDep = Annotated[RequestContext, Depends(ScopeDependency(lambda scope: scope["context"]))]
+ServicesDep = Annotated[Services, Depends(ScopeDependency(lambda scope: scope["app"].services))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +167,11 @@ class ApiRoute(APIRoute):
                     raise validation_error([{**error, "loc": error["loc"][1:]} for error in errors], {})
                 if self.body_model is not None:
                     values[self._body_name] = await self._read_body(context)
-                found = await self.endpoint(**values)
+                try:
+                    found = await self.endpoint(**values)
+                finally:
+                    if context.answer is not None:  # nothing reads its output any more
+                        app.services.client.abandon_request(context.answer)
                 if found is not None:
                     await context.respond_json(found)
             except ApiError as error:
