@@ -50,11 +50,13 @@ class XGrammar:
         return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
 
     def is_finished(self) -> bool:
-        if not self._matcher.is_completed():
-            return self._matcher.is_terminated()
-        words = np.empty(self._vocabulary.words, np.int32)
-        if not self.fill_mask(words):
+        if self._matcher.is_terminated():
             return True
+        if not self._matcher.is_completed():
+            return False
+        words = np.empty(self._vocabulary.words, np.int32)
+        if not self.fill_mask(words):  # every token may follow
+            return False
         self._next = words
         return not (words & self._vocabulary.others).any()
 

@@ -98,6 +98,7 @@ def test_a_structural_tag_constrains_what_follows_its_trigger(tagging, tokenizer
     free = set(allowed_ids(grammar).tolist())
     assert len(free) > 1900 and free & set(tokenizer.eos_token_ids)  # free text may end at any time
     for token in tokenizer.encode("so: <f>", False):
+        assert not grammar.is_finished()
         assert grammar.accept_token(token)
     assert {tokenizer.decode([token]).lstrip()[:1] for token in allowed_ids(grammar).tolist()} <= {"{", ""}
     for token in tokenizer.encode('{"name": "x", "age": 1}</f>', False):
