@@ -42,9 +42,6 @@ from frame.entrypoints.engine_client.limits import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
-    check_params,
-    check_prompt,
-    check_request,
     get_child_params,
 )
 from frame.entrypoints.engine_client.request_recovery import RequestRecovery, build_generate, build_start_detokenize
@@ -128,18 +125,6 @@ class EngineClient:
         """Give back reserved room that no sequence was started in."""
         self._outstanding.reserved -= count
 
-    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise InvalidRequestError when the prompt or the parameters cannot be served."""
-        check_request(self.limits, prompt, params)
-
-    def check_params(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError for parameters that cannot be served with any prompt."""
-        check_params(self.limits, params)
-
-    def check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise InvalidRequestError for a prompt that exceeds the context."""
-        check_prompt(self.limits, prompt, params)
-
     def prepare_request(
         self,
         prompts: Sequence[list[int]],
@@ -149,7 +134,7 @@ class EngineClient:
         second_text_starts: Sequence[int] = (),
     ) -> RequestState:
         """The state of a request with `params.n` sequences for each prompt, none of them started.
-        All must have passed `check_request`.
+        All must have passed `limits.check_request`.
 
         `owner` is the tenant; `rid` is unique among that tenant's requests. `second_text_starts`
         (for pairs of texts) has the index of the second text's first token for each prompt. Raises
@@ -202,7 +187,7 @@ class EngineClient:
             priority=priority,
             namespace=namespace,
             deadline=deadline,
-            second_text_start=sequence.request.get_second_text_start(sequence),
+            second_text_start=starts[sequence.prompt_index] if (starts := sequence.request.second_text_starts) else 0,
             encoder_input=sequence.recovery.encoder_input,
             trace=TRACE.get(),
         )

@@ -42,12 +42,6 @@ class ReplicaClient:
     def release_sequences(self, count: int) -> None:
         self._first.release_sequences(count)
 
-    def check_params(self, params: SamplingParams) -> None:
-        self._first.check_params(params)
-
-    def check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._first.check_prompt(prompt, params)
-
     def prepare_request(
         self,
         prompts: Sequence[list[int]],

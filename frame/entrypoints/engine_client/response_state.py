@@ -11,23 +11,24 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate, TokenLogprobs
 
 
+@dataclass(slots=True)
 class SequenceTimes:
     """`waited`: seconds in the engine's queue. `first` and `last`: when those tokens arrived
     (`time.perf_counter`; 0: not yet)."""
 
-    __slots__ = ("first", "last", "waited")
-
-    def __init__(self) -> None:
-        self.waited = 0.0
-        self.first = 0.0
-        self.last = 0.0
+    waited: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
 
 
+@dataclass(slots=True)
 class RecoveryState:
     """What a sequence needs to continue in a restarted engine, and how many crashes it was part of.
 
@@ -35,27 +36,23 @@ class RecoveryState:
     messages of an earlier admission match no sequence.
     """
 
-    __slots__ = (
-        "crash_num_prefilled", "crash_num_tokens", "encoder_input", "engine_rid", "expires_at", "generate", "is_aborted", "num_accepted",
-        "num_admissions", "num_crashes", "num_rejected", "num_text_crashes", "output_ids", "text_crash_num_tokens",
-    )  # fmt: skip
-
-    def __init__(self, rid: str) -> None:
-        self.engine_rid = rid
-        self.output_ids = array("i")  # every token so far
-        self.encoder_input = b""  # of an encoder-decoder model
-        self.num_accepted = self.num_rejected = 0  # drafted tokens so far
-        self.generate: Generate | None = None  # the message of the first admission; None until the sequence is started
-        self.num_admissions = 0
-        self.expires_at = 0.0  # seconds, time.monotonic
-        self.is_aborted = False  # an abort was sent; the engine may have crashed before it took effect
-        self.num_crashes = 0  # of the engine, with this sequence on the device, without progress since the first of them
-        self.crash_num_tokens = 0  # output tokens at the last of them
-        self.crash_num_prefilled = 0  # most prompt tokens whose prefill had begun at one of them
-        self.num_text_crashes = 0  # of the detokenizer, during this sequence's text, without progress since the first of them
-        self.text_crash_num_tokens = 0  # output tokens at the last of them
+    engine_rid: str
+    output_ids: array[int] = field(default_factory=partial(array, "i"))  # every token so far
+    encoder_input: bytes = b""  # of an encoder-decoder model
+    num_accepted: int = 0  # drafted tokens so far
+    num_rejected: int = 0
+    generate: Generate | None = None  # the message of the first admission; None until the sequence is started
+    num_admissions: int = 0
+    expires_at: float = 0.0  # seconds, time.monotonic
+    is_aborted: bool = False  # an abort was sent; the engine may have crashed before it took effect
+    num_crashes: int = 0  # of the engine, with this sequence on the device, without progress since the first of them
+    crash_num_tokens: int = 0  # output tokens at the last of them
+    crash_num_prefilled: int = 0  # most prompt tokens whose prefill had begun at one of them
+    num_text_crashes: int = 0  # of the detokenizer, during this sequence's text, without progress since the first of them
+    text_crash_num_tokens: int = 0  # output tokens at the last of them
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     """One sequence of a request: the output since the last `take_output`, totals, and its recovery
     state.
@@ -65,26 +62,23 @@ class SequenceState:
     `changed`.
     """
 
-    __slots__ = (
-        "cached", "finish", "has_update", "index", "logprobs", "name", "params", "prompt", "prompt_index", "prompt_logprobs", "recovery",
-        "request", "texts", "times", "token_ids",
-    )  # fmt: skip
+    request: RequestState
+    index: int
+    prompt_index: int
+    name: str
+    prompt: list[int]  # token ids
+    params: SamplingParams
+    texts: list[str] = field(default_factory=list)  # since the last `take_output`, as are the next two
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs | None = None
+    finish: Finish | None = None
+    cached: int = 0  # prompt tokens that came from the prefix cache
+    times: SequenceTimes = field(default_factory=SequenceTimes)
+    has_update: bool = False
+    recovery: RecoveryState = field(init=False)
 
-    def __init__(self, request: RequestState, index: int, prompt_index: int, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self.request = request
-        self.index = index
-        self.prompt_index = prompt_index
-        self.name = name
-        self.prompt = prompt  # token ids
-        self.params = params
-        self.texts: list[str] = []  # since the last `take_output`, as are the next two
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: TokenLogprobs | None = None
-        self.finish: Finish | None = None
-        self.cached = 0  # prompt tokens that came from the prefix cache
-        self.times = SequenceTimes()
-        self.has_update = False
+    def __post_init__(self) -> None:
         self.recovery = RecoveryState(self.rid)
 
     @property
@@ -106,31 +100,29 @@ class SequenceState:
         return (texts[0] if len(texts) == 1 else "".join(texts)), ids, logprobs
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestState:
     """All sequences of one client request (prompts × n). One handler reads it: by `wait`, or by the
     callback `on_update`."""
 
-    __slots__ = (
-        "_num_unread", "_overrun", "_waiter", "changed", "created", "is_disconnected", "num_unfinished", "on_update",
-        "owner", "rid", "second_text_starts", "sent_name", "sequences", "submitted", "vectors",
-    )  # fmt: skip
+    rid: str = ""  # the request's name for its client; the names of its sequences begin with it
+    owner: str = ""  # the tenant; "" where the server asks for no key
+    sequences: list[SequenceState] = field(default_factory=list)
+    sent_name: Callable[[str], str] = str  # sampling parameter -> the client's name for it
+    changed: list[SequenceState] = field(default_factory=list)  # sequences with output that was not taken
+    num_unfinished: int = 0  # sequences without a finish
+    submitted: float = field(default_factory=time.perf_counter)
+    created: float = field(init=False)  # arrival of the request, where it was parsed and tokenized before the submission
+    is_disconnected: bool = False
+    on_update: Callable[[], None] | None = None  # called instead of waking `wait`
+    second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins
+    vectors: dict[int, bytes] = field(default_factory=dict)  # by sequence index: float32 bytes, from a pooling engine
+    _num_unread: int = 0  # tokens that arrived for sequences with output that was not taken
+    _overrun: tuple[int, Callable[[], None]] | None = None  # see `set_backpressure_limit`
+    _waiter: asyncio.Future[None] | None = None
 
-    def __init__(self, rid: str = "", owner: str = "") -> None:
-        self.rid = rid  # the request's name for its client; the names of its sequences begin with it
-        self.owner = owner  # the tenant; "" where the server asks for no key
-        self.sequences: list[SequenceState] = []
-        self.sent_name: Callable[[str], str] = str  # sampling parameter -> the client's name for it
-        self.changed: list[SequenceState] = []  # sequences with output that was not taken
-        self.num_unfinished = 0  # sequences without a finish
-        self.submitted = time.perf_counter()
-        self.created = self.submitted  # arrival of the request, where it was parsed and tokenized before the submission
-        self.is_disconnected = False
-        self.on_update: Callable[[], None] | None = None  # called instead of waking `wait`
-        self.second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins
-        self.vectors: dict[int, bytes] = {}  # by sequence index: float32 bytes, from a pooling engine
-        self._num_unread = 0  # tokens that arrived for sequences with output that was not taken
-        self._overrun: tuple[int, Callable[[], None]] | None = None  # see `set_backpressure_limit`
-        self._waiter: asyncio.Future[None] | None = None
+    def __post_init__(self) -> None:
+        self.created = self.submitted
 
     def set_backpressure_limit(self, max_unread: int, on_overrun: Callable[[], None]) -> None:
         """Bound the output that waits for the reader of a streamed response: above `max_unread`
@@ -145,9 +137,6 @@ class RequestState:
         if self._overrun is not None and self._num_unread > self._overrun[0]:
             (_, on_overrun), self._overrun = self._overrun, None
             on_overrun()
-
-    def get_second_text_start(self, sequence: SequenceState) -> int:
-        return self.second_text_starts[sequence.prompt_index] if self.second_text_starts else 0
 
     async def wait(self) -> list[SequenceState]:
         """The sequences with new output; empty when the client disconnected or all sequences have

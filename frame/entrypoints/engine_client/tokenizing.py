@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from frame.core.messages import Message, Tokenize, Tokenized
 from frame.core.text.chat_template import TEMPLATE, ChatTemplateError
@@ -24,32 +25,40 @@ from frame.entrypoints.tracing import TRACE
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 INLINE_CHARACTERS = 1024  # encoding this much takes less time than switching to a thread and back
 INLINE_TEXTS = 16
 THREADS = 2
 MAX_CRASHES = 2  # of a tokenizer process on one text, after which the text is refused
 
 
-class AsyncTokenizer(Protocol):
+class AsyncTokenizer(ABC):
     """Text to token ids. Raises ChatTemplateError for messages that the template refuses, and
     TextTooLongError for a long text of more than `max_tokens` tokens, before all of it is
     tokenized."""
 
-    async def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
+    async def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        return (await self._run(text=text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)).token_ids
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], max_tokens: int | None = None
-    ) -> list[int]: ...
+    ) -> list[int]:
+        return (await self._run(messages=messages, tools=tools, template_arguments=arguments, max_tokens=max_tokens)).token_ids
 
     async def encode_inputs(
         self, inputs: list[list[str]], truncate_to: int | None = None, max_tokens: int | None = None, add_special_tokens: bool = True
-    ) -> list[Encoded]: ...
+    ) -> list[Encoded]:
+        asked = self._run(inputs=inputs, truncate_to=truncate_to, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
+        return (await asked).encoded
 
+    @abstractmethod
+    async def _run(self, **content: Any) -> Tokenized:
+        """The reply to the message `Tokenize` with these fields."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class ThreadedTokenizer:
+class ThreadedTokenizer(AsyncTokenizer):
     """Encodes short texts at once and others in a small thread pool: the tokenizer releases the
     interpreter lock. Long texts have a separate thread, so that short ones do not wait for them."""
 
@@ -58,30 +67,19 @@ class ThreadedTokenizer:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
 
-    async def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        if len(text) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens, max_tokens)
-        return await self._off_loop(len(text), self._tokenizer.encode, text, add_special_tokens, max_tokens)
-
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], max_tokens: int | None = None
-    ) -> list[int]:
-        if not tools and _is_short(messages, arguments):
-            return self._tokenizer.encode_chat(messages, tools, arguments, max_tokens)
-        size = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
-        return await self._off_loop(size, self._tokenizer.encode_chat, messages, tools, arguments, max_tokens)
-
-    async def encode_inputs(
-        self, inputs: list[list[str]], truncate_to: int | None = None, max_tokens: int | None = None, add_special_tokens: bool = True
-    ) -> list[Encoded]:
-        size = sum(len(text) for texts in inputs for text in texts)
-        if size <= INLINE_CHARACTERS and len(inputs) <= INLINE_TEXTS:
-            return self._tokenizer.encode_inputs(inputs, truncate_to, max_tokens, add_special_tokens)
-        return await self._off_loop(size, self._tokenizer.encode_inputs, inputs, truncate_to, max_tokens, add_special_tokens)
-
-    async def _off_loop(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, **content: Any) -> Tokenized:
+        message = Tokenize(id="", **content)
+        if message.messages is not None:
+            size = sum(len(text) for each in message.messages if isinstance(text := each.get("content"), str))
+            is_short = not message.tools and _is_short(message.messages, message.template_arguments)
+        else:
+            inputs = message.inputs if message.inputs is not None else [[message.text or ""]]
+            size = sum(len(text) for texts in inputs for text in texts)
+            is_short = size <= INLINE_CHARACTERS and len(inputs) <= INLINE_TEXTS
+        if is_short:
+            return _encode(self._tokenizer, message)
         pool = self._pool if size <= WHOLE else self._long
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(pool, _encode, self._tokenizer, message)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -107,7 +105,7 @@ class _Pending:
     num_crashes: int = 0
 
 
-class TokenizerProcesses:
+class TokenizerProcesses(AsyncTokenizer):
     """Encodes in tokenizer processes, round-robin. `send(worker, message)` sends to worker number
     `worker`; their replies are given to `receive_reply`. `resend_requests` repeats the open
     requests of a worker that was restarted."""
@@ -118,21 +116,7 @@ class TokenizerProcesses:
         self._waiting: dict[str, _Pending] = {}
         self._names = itertools.count()
 
-    async def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        return (await self._ask(text=text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)).token_ids
-
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any], max_tokens: int | None = None
-    ) -> list[int]:
-        return (await self._ask(messages=messages, tools=tools, template_arguments=arguments, max_tokens=max_tokens)).token_ids
-
-    async def encode_inputs(
-        self, inputs: list[list[str]], truncate_to: int | None = None, max_tokens: int | None = None, add_special_tokens: bool = True
-    ) -> list[Encoded]:
-        asked = self._ask(inputs=inputs, truncate_to=truncate_to, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
-        return (await asked).encoded
-
-    async def _ask(self, **content: Any) -> Tokenized:
+    async def _run(self, **content: Any) -> Tokenized:
         name = str(next(self._names))
         pending = _Pending(next(self._turn), Tokenize(id=name, trace=TRACE.get(), **content), asyncio.get_running_loop().create_future())
         self._waiting[name] = pending
@@ -171,17 +155,21 @@ class TokenizerProcesses:
             pending.future.cancel()
 
 
+def _encode(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
+    if message.messages is not None:
+        ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.max_tokens)
+    elif message.inputs is not None:
+        encoded = tokenizer.encode_inputs(message.inputs, message.truncate_to, message.max_tokens, message.add_special_tokens)
+        return Tokenized(id=message.id, encoded=encoded)
+    else:
+        ids = tokenizer.encode(message.text or "", message.add_special_tokens, message.max_tokens)
+    return Tokenized(id=message.id, token_ids=ids)
+
+
 def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
     """The reply of a tokenizer process to one message."""
     try:
-        if message.messages is not None:
-            ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.max_tokens)
-        elif message.inputs is not None:
-            encoded = tokenizer.encode_inputs(message.inputs, message.truncate_to, message.max_tokens, message.add_special_tokens)
-            return Tokenized(id=message.id, encoded=encoded)
-        else:
-            ids = tokenizer.encode(message.text or "", message.add_special_tokens, message.max_tokens)
-        return Tokenized(id=message.id, token_ids=ids)
+        return _encode(tokenizer, message)
     except TextTooLongError:
         return Tokenized(id=message.id, is_too_long=True)
     except ChatTemplateError as error:

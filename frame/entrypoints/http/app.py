@@ -72,19 +72,18 @@ class App(FastAPI):
             services.batches.route = self.run_for_tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            # Handlers write to the server's own `send`: each middleware's wrapper would cost time
-            # for every token.
-            scope["asgi_channel"] = (receive, send)
-            if "admitted" not in scope:
-                scope["tenant"] = ""
-                scope["request_id"] = request_id_of(scope["headers"])
-                scope["arrived"] = time.perf_counter()
-                REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
-                if self._cors is not None:
-                    scope["response_headers"] = self._cors.response_headers(scope["headers"])
-        elif scope["type"] != "lifespan":
+        if scope["type"] != "http":
             return
+        # Handlers write to the server's own `send`: each middleware's wrapper would cost time for
+        # every token.
+        scope["asgi_channel"] = (receive, send)
+        if "admitted" not in scope:
+            scope["tenant"] = ""
+            scope["request_id"] = request_id_of(scope["headers"])
+            scope["arrived"] = time.perf_counter()
+            REQUEST_ID.set(scope["request_id"])  # in the context of this request's task alone
+            if self._cors is not None:
+                scope["response_headers"] = self._cors.response_headers(scope["headers"])
         scope["app"] = self
         if self.middleware_stack is None:
             self.middleware_stack = self.build_middleware_stack()
@@ -95,7 +94,7 @@ class App(FastAPI):
             scope.pop("context", None)
 
     def build_middleware_stack(self) -> Any:
-        """The middlewares that were added, around the dispatcher.
+        """The extensions' middlewares, around the dispatcher.
 
         FastAPI's own are left out: routes answer their own errors, and five wrappers cost 50 us for
         each request.
@@ -105,8 +104,6 @@ class App(FastAPI):
             app = InnermostChannel(app)
         for kind, options, extension in reversed(self.extensions.middleware):
             app = GuardedMiddleware(app, kind, options, extension)
-        for added, arguments, keywords in reversed(self.user_middleware):
-            app = added(app, *arguments, **keywords)
         return app
 
     async def run_for_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,9 +138,6 @@ class Dispatcher:
         self._cors = cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _run_lifespan(receive, send)
-            return
         try:
             await self._dispatch(scope, receive, send)
         except QuotaExceededError as error:
@@ -163,7 +157,8 @@ class Dispatcher:
                 return
         if found is None:
             gate.admit(scope, Access.USER)
-            raise _not_found(scope)
+            path = scope["path"][:MAX_PATH_CHARS]
+            raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
         scope["errors"] = next(iter(found.endpoints.values())).errors
         route = found.endpoint(scope["method"])
         if route is None:
@@ -222,23 +217,8 @@ async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) ->
     count_response(scope["app"].services.metrics, NO_ROUTE, context)
 
 
-def _not_found(scope: Scope) -> ApiError:
-    path = scope["path"][:MAX_PATH_CHARS]
-    return ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
-
-
 def _wrong_method(scope: Scope, methods: list[str]) -> ApiError:
     """405 with the methods that the path takes, in the sentence and as `Allow`."""
     shown = " or ".join(method for method in methods if method != "HEAD")
-    error = ApiError(405, f"{scope['path'][:MAX_PATH_CHARS]} does not take {scope['method']}; use {shown}")
-    error.headers = ((b"allow", ", ".join(methods).encode()),)
-    return error
-
-
-async def _run_lifespan(receive: Receive, send: Send) -> None:
-    answers = {"lifespan.startup": "lifespan.startup.complete", "lifespan.shutdown": "lifespan.shutdown.complete"}
-    while True:
-        kind: Any = (await receive())["type"]
-        await send({"type": answers[kind]})
-        if kind == "lifespan.shutdown":
-            return
+    sentence = f"{scope['path'][:MAX_PATH_CHARS]} does not take {scope['method']}; use {shown}"
+    return ApiError(405, sentence, headers=((b"allow", ", ".join(methods).encode()),))

@@ -72,16 +72,20 @@ def quoted(value: Any) -> str:
 
 
 RETRY_AFTER = 1  # seconds
+Headers = tuple[tuple[bytes, bytes], ...]
+CLOSE: Headers = ((b"connection", b"close"),)  # where the rest of a body is not read, so no request may follow it
+SEE_LOG = "a part of the server failed on this request; its log says which"  # of errors of plugins
 CONTEXT_LENGTH = "context_length_exceeded"  # the code of a prompt that does not fit
 
 
 class ApiError(Exception):
     """Ends a request with this status and sentence. `retry_after` in seconds. The sentence of a
-    status of 500 or more is made `public`."""
+    status of 500 or more is made `public`. `headers`: further ones of the response."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
-    ) -> None:
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None,
+        headers: Headers = (),
+    ) -> None:  # fmt: skip
         message = message if len(message) <= LONGEST_SENTENCE else f"{message[:LONGEST_SENTENCE]}…"
         message = public(message) if status >= 500 else message
         super().__init__(message)
@@ -90,7 +94,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
-        self.headers: tuple[tuple[bytes, bytes], ...] = ()  # of the response, besides
+        self.headers = headers
 
     def with_param(self, param: str) -> ApiError:
         """The same error with another name of its field, in `param` and in the sentence."""
@@ -115,11 +119,7 @@ class ErrorShape(NamedTuple):
     model: Any = ErrorResponse
 
 
-def _openai_events(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
-
-
-OPENAI = ErrorShape(ApiError.body, _openai_events)
+OPENAI = ErrorShape(ApiError.body, lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
 
 
 class DisconnectedError(Exception):

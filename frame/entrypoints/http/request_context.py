@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.protocol.bodies import PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.protocol.fields import ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
@@ -136,9 +136,7 @@ class RequestContext:
                 message = await self.receive()
         except TimeoutError:
             limit = f"{pause:g} s" if loop.time() < until else f"{PATIENCE * pause:g} s in all"
-            error = ApiError(408, f"the rest of the body did not come within {limit}; send the request again")
-            error.headers = ((b"connection", b"close"),)
-            raise error from None
+            raise ApiError(408, f"the rest of the body did not come within {limit}; send the request again", headers=CLOSE) from None
         if message["type"] == "http.disconnect":
             raise DisconnectedError
         return message
@@ -248,9 +246,8 @@ class RequestContext:
             raise DisconnectedError from error
 
     def _too_large(self) -> ApiError:
-        error = ApiError(413, f"the body is larger than {self.max_body} bytes, which is all that this route takes; send less")
-        error.headers = ((b"connection", b"close"),)  # the rest of the body is not read, so no request may follow it
-        return error
+        sentence = f"the body is larger than {self.max_body} bytes, which is all that this route takes; send less"
+        return ApiError(413, sentence, headers=CLOSE)
 
 
 def check_query(scope: Scope) -> None:

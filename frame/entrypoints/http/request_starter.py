@@ -11,13 +11,21 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from frame.core.text.chat_template import ChatTemplateError
 from frame.core.text.text_bounds import TextTooLongError
-from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from frame.entrypoints.engine_client.limits import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    check_params,
+    check_prompt,
+)
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
@@ -130,16 +138,16 @@ async def start_request(
     if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
         rid = f"{prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{prefix}{secrets.token_hex(16)}"
     try:
-        most = countable_tokens(services) if options.truncates else services.client.limits.max_context
+        limits = services.client.limits
+        most = countable_tokens(services) if options.truncates else limits.max_context
         ids, second_text_starts = await _encode_all(services, prompts, add_special_tokens, longest, most)
-        room = services.client.limits.max_context
-        ids = [options.truncated(prompt, room - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
-        await paced_map(lambda pair: services.client.check_prompt(*pair), zip(ids, params, strict=True))
+        ids = [options.truncated(prompt, limits.max_context - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
+        await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
         checked = {id(own): own for own in params}
         params = await _with_bad_words(services, params)
         if refine is not None:
             params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
-        await paced_map(services.client.check_params, (own for own in _unique(params) if id(own) not in checked))
+        await paced_map(partial(check_params, limits), (own for own in _unique(params) if id(own) not in checked))
         space = _namespace(services, call, salt)
         answer = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
         for sequence in answer.sequences if encoder_inputs else ():
@@ -177,7 +185,7 @@ def check_sequence_count(services: Services, count: int, param: str = "n") -> No
 def _check_params(services: Services, params: Sequence[SamplingParams], priority: int, options: RequestOptions) -> None:
     try:
         for own in _unique(params):
-            services.client.check_params(own)
+            check_params(services.client.limits, own)
     except InvalidRequestError as error:
         raise as_sent(as_api_error(error), options.sent_name) from None
     if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:

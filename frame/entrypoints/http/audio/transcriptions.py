@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from frame.entrypoints.audio import MAX_BYTES, RATE
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.failures import as_api_error, raise_failed
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.multipart import FormReader
@@ -133,9 +133,7 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
             fields[part.name][-1] += content
             if size > MAX_BYTES or (part.name != "file" and len(fields[part.name][-1]) > LARGEST_FIELD):
                 most = MAX_BYTES if part.name == "file" else LARGEST_FIELD
-                error = ApiError(413, f"{part.name[:50]} has more than {most} bytes; send less", part.name[:50])
-                error.headers = ((b"connection", b"close"),)  # the rest of the body is not read
-                raise error
+                raise ApiError(413, f"{part.name[:50]} has more than {most} bytes; send less", part.name[:50], headers=CLOSE)
     reader.close()
     values: dict[str, Any] = {}
     for name, contents in fields.items():

@@ -5,7 +5,6 @@ Must not depend on the engine.
 
 from __future__ import annotations
 
-import time
 import uuid
 from pathlib import PurePath
 from typing import Annotated, Any
@@ -13,11 +12,11 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.entrypoints.engine_client.limits import InvalidRequestError, check_params
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_api_error, as_sent
-from frame.entrypoints.http.native.pooling import compute_vectors, usage
+from frame.entrypoints.http.native.pooling import compute_vectors, list_reply
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
@@ -91,7 +90,7 @@ async def render_completion_request(request: CompletionRequest, services: Servic
 
 def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids: list[int], params: Any) -> dict[str, Any]:
     try:
-        services.client.check_params(params)
+        check_params(services.client.limits, params)
     except InvalidRequestError as error:
         raise as_sent(as_api_error(error), request.sent_name) from None
     return {
@@ -115,17 +114,9 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
         vectors, count = await compute_vectors(context, services, request, to_prompts(request, services), ("classify",))
     else:
         vectors, count = await compute_embeddings(context, services, request)
-    return {
-        "id": f"pool-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": services.resolved.served_name,
-        "data": [
-            {"index": index, "object": "pooling", "data": vector}
-            for index, vector in enumerate(encode_vectors(vectors, request.encoding_format))
-        ],
-        "usage": usage(count),
-    }
+    encoded = enumerate(encode_vectors(vectors, request.encoding_format))
+    data = [{"index": index, "object": "pooling", "data": vector} for index, vector in encoded]
+    return list_reply(services, f"pool-{uuid.uuid4().hex}", data, count)
 
 
 @router.get("/version", responses=responds_with(Version))

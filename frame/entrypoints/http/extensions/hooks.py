@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from frame.core.blame import describe, remedy
 from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import SEE_LOG, ApiError
 from frame.entrypoints.http.request_context import RequestContext
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Hooks:
                 raise _refusal(extension, refusal) from None
             except Exception:
                 log.exception("%s failed in on_request; the request is answered with 500; %s", describe(extension), remedy(extension))
-                raise ApiError(500, "a part of the server failed on this request; its log says which") from None
+                raise ApiError(500, SEE_LOG) from None
 
     async def record_response(self, context: RequestContext, route: str, status: int) -> None:
         """Run `on_response` of each extension; an error is logged, and the others run."""
@@ -84,7 +84,6 @@ def _refusal(extension: HttpExtension, refusal: RefuseRequest) -> ApiError:
     if not (isinstance(refusal.status, int) and MIN_REFUSAL <= refusal.status <= MAX_REFUSAL):
         sentence = "%s refused a request with status %r; RefuseRequest takes %d to %d"
         log.error(sentence, describe(extension), refusal.status, MIN_REFUSAL, MAX_REFUSAL)
-        return ApiError(500, "a part of the server failed on this request; its log says which")
-    error = ApiError(refusal.status, refusal.sentence, code=refusal.code)
-    error.headers = tuple((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in refusal.headers.items())
-    return error
+        return ApiError(500, SEE_LOG)
+    headers = tuple((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in refusal.headers.items())
+    return ApiError(refusal.status, refusal.sentence, code=refusal.code, headers=headers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from frame.core.blame import describe, remedy
 from frame.core.interfaces.http import HttpExtension
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import SEE_LOG, ApiError
 from frame.entrypoints.http.request_context import JSON, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class GuardedMiddleware:
             log.exception(sentence, describe(self._extension), remedy(self._extension))
             if is_started:
                 raise  # the server closes the connection: a response that is cut off must not look complete
-            body = ApiError(500, "a part of the server failed on this request; its log says which").body()
+            body = ApiError(500, SEE_LOG).body()
             await send({"type": "http.response.start", "status": 500, "headers": [JSON, (b"content-length", b"%d" % len(body))]})
             await send({"type": "http.response.body", "body": body})
 
@@ -55,6 +55,5 @@ class InnermostChannel:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["asgi_channel"] = (receive, send)
+        scope["asgi_channel"] = (receive, send)
         await self._app(scope, receive, send)

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from frame.core.blame import describe, remedy
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpExtension
-from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.errors import SEE_LOG, ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, ContextDep
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.validation_errors import validation_error
@@ -54,15 +54,14 @@ def _forwarding(extension: HttpExtension, route: APIRoute) -> Any:
         except (ApiError, DisconnectedError):
             raise
         except HTTPException as error:
-            refusal = ApiError(error.status_code, str(error.detail))
-            refusal.headers = tuple((name.lower().encode(), value.encode("latin-1")) for name, value in (error.headers or {}).items())
-            raise refusal from None
+            headers = tuple((name.lower().encode(), value.encode("latin-1")) for name, value in (error.headers or {}).items())
+            raise ApiError(error.status_code, str(error.detail), headers=headers) from None
         except RequestValidationError as error:
             raise validation_error([{**each, "loc": each["loc"][1:]} for each in error.errors()], error.body) from None
         except Exception:
             sentence = "%s failed in its route %s; the request is answered with 500; %s"
             log.exception(sentence, describe(extension), route.path, remedy(extension))
-            raise ApiError(500, "a part of the server failed on this request; its log says which") from None
+            raise ApiError(500, SEE_LOG) from None
 
     return forward
 

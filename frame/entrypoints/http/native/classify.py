@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import Caller
@@ -31,18 +30,11 @@ async def classify(request: ClassifyRequest, context: ContextDep, services: Serv
     """Classify texts."""
     vectors, count = await classify_texts(context, services, request)
     names = get_labels(services)
-    return {
-        "id": f"classify-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": services.resolved.served_name,
-        "data": [
-            {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
-            for index, row in enumerate(vectors)
-        ],
-        "labels": names,
-        "usage": usage(count),
-    }
+    data = [
+        {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
+        for index, row in enumerate(vectors)
+    ]
+    return {**list_reply(services, f"classify-{uuid.uuid4().hex}", data, count), "labels": names}
 
 
 async def classify_texts(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:

@@ -6,8 +6,9 @@ Used by all routes that embed, classify, score or rerank. Must not depend on a r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,6 +85,12 @@ async def compute_vectors(
         raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
     vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
     return vectors, sum(len(s.prompt) for s in sequences)
+
+
+def list_reply(services: Services, rid: str, data: list[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
+    """The response of a route with one entry for each input, in OpenAI's shape."""
+    head = {"id": rid, "object": "list", "created": int(time.time()), "model": services.resolved.served_name}
+    return {**head, "data": data, "usage": usage(num_tokens)}
 
 
 def usage(num_tokens: int) -> dict[str, int]:

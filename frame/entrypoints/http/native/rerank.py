@@ -6,7 +6,6 @@ of embeddings, depending on the served model. Must not depend on the engine.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply, usage
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
@@ -98,14 +97,8 @@ def _text(document: str | Document) -> str:
 async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Score pairs of texts by relevance or similarity."""
     scores, count = await score_pairs(context, services, request)
-    return {
-        "id": f"score-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": services.resolved.served_name,
-        "data": [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())],
-        "usage": usage(count),
-    }
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())]
+    return list_reply(services, f"score-{uuid.uuid4().hex}", data, count)
 
 
 async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, BinaryIO, TypeVar
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
 from frame.entrypoints.http.openai.batch_jobs import ENDPOINTS, BatchJob, BatchJobRunner
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
@@ -54,7 +54,7 @@ async def upload(context: ContextDep, services: ServicesDep) -> Any:
         reader.close()
         card = await _store(form.finish())
     except ApiError as error:
-        error.headers = ((b"connection", b"close"),)  # the rest of the body is not read
+        error.headers = CLOSE
         raise
     finally:
         form.close()

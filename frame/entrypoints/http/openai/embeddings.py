@@ -6,12 +6,11 @@ Used by the embedding routes of Cohere, Ollama, TEI and vLLM. Must not depend on
 from __future__ import annotations
 
 import base64
-import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from frame.core.interfaces.model import SentenceTransformersConfig
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, usage
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import Caller, Prompt
@@ -43,17 +42,9 @@ class EmbeddingRequest(PoolingRequestFields):
 async def embeddings(request: EmbeddingRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings."""
     vectors, count = await compute_embeddings(context, services, request)
-    return {
-        "id": context.answer.rid if context.answer is not None else "",
-        "object": "list",
-        "created": int(time.time()),
-        "data": [
-            {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(encode_vectors(vectors, request.encoding_format))
-        ],
-        "model": services.resolved.served_name,
-        "usage": usage(count),
-    }
+    encoded = enumerate(encode_vectors(vectors, request.encoding_format))
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded]
+    return list_reply(services, context.answer.rid if context.answer is not None else "", data, count)
 
 
 async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class EventLog:
         # Dropped: it exceeded the bytes of its tenant, or its response was deleted
         self.is_lost = False
         self._events: list[bytes] = []
-        self._readers: set[LogReader] = set()
+        self._changed = asyncio.Event()  # set, and replaced, at each change
 
     def add(self, events: bytes) -> None:
         """Append whole server-sent events."""
@@ -40,64 +41,30 @@ class EventLog:
             new = [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
             self._events += new
             self.size += len(events) + EVENT_OVERHEAD * len(new)
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
         """Mark the log as complete."""
         self.is_over = True
-        self._wake()
+        self.wake()
 
     def drop(self) -> None:
         """Free the memory. Readers end, and `is_lost` tells them that events are missing."""
         self.is_lost, self.size = True, 0
         self._events.clear()
-        self._wake()
+        self.wake()
 
-    def open_reader(self, start: int) -> LogReader:
-        """A reader from the event with index `start` on; `close_reader` must be called for it."""
-        reader = LogReader(self, start)
-        self._readers.add(reader)
-        return reader
+    async def read(self, start: int, is_gone: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Wait for events from index `start` on and return them; empty at the end, where the log is
+        lost, or when the reader `is_gone`, which is asked again at each `wake`."""
+        while not (is_gone() or self.is_over or self.is_lost or len(self._events) > start):
+            await self._changed.wait()
+        return [] if is_gone() else self._events[start:]
 
-    def close_reader(self, reader: LogReader) -> None:
-        self._readers.discard(reader)
-
-    def events_from(self, start: int) -> list[bytes]:
-        return self._events[start:]
-
-    def _wake(self) -> None:
-        for reader in self._readers:
-            reader.news.set()
-
-
-class LogReader:
-    """One reader of an `EventLog`. `hang_up` ends the reading."""
-
-    def __init__(self, log: EventLog, start: int) -> None:
-        self.news = asyncio.Event()  # the log or the client's state has changed
-        self._log = log
-        self._position = start
-        self.is_gone = False  # the client has hung up
-
-    def hang_up(self) -> None:
-        self.is_gone = True
-        self.news.set()
-
-    async def read(self) -> bytes | None:
-        """Wait for events after those of the last call and return them; None at the end.
-
-        `log.is_lost` tells whether events are missing at the end.
-        """
-        while True:
-            self.news.clear()
-            if self.is_gone or self._log.is_lost:
-                return None
-            if found := self._log.events_from(self._position):
-                self._position += len(found)
-                return b"".join(found)
-            if self._log.is_over:
-                return None
-            await self.news.wait()
+    def wake(self) -> None:
+        """Have the readers look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 @dataclass(slots=True, eq=False)

@@ -217,19 +217,22 @@ def _log_of(stored: StoredEntry) -> EventLog:
 
 async def _send_events(context: RequestContext, log: EventLog, start: int) -> None:
     """Send the events from index `start` on. A disconnect does not end the response."""
-    reader = log.open_reader(start)
-    context.on_disconnect(reader.hang_up)
-    try:
-        await context.start_events()
-        while (events := await reader.read()) is not None:
-            await context.event(events)
-        if reader.is_gone:
-            raise DisconnectedError
-        if log.is_lost:
-            raise ApiError(503, "the events of this response exceed what this key may store; retrieve the response without stream")
-        await context.end()
-    finally:
-        log.close_reader(reader)
+    gone = asyncio.Event()
+
+    def hang_up() -> None:
+        gone.set()
+        log.wake()
+
+    context.on_disconnect(hang_up)
+    await context.start_events()
+    while events := await log.read(start, gone.is_set):
+        start += len(events)
+        await context.event(b"".join(events))
+    if gone.is_set():
+        raise DisconnectedError
+    if log.is_lost:
+        raise ApiError(503, "the events of this response exceed what this key may store; retrieve the response without stream")
+    await context.end()
 
 
 @router.get("/v1/responses/{name}/input_items", responses=responds_with(ItemList))

@@ -106,6 +106,4 @@ def _no_key() -> ApiError:
 
 
 def _unauthorized(sentence: str, code: str) -> ApiError:
-    error = ApiError(401, sentence, code=code)
-    error.headers = ((b"www-authenticate", b"Bearer"),)
-    return error
+    return ApiError(401, sentence, code=code, headers=((b"www-authenticate", b"Bearer"),))

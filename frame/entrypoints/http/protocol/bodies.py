@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import CLOSE, ApiError
 
 MOST_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
 MAX_MESSAGES = 4096
@@ -49,9 +49,7 @@ class Bodies:
     def take(self, size: int) -> None:
         """Hold `size` bytes more. Raises ApiError 503 when there is no room for them."""
         if self.held + size > self.most:
-            error = ApiError(503, "the server holds as many bytes of requests as it may; try again later", retry_after=1)
-            error.headers = ((b"connection", b"close"),)  # the rest of the body is not read
-            raise error
+            raise ApiError(503, "the server holds as many bytes of requests as it may; try again later", retry_after=1, headers=CLOSE)
         self.held += size
 
     def give_back(self, size: int) -> None:

@@ -25,149 +25,97 @@ WITHOUT_EFFECT = frozenset({
     "prompt_cache_retention", "prompt_cache_options", "cache_control",
 })  # fmt: skip
 
-_TEXT_ONLY = "this model takes text only"
-_ONE_ENGINE = "this server has one engine, and requests are not routed"
-_NOT_RETURNED = "this server does not return it"
 _HERE = ""  # another route implements it
 
-# Fields of peers' request classes -> why a route that does not implement them refuses them, or what
-# to send instead.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                *("image_data", "video_data", "audio_data", "modalities", "mm_hashes", "mm_content_hashes", "video_config", "audio"),
-                *("use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch"),
-                *("images_config", "media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs"),
-            ),
-            _TEXT_ONLY,
-        ),
-        **dict.fromkeys(
-            (
-                *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "routed_dp_rank"),
-                *("data_parallel_rank", "disagg_prefill_dp_rank", "kv_router_hint", "routing_key", "http_worker_ipc", "encoder_urls"),
-                *("need_wait_for_mm_inputs", "num_items_assigned", "kv_transfer_params", "ec_transfer_params"),
-            ),
-            _ONE_ENGINE,
-        ),
-        **dict.fromkeys(
-            (
-                *("return_hidden_states", "return_routed_experts", "routed_experts_start_len", "routed_experts_prompt_start"),
-                *("return_cached_tokens_details", "return_meta_info", "return_indexer_topk", "return_sampling_mask", "return_entropy"),
-                *("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_prompt_text", "return_token_offsets"),
-                *("return_bytes", "token_ids_logprob", "logprob_token_ids", "return_pooled_hidden_states", "enable_response_messages"),
-            ),
-            _NOT_RETURNED,
-        ),
-        **dict.fromkeys(
-            (
-                *("model", "messages", "prompt", "text", "input", "input_ids", "sampling_params", "system", "instructions"),
-                *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n", "best_of", "suffix", "echo"),
-                *("stream", "stream_options", "stop", "stop_sequences", "logprobs", "top_logprobs", "prompt_logprobs", "seed"),
-                *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-                *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens"),
-                *("include_stop_str_in_output", "no_stop_trim", "regex", "ebnf", "json_schema", "structural_tag", "response_format"),
-                *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "custom", "custom_params"),
-                *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "thinking"),
-                *("num_speculative_tokens", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
-                *("add_special_tokens", "separate_reasoning", "return_token_ids", "return_prompt_token_ids"),
-                *("return_tokens_as_token_ids", "truncate_prompt_tokens", "truncation_side", "truncation", "service_tier"),
-                *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs", "background", "include"),
-                *("previous_response_id", "max_tool_calls", "output_config", "priority", "cache_salt", "timeout", "rid", "request_id"),
-            ),
-            _HERE,
-        ),
-        "chat_template": "start the server with the template (--chat-template)",
-        "use_beam_search": "beam search is not implemented; use n",
-        "length_penalty": "beam search is not implemented",
-        "early_stopping": "beam search is not implemented",
-        "allowed_token_ids": "use logit_bias or a grammar",
-        "repetition_detection": "use repetition_penalty or frequency_penalty",
-        "watermarking": "leave it out",
-        "stop_regex": "use stop",
-        "stream_interval": "events come as tokens come; leave it out",
-        "thinking_token_budget": "use reasoning_effort, or max_tokens",
-        "max_thinking_tokens": "use reasoning_effort, or max_tokens",
-        "require_reasoning": "use reasoning_effort",
-        "include_reasoning": "use separate_reasoning, or reasoning_effort none",
-        "stream_reasoning": "thinking is streamed as it comes; leave it out",
-        "reasoning": "use reasoning_effort",
-        "verbosity": "say it in a message",
-        "task": "leave it out",
-        "web_search_options": "use tools for what your program looks up",
-        "moderation": "use /v1/moderations",
-        "prompt_embeds": "send text or token ids",
-        "input_embeds": "send text or token ids",
-        "positional_embed_overrides": "send text or token ids",
-        "embed_overrides": "send text or token ids",
-        "query_embed_overrides": "send text or token ids",
-        "item_embed_overrides": "send text or token ids",
-        "embed_override_token_id": "send text or token ids",
-        "multi_item_delimiter_indices": "send several inputs",
-        "lora_path": "this server has no adapters",
-        "lora_id": "this server has no adapters",
-        "session_params": "send the conversation; its prefix is cached",
-        "custom_logit_processor": "requests bring no code; use a logits-processor plugin and custom",
-        "logits_processors": "requests bring no code; use a logits-processor plugin and custom",
-        "vllm_xargs": "use custom",
-        "extra_key": "use cache_salt",
-        "ngram_corpus_id": "leave it out",
-        "custom_labels": "leave it out",
-        "external_trace_header": "send the header traceparent",
-        "received_time": "leave it out",
-        "log_metrics": "every request is counted",
-        "no_logs": "the log holds no texts; leave it out",
-        "guided_decoding_backend": "the server's setting sampling.grammar says it",
-        "guided_whitespace_pattern": "leave it out",
-        "previous_input_messages": "use previous_response_id, or send the conversation as input",
-        "previous_response": "use previous_response_id, or send the conversation as input",
-        "container": "leave it out",
-        "mcp_servers": "use tools of your own",
-        "context_management": "leave it out",
-        "normalize": "the checkpoint says it",
-        "softmax": "the checkpoint says it",
-        "activation": "the checkpoint says it",
-        "use_activation": "the checkpoint says it",
-        "apply_softmax": "the checkpoint says it",
-        "embed_dtype": "use encoding_format",
-        "endianness": "vectors are little-endian",
-        "label_token_ids": "the server's setting model.label_tokens says it",
-        "item_first": "leave it out",
-        "instruct": "use instruction",
-        "max_chunks_per_doc": "use truncate_prompt_tokens",
-        "max_tokens_per_doc": "use truncate_prompt_tokens",
-        "rank_fields": "send each document as text",
-    }
-)  # fmt: skip
+# Fields of peers' request classes, by what to send instead in a route that does not implement them,
+# or why they are refused.
+_REMEDIES = {
+    "this model takes text only": """
+        image_data video_data audio_data modalities mm_hashes mm_content_hashes video_config audio use_audio_in_video max_dynamic_patch
+        min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch images_config media_io_kwargs mm_processor_kwargs
+        return_mm_kwargs
+    """,
+    "this server has one engine, and requests are not routed": """
+        bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank data_parallel_rank
+        disagg_prefill_dp_rank kv_router_hint routing_key http_worker_ipc encoder_urls need_wait_for_mm_inputs num_items_assigned
+        kv_transfer_params ec_transfer_params
+    """,
+    "this server does not return it": """
+        return_hidden_states return_routed_experts routed_experts_start_len routed_experts_prompt_start return_cached_tokens_details
+        return_meta_info return_indexer_topk return_sampling_mask return_entropy return_flat_raw_top_logprobs
+        return_flat_raw_top_logprobs_b64 return_prompt_text return_token_offsets return_bytes token_ids_logprob logprob_token_ids
+        return_pooled_hidden_states enable_response_messages
+    """,
+    _HERE: """
+        model messages prompt text input input_ids sampling_params system instructions max_tokens max_completion_tokens
+        max_output_tokens max_new_tokens n best_of suffix echo stream stream_options stop stop_sequences logprobs top_logprobs
+        prompt_logprobs seed temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens
+        ignore_eos stop_token_ids bad_words skip_special_tokens spaces_between_special_tokens include_stop_str_in_output no_stop_trim
+        regex ebnf json_schema structural_tag response_format structured_outputs guided_json guided_regex guided_choice guided_grammar
+        custom custom_params tools tool_choice parallel_tool_calls functions function_call reasoning_effort thinking
+        num_speculative_tokens documents chat_template_kwargs continue_final_message add_generation_prompt add_special_tokens
+        separate_reasoning return_token_ids return_prompt_token_ids return_tokens_as_token_ids truncate_prompt_tokens truncation_side
+        truncation service_tier return_logprob logprob_start_len top_logprobs_num return_text_in_logprobs background include
+        previous_response_id max_tool_calls output_config priority cache_salt timeout rid request_id
+    """,
+    "start the server with the template (--chat-template)": "chat_template",
+    "beam search is not implemented; use n": "use_beam_search",
+    "beam search is not implemented": "length_penalty early_stopping",
+    "use logit_bias or a grammar": "allowed_token_ids",
+    "use repetition_penalty or frequency_penalty": "repetition_detection",
+    "leave it out": """
+        watermarking task ngram_corpus_id custom_labels received_time guided_whitespace_pattern container context_management item_first
+    """,
+    "use stop": "stop_regex",
+    "events come as tokens come; leave it out": "stream_interval",
+    "use reasoning_effort, or max_tokens": "thinking_token_budget max_thinking_tokens",
+    "use reasoning_effort": "require_reasoning reasoning",
+    "use separate_reasoning, or reasoning_effort none": "include_reasoning",
+    "thinking is streamed as it comes; leave it out": "stream_reasoning",
+    "say it in a message": "verbosity",
+    "use tools for what your program looks up": "web_search_options",
+    "use /v1/moderations": "moderation",
+    "send text or token ids": """
+        prompt_embeds input_embeds positional_embed_overrides embed_overrides query_embed_overrides item_embed_overrides
+        embed_override_token_id
+    """,
+    "send several inputs": "multi_item_delimiter_indices",
+    "this server has no adapters": "lora_path lora_id",
+    "send the conversation; its prefix is cached": "session_params",
+    "requests bring no code; use a logits-processor plugin and custom": "custom_logit_processor logits_processors",
+    "use custom": "vllm_xargs",
+    "use cache_salt": "extra_key",
+    "send the header traceparent": "external_trace_header",
+    "every request is counted": "log_metrics",
+    "the log holds no texts; leave it out": "no_logs",
+    "the server's setting sampling.grammar says it": "guided_decoding_backend",
+    "use previous_response_id, or send the conversation as input": "previous_input_messages previous_response",
+    "use tools of your own": "mcp_servers",
+    "the checkpoint says it": "normalize softmax activation use_activation apply_softmax",
+    "use encoding_format": "embed_dtype",
+    "vectors are little-endian": "endianness",
+    "the server's setting model.label_tokens says it": "label_token_ids",
+    "use instruction": "instruct",
+    "use truncate_prompt_tokens": "max_chunks_per_doc max_tokens_per_doc",
+    "send each document as text": "rank_fields",
+}
+REFUSED: Mapping[str, str] = MappingProxyType({name: remedy for remedy, names in _REMEDIES.items() for name in names.split()})
 
+_TRUE_BY_DEFAULT = (
+    "return_mm_kwargs", "include_reasoning", "stream_reasoning", "separate_reasoning", "add_generation_prompt", "add_special_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens", "log_metrics", "normalize", "softmax", "use_activation",
+)  # fmt: skip
 # Values, besides null, false and empty ones, with which a refused field asks for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "length_penalty": (1,),
-        "n": (1,),
-        "best_of": (1,),
-        "stream_interval": (1,),
-        "routed_experts_start_len": (0,),
-        "routed_experts_prompt_start": (0,),
-        "routed_dp_rank": (0,),
-        "data_parallel_rank": (0,),
+        **dict.fromkeys(("length_penalty", "n", "best_of", "stream_interval"), (1,)),
+        **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start", "routed_dp_rank", "data_parallel_rank"), (0,)),
+        **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
+        "priority": (0,),
         "thinking_token_budget": (-1,),
-        "return_mm_kwargs": (True,),
-        "include_reasoning": (True,),
-        "stream_reasoning": (True,),
-        "separate_reasoning": (True,),
-        "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "log_metrics": (True,),
         "modalities": (["text"],),
         "verbosity": ("medium",),
         "service_tier": ("auto", "default", "standard_only"),
-        "priority": (0,),
-        "normalize": (True,),
-        "softmax": (True,),
-        "use_activation": (True,),
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
         "truncation": ("disabled",),

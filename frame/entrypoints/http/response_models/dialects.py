@@ -92,16 +92,12 @@ class Version(TypedDict):
     version: str
 
 
-class CohereVersion(TypedDict):
-    version: str
-
-
 class CohereUnits(TypedDict):
     input_tokens: int
 
 
 class CohereMeta(TypedDict):
-    api_version: CohereVersion
+    api_version: Version
     billed_units: CohereUnits
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from frame.entrypoints.http.response_models.openai import PoolingUsage
+from frame.entrypoints.http.response_models.openai import PoolingReply, PoolingUsage
 
 LogprobEntry = tuple[float | None, int, str | None]  # log-probability, token id, text
 
@@ -87,13 +87,8 @@ class PairScore(TypedDict):
     score: float
 
 
-class ScoreList(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ScoreList(PoolingReply):
     data: list[PairScore]
-    usage: PoolingUsage
 
 
 class Classification(TypedDict):
@@ -103,14 +98,9 @@ class Classification(TypedDict):
     num_classes: int
 
 
-class ClassificationList(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ClassificationList(PoolingReply):
     data: list[Classification]
     labels: list[str]
-    usage: PoolingUsage
 
 
 class PooledOutput(TypedDict):
@@ -121,10 +111,5 @@ class PooledOutput(TypedDict):
     data: list[float] | str
 
 
-class PooledList(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class PooledList(PoolingReply):
     data: list[PooledOutput]
-    usage: PoolingUsage

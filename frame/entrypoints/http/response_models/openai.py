@@ -44,6 +44,16 @@ class PoolingUsage(TypedDict):
     total_tokens: int
 
 
+class PoolingReply(TypedDict):
+    """A list with one entry for each input; each route adds `data`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
 class FunctionCall(TypedDict):
     """`arguments` is JSON text."""
 
@@ -236,13 +246,8 @@ class Embedding(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingList(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
+class EmbeddingList(PoolingReply):
     data: list[Embedding]
-    model: str
-    usage: PoolingUsage
 
 
 class Moderation(TypedDict):
@@ -268,12 +273,15 @@ class File(TypedDict):
     status: Literal["processed"]
 
 
-class FileList(TypedDict):
+class Page(TypedDict):
     object: Literal["list"]
-    data: list[File]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class FileList(Page):
+    data: list[File]
 
 
 class DeletedFile(TypedDict):
@@ -323,12 +331,8 @@ class Batch(TypedDict):
     errors: BatchErrors | None
 
 
-class BatchList(TypedDict):
-    object: Literal["list"]
+class BatchList(Page):
     data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class RenderedRequest(TypedDict):

@@ -84,29 +84,29 @@ async def test_events_count_and_are_dropped_at_the_byte_limit() -> None:
     store, log = ResponseStore(8, 4000, 60.0), EventLog()
     store.put("other", "", b"x" * 1000, b"[]")
     store.put("a", "", b"{}", b"[]", log=log)
-    reader = log.open_reader(1)
     store.add_events("a", "", log, b"one\n\ntwo\n\nthree\n\n")
-    assert await reader.read() == b"two\n\nthree\n\n"
+    assert await log.read(1) == [b"two\n\n", b"three\n\n"]
     assert store.num_bytes == 1000 + 2 + 4 + 2 * OVERHEAD + log.size
     store.add_events("a", "", log, b"x" * 2000 + b"\n\n")
     assert store.get("other", "") is None, "the log's own entry is the newest"
     store.add_events("a", "", log, b"x" * 2000 + b"\n\n")
-    assert (log.is_lost, await reader.read()) == (True, None)
+    assert (log.is_lost, await log.read(3)) == (True, [])
     assert store.num_bytes == 4 + OVERHEAD
     store.delete("a", "")
     assert store.num_bytes == 0
 
 
 async def test_readers_end_with_the_log_or_on_disconnect() -> None:
-    log = EventLog()
-    first, second = log.open_reader(0), log.open_reader(0)
-    waiting = asyncio.create_task(second.read())
+    log, gone = EventLog(), asyncio.Event()
+    waiting, leaving = asyncio.create_task(log.read(0)), asyncio.create_task(log.read(0, gone.is_set))
     await asyncio.sleep(0)
-    second.hang_up()
-    assert await waiting is None
+    gone.set()
+    log.wake()
+    assert await leaving == []
+    assert not waiting.done()
     log.add(b"one\n\n")
     log.close()
-    assert (await first.read(), await first.read()) == (b"one\n\n", None)
+    assert (await waiting, await log.read(1)) == ([b"one\n\n"], [])
 
 
 async def test_large_responses_of_one_key_do_not_evict_those_of_another(tmp_path: Path) -> None:
