@@ -41,7 +41,7 @@ from frame.entrypoints.tools.bench.load import Target, run
 from frame.entrypoints.tools.bench.reference import reference_workloads
 from frame.entrypoints.tools.bench.report import report
 from frame.entrypoints.tools.bench.summary import row
-from frame.entrypoints.tools.bench.workload import Arrivals, Shape, jobs
+from frame.entrypoints.tools.bench.workload import Arrivals, Shape
 from frame.entrypoints.tools.plan.machines import parse_machine
 from frame.entrypoints.tools.plan.planner import PUBLISHED, plan_deployment
 from frame.kernels.cache import CACHE_DIR_VARIABLE
@@ -200,7 +200,7 @@ def measure_latency(server: Server, arguments: argparse.Namespace, found: Report
             return
         lengths = tuple(max(1, length // arguments.shrink) for length in (512, 2048, 64, 192))
         shape = Shape(max(2, int(rate * arguments.seconds)), (lengths[0], lengths[1]), (lengths[2], lengths[3]))
-        found.add(f"latency at {rate:g}/s", row(asyncio.run(run(target, jobs(shape, vocabulary, int(rate * 100), Arrivals(rate))))))
+        found.add(f"latency at {rate:g}/s", row(asyncio.run(run(target, shape.jobs(vocabulary, int(rate * 100), Arrivals(rate))))))
 
 
 def compare_texts(server: Server, arguments: argparse.Namespace, found: Report) -> None:

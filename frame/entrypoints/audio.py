@@ -106,8 +106,7 @@ def _read_blocks(read: Read, rate: int) -> Iterator[np.ndarray]:
 
 
 def _resample(blocks: Iterator[np.ndarray], rate: int) -> Iterator[np.ndarray]:
-    """The blocks at `RATE` samples a second, each by its Fourier transform, with an edge of its
-    neighbours."""
+    """Blocks at `RATE` samples a second, each transformed with an edge of its neighbours."""
     if rate == RATE:
         yield from blocks
         return

@@ -63,8 +63,7 @@ def _given(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 def load_keys(server: ServerSection) -> KeyRing | None:
-    """The keys of a configuration; None without any. Raises ConfigurationError, whose sentence
-    never contains a key."""
+    """The keys of a configuration; None without any. Raises ConfigurationError."""
     if server.api_key is None and server.api_keys is None:
         return None
     digests = [] if server.api_key is None else [_digest(server.api_key)]
@@ -117,8 +116,7 @@ def _hashed(line: str, path: Path, number: int) -> bytes:
 
 
 def check_exposure(server: ServerSection) -> None:
-    """Raise ConfigurationError for an address that other machines can reach without a key, and for
-    keys that cannot be read."""
+    """Raise ConfigurationError for an address that others reach without a key."""
     if load_keys(server) is None and not server.insecure and not is_local(server.host):
         raise ConfigurationError(
             f"server.host is {server.host}, which other machines can reach, and there is no API key; set --api-key or --api-keys,"

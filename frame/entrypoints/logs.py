@@ -68,8 +68,7 @@ class LogWriter(io.TextIOBase):
         done.wait(seconds)
 
     def relay(self, source: IO[bytes]) -> threading.Thread:
-        """Write what arrives on a pipe until its end, in a new thread. Raises RuntimeError if no
-        thread can be started."""
+        """Write what arrives on a pipe until its end, in a new thread. Raises RuntimeError."""
         thread = threading.Thread(target=self._relay_lines, args=(source,), name="log-relay", daemon=True)
         thread.start()
         return thread
@@ -169,8 +168,7 @@ def report(line: str) -> None:
 
 
 def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """The `X-Request-Id` of a request, if it is valid (at most 128 letters, digits, `.`, `_`, `-`);
-    else a new id."""
+    """The request's `X-Request-Id` if it is valid, else a new one."""
     given = next((value for name, value in headers if name == HEADER), b"")
     if 0 < len(given) <= MAX_ID_LENGTH and ID_CHARACTERS.issuperset(given):
         return given.decode("ascii")
@@ -188,8 +186,7 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 class RateLimitFilter(logging.Filter):
-    """Of equal warnings passes one per `every` seconds, with the number of those suppressed
-    since."""
+    """Passes one of equal warnings per `every` seconds, with the number suppressed."""
 
     def __init__(self, every: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

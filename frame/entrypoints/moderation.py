@@ -53,8 +53,7 @@ def read_policy(value: str | None) -> str | None:
 
 
 def verdict_form(policy: str) -> str:
-    """The regular expression that constrains the reply: `safe`, or `unsafe` and categories of the
-    policy."""
+    """The regex of the reply: `safe`, or `unsafe` and categories of the policy."""
     names = [re.escape(name.strip()).replace("\\ ", " ").replace("\\-", "-") for name in _LINE.findall(policy)]
     name = f"({'|'.join(dict.fromkeys(names))})" if names else _ANY_NAME
     return f"safe|unsafe\\n{name}(, {name}){{0,{_MAX_NAMES - 1}}}"

@@ -50,8 +50,7 @@ def conversation(query: str, document: str, instruction: str | None) -> list[dic
 
 
 def filled(score_prompt: str, query: str, document: str, instruction: str | None) -> str:
-    """The prompt with its placeholders replaced in one pass; placeholders inside the inserted texts
-    are kept."""
+    """The prompt with its placeholders replaced in one pass, so not inside the texts."""
     values = {"instruction": instruction or INSTRUCTION, "query": query, "document": document}
     return _PLACEHOLDER.sub(lambda match: values[match[1]], score_prompt)
 

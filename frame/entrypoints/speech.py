@@ -55,8 +55,7 @@ class Transcription:
 
 
 class Speech:
-    """Raises InvalidRequestError for a model that transcribes nothing, or a checkpoint that lacks
-    its special tokens."""
+    """Raises InvalidRequestError for a model or checkpoint that cannot transcribe."""
 
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer) -> None:
         if not resolved.model.encoder_length:

@@ -22,8 +22,7 @@ class Certificate:
     key: str
 
     def context(self) -> ssl.SSLContext:
-        """An SSL context for a server. Raises OSError or ValueError if the files are not a usable
-        pair."""
+        """An SSL context for a server. Raises OSError or ValueError for an unusable pair."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # without this callback OpenSSL would ask for a passphrase on the terminal
         context.load_cert_chain(self.chain, self.key, password=_no_passphrase)
@@ -35,8 +34,7 @@ class Certificate:
 
 
 def load_certificate(server: ServerSection) -> Certificate | None:
-    """The configured certificate; None if TLS is off. Raises ConfigurationError if the files are
-    not a usable pair."""
+    """The configured certificate; None without TLS. Raises ConfigurationError."""
     chain, key = server.ssl_certfile, server.ssl_keyfile
     if chain is None:
         if key is not None:

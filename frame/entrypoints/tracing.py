@@ -66,8 +66,7 @@ def _exporter(endpoint: str | None) -> Any:
 
 
 class Tracing:
-    """Creates the spans of one process. Times are of `time.perf_counter`, unless a comment says
-    otherwise."""
+    """Creates the spans of one process. Times are of `time.perf_counter`."""
 
     def __init__(self, exporter: Any, process: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -84,8 +83,7 @@ class Tracing:
         self._lag = time.perf_counter() - time.monotonic()
 
     def start(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSpan:
-        """Start the span of a request that has just arrived, as a child of the span in its headers;
-        sets `TRACE`."""
+        """Start the span of a request, a child of the span in its headers; sets `TRACE`."""
         found = (b"traceparent", b"tracestate")
         carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in found}
         span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=_server_kind()))
@@ -101,8 +99,7 @@ class Tracing:
         span.end(self._nanoseconds(max(start, end)))
 
     def add_engine_spans(self, request: Request, finish: Finish) -> None:
-        """Add the queue, prefill and decode spans of a request that has just ended in the
-        engine."""
+        """Add the queue, prefill and decode spans of a request that has just ended."""
         if not request.trace:
             return
         now = time.perf_counter()

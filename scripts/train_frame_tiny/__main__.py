@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from frame.entrypoints.tools.eval import TASKS, evaluate, make_example
+from frame.entrypoints.tools.eval.evaluate import evaluate
+from frame.entrypoints.tools.eval.tasks import TASKS, make_example
 from scripts.train_frame_tiny import corpus
 from scripts.train_frame_tiny import tokenizer as tk
 from scripts.train_frame_tiny.checkpoint_backend import CheckpointBackend

@@ -38,14 +38,11 @@ EXCEPTIONS: dict[str, str] = {
     **dict.fromkeys(
         (
             "clock frame/core/text/chat_template.py",
-            "clock frame/entrypoints/http/native/classify.py",
+            "clock frame/entrypoints/http/native/pooling.py",
             "clock frame/entrypoints/http/openai/conversations.py",
             "clock frame/entrypoints/http/openai/completions.py",
             "clock frame/entrypoints/http/operations/page.py",
-            "clock frame/entrypoints/http/native/rerank.py",
             "clock frame/entrypoints/http/openai/response_builder.py",
-            "clock frame/entrypoints/http/openai/embeddings.py",
-            "clock frame/entrypoints/http/dialects/vllm.py",
             "clock frame/entrypoints/http/services.py",
         ),
         "shows the time; nothing waits for it",

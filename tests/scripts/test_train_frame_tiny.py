@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from frame.entrypoints.tools.eval import evaluate
+from frame.entrypoints.tools.eval.evaluate import evaluate
 from frame.entrypoints.tools.eval.tasks import is_held_out
 from scripts.train_frame_tiny import corpus, samples, tokenizer, wording
 from scripts.train_frame_tiny.checkpoint_backend import CheckpointBackend

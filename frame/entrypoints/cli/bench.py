@@ -17,8 +17,8 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.cli.bench_kernels import attention, finish, moe
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
-from frame.entrypoints.tools.bench.reference import ALL, Chosen, chosen
-from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, Span, jobs, span
+from frame.entrypoints.tools.bench.reference import ALL, Workload, chosen
+from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, Span, span
 
 WARM_UP = Shape(8, (32, 32), (8, 8))
 
@@ -88,7 +88,7 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
     with Engine(config=loaded.config) as engine:
         vocabulary = engine.info["vocab_size"]
         _check_lengths(wanted, engine.info["max_context"])
-        measure(engine, jobs(WARM_UP, vocabulary, -1))
+        measure(engine, WARM_UP.jobs(vocabulary, -1))
         rows = {}
         for name, workload in wanted.items():
             runs = [measure(engine, workload.jobs(vocabulary, seed + number)) for number in range(repeats)]
@@ -139,7 +139,7 @@ def serve(
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None
     target = Target(base_url, model or _first_model(base_url, api_key), api_key)
     arrivals = Arrivals(math.inf if rate is None else rate, burstiness)
-    asyncio.run(run(target, jobs(WARM_UP, vocabulary, -1)))
+    asyncio.run(run(target, WARM_UP.jobs(vocabulary, -1)))
     rows = {
         name: row(asyncio.run(run(target, workload.jobs(vocabulary, seed, arrivals), concurrency)), objective)
         for name, workload in chosen(names, rest).items()
@@ -190,7 +190,7 @@ for _each in (offline, serve, startup, attention, moe, compare):
     command.add_command(_each)
 
 
-def _check_lengths(wanted: Mapping[str, Chosen], longest: int) -> None:
+def _check_lengths(wanted: Mapping[str, Workload | Shape], longest: int) -> None:
     for name, workload in wanted.items():
         if workload.longest > longest:
             raise ConfigError(
@@ -200,15 +200,7 @@ def _check_lengths(wanted: Mapping[str, Chosen], longest: int) -> None:
 
 
 def _first_model(base_url: str, api_key: str | None) -> str:
-    import httpx
+    from frame.entrypoints.cli.chat import ask_server
 
-    from frame.entrypoints.cli.chat import complaint_of, unreachable
-
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        answer = httpx.get(f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models", headers=headers, timeout=30)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise click.ClickException(unreachable(base_url, error)) from None
-    if answer.status_code != 200:
-        raise click.ClickException(f"{base_url} answered {answer.status_code}: {complaint_of(answer.text)}")
-    return str(answer.json()["data"][0]["id"])
+    found = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
+    return str(found["data"][0]["id"])

@@ -4,15 +4,19 @@ shapes, against the roofline, without a model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigError
 from frame.entrypoints.tools.bench.workload import Span, span
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.plugin import PluginRecord
+    from frame.plugins.registry import Registry
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -115,14 +119,11 @@ def attention(
     batches = parse_batches(phases, rows, contexts, new)
     shape = AttentionShape(heads, kv_heads, head_dim, head_dim) if model is None else AttentionShape.of(read_model_config(model))
     clock, ceilings, dtype = _machine(machine)
-    bench = AttentionBench(load_registry(), shape, clock, ceilings, dtype, page_size)
-
-    def measured() -> Iterator[tuple[str, str, dict[str, Any]]]:
-        for record in bench.records(names):
-            for batch, figures in bench.rows(record, batches):
-                yield record.name, batch.name, figures
-
-    _report("attention", measured(), shape, machine, ceilings, path, plot)
+    registry = load_registry()
+    bench = AttentionBench(registry, shape, clock, ceilings, dtype, page_size)
+    records = _records(registry, "attention_backend", names)
+    measured = [(record.name, batch.name, figures) for record in records for batch, figures in bench.rows(record, batches)]
+    _report("attention", measured, shape, machine, ceilings, path, plot)
 
 
 @click.command(help="Time MoE runners against the roofline. The experts are those of one layer.")
@@ -145,15 +146,11 @@ def moe(
         raise ConfigError(f"--top-k {top_k} is more than --experts {experts}; a token uses each expert once.")
     shape = ExpertShape(experts, top_k, hidden, inner) if model is None else ExpertShape.of(read_model_config(model))
     clock, ceilings, dtype = _machine(machine)
-    bench = ExpertBench(load_registry(), shape, clock, ceilings, dtype)
-
-    def measured() -> Iterator[tuple[str, str, dict[str, Any]]]:
-        layer = bench.layer()
-        for record in bench.records(names):
-            for count, figures in bench.rows(record, layer, counts):
-                yield record.name, f"{count} tokens", figures
-
-    _report("moe", measured(), shape, machine, ceilings, path, plot)
+    registry = load_registry()
+    bench = ExpertBench(registry, shape, clock, ceilings, dtype)
+    layer, records = bench.layer(), _records(registry, "moe_runner", names)
+    measured = [(record.name, f"{count} tokens", figures) for record in records for count, figures in bench.rows(record, layer, counts)]
+    _report("moe", measured, shape, machine, ceilings, path, plot)
 
 
 def finish(found: dict[str, Any], path: Path | None) -> None:
@@ -165,6 +162,13 @@ def finish(found: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(found, indent=2) + "\n")
     Console().print(table(found))
+
+
+def _records(registry: Registry, kind: str, names: tuple[str, ...]) -> list[PluginRecord]:
+    """The plugins with these names; without names, all that can be loaded."""
+    if names:
+        return [registry.get(kind, name) for name in names]
+    return [record for record in registry.records(kind) if not record.problems]
 
 
 def _choose_device(wanted: str | None) -> str:
@@ -198,7 +202,7 @@ def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _report(
-    kind: str, measured: Iterator[tuple[str, str, dict[str, Any]]], shape: Any, machine: dict[str, Any], ceilings: Any,
+    kind: str, measured: Sequence[tuple[str, str, dict[str, Any]]], shape: Any, machine: dict[str, Any], ceilings: Any,
     path: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     from dataclasses import asdict

@@ -46,8 +46,7 @@ def command(
 
 
 def talk(answer: Answer, system: str | None, only: str | None) -> None:
-    """Read messages, print answers and keep the conversation until the user exits. `only`: a single
-    message to send instead."""
+    """Converse until the user exits. `only`: a single message to send instead."""
     start: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     is_terminal = sys.stdin.isatty()
@@ -110,6 +109,20 @@ def unreachable(base_url: str, error: Exception) -> str:
     if "://" not in base_url:
         return f"--base-url {base_url} has no scheme; write http://{base_url}."
     return f"The server at {base_url} does not respond ({error}); start one with `frame serve`, or pass its URL with --base-url."
+
+
+def ask_server(method: str, base_url: str, path: str, key: str | None, body: Any = None, timeout: float | None = None) -> Any:
+    """The JSON of a response. Raises ClickException where there is none."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, base_url.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise click.ClickException(unreachable(base_url, error)) from None
+    if answer.status_code != 200:
+        raise click.ClickException(f"{base_url}{path} answered {answer.status_code}: {complaint_of(answer.text)}")
+    return answer.json()
 
 
 def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> Answer:

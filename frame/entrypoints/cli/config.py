@@ -106,8 +106,7 @@ def _comment(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> str:
 
 
 def _keys(text: str) -> list[str]:
-    """The keys that `text` names: a setting by key, flag or keyword, or all settings of a
-    section."""
+    """The keys that `text` names: one setting by key, flag or keyword, or a whole section."""
     known, short = by_key(), by_keyword()
     plain = text.lstrip("-").replace("-", "_")
     if text in known:

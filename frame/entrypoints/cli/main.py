@@ -47,8 +47,7 @@ class HelpError(click.ClickException):
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module on first use and prints configuration errors without
-    a traceback."""
+    """Imports a command's module on first use; prints configuration errors as a sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0])]
@@ -108,8 +107,7 @@ def cli(ctx: click.Context, paths: tuple[str, ...]) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of closed standard streams, so that no socket gets their file
-    descriptors."""
+    """Open /dev/null as each closed standard stream, so that no socket gets its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -47,8 +47,7 @@ class ConfigCommand(click.Command):
 
 
 def config_command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """`click.command` with all configuration flags. A wrong configuration ends it with exit code 78
-    and one sentence."""
+    """`click.command` with all configuration flags; wrong values end it with exit code 78."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         return click.command(name, cls=ConfigCommand, **attributes)(config_options(function))

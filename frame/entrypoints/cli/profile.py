@@ -59,7 +59,7 @@ def offline(
     loaded: LoadedConfig, workload: str, steps: int, skip: int, trace: Path | None, out: Path | None, top: int, **lengths: int | None
 ) -> None:
     from frame.entrypoints.offline.engine import Engine
-    from frame.entrypoints.tools.bench.workload import changed, jobs
+    from frame.entrypoints.tools.bench.workload import changed
 
     spans = {name: (length, length) for name in ("input", "output") if (length := lengths[f"{name}_len"]) is not None}
     shape = changed(SHAPES[workload], requests=lengths["requests"], **spans)
@@ -72,16 +72,15 @@ def offline(
             if skip >= shape.output[1]:
                 raise ConfigError(f"--skip {skip} is not below the {shape.output[1]} output tokens of the workload's longest answer.")
             vocabulary = engine.info["vocab_size"]
-            _run(engine, jobs(shape, vocabulary, 0), None)  # a first run compiles and allocates
-            recorded = _run(engine, jobs(shape, vocabulary, 1), (steps, skip))
+            _run(engine, shape.jobs(vocabulary, 0), None)  # a first run compiles and allocates
+            recorded = _run(engine, shape.jobs(vocabulary, 1), (steps, skip))
             if trace is not None:
                 trace.write_bytes(recorded.read_bytes())
             _answer(recorded, out, top, {"engine": engine.info, "workload": workload})
 
 
 def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path:
-    """Run the jobs. `record`: (number of steps, output tokens before them). -> the trace, if
-    recorded."""
+    """Run the jobs. `record`: (steps, output tokens before them). -> the trace, if recorded."""
     from frame.core.interfaces.sampling_params import SamplingParams
 
     params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
@@ -109,9 +108,11 @@ def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path
 def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
     import time
 
-    found = _post(base_url, "/start_profile", key, {"num_steps": steps})
+    from frame.entrypoints.cli.chat import ask_server
+
+    found = ask_server("POST", base_url, "/start_profile", key, {"num_steps": steps}, _LONGEST_WAIT)
     time.sleep(seconds)
-    _post(base_url, "/stop_profile", key, {})
+    ask_server("POST", base_url, "/stop_profile", key, {}, _LONGEST_WAIT)
     path = Path(str(found["path"]))
     if not path.exists():
         raise click.ClickException(
@@ -129,22 +130,6 @@ def read(trace: Path, out: Path | None, top: int) -> None:
 
 for _each in (offline, server, read):
     command.add_command(_each)
-
-
-def _post(base_url: str, path: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]:
-    import httpx
-
-    from frame.entrypoints.cli.chat import complaint_of, unreachable
-
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = httpx.post(base_url.rstrip("/") + path, json=body, headers=headers, timeout=_LONGEST_WAIT)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise click.ClickException(unreachable(base_url, error)) from None
-    if answer.status_code != 200:
-        raise click.ClickException(f"{base_url}{path} answered {answer.status_code}: {complaint_of(answer.text)}")
-    content: dict[str, Any] = answer.json()
-    return content
 
 
 def _answer(path: Path, out: Path | None, top: int, about: Mapping[str, Any]) -> None:

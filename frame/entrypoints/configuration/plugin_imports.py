@@ -13,8 +13,7 @@ from frame.plugins.registry import Registry
 
 
 def load_apart(registry: Registry, resolved: Resolved) -> None:
-    """Import every chosen plugin in a forked process. Raises PluginError that names the plugin
-    which does not load, and why."""
+    """Import each chosen plugin in a forked process. Raises PluginError with its name."""
     choices = [choice for chosen in resolved.plugins.values() for choice in chosen]
     reading, writing = os.pipe()
     sys.stdout.flush()

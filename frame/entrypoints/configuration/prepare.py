@@ -38,8 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The input of a start: resolved configuration, plugin registry, and the source of each user
-    value, for display."""
+    """The input of a start. `sources`: where each user value is from, for display."""
 
     resolved: Resolved
     registry: Registry
@@ -92,8 +91,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
 
 
 def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:
-    """The error, or what the registry says of an unknown plugin: who owns what, and which broken
-    plugin may hold it."""
+    """The error; of an unknown plugin, with what the registry says of it."""
     if isinstance(error, UnknownPluginError):
         try:
             registry.get(error.kind, error.name)
@@ -116,8 +114,7 @@ def _check_code(resolved: Resolved, registry: Registry) -> None:
 
 
 def _chat_template(config: FrameConfig) -> str:
-    """The source of the chat template; empty if there is none. Raises ConfigurationError if it
-    cannot be read or is invalid."""
+    """The source of the chat template; "" without one. Raises ConfigurationError."""
     if config.model.skip_tokenizer_init:
         return ""
     folder = find_model(config.model.tokenizer or config.model.path)

@@ -155,8 +155,7 @@ def _from_mapping(root: Located) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
-    """The options of plugins, one value per key, so that another source can replace a single
-    key."""
+    """Options of plugins, one value per key, so that another source can replace one key."""
     if not isinstance(located.value, dict):
         raise ConfigError(f"{located.place}: plugins.options must map `kind/name` to that plugin's settings, not be {located.value!r}.")
     for plugin, inside in located.value.items():
@@ -168,8 +167,7 @@ def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, str]]:
-    """The settings in `FRAME_SECTION__FIELD` variables. Names without a double underscore are not
-    settings."""
+    """The settings in variables `FRAME_SECTION__FIELD`; others are no settings."""
     known = by_key()
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
@@ -210,8 +208,7 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _from_sets(sets: Sequence[str]) -> Iterator[tuple[Path, Any, str]]:
-    """The settings in `--set key=value`, including plugin options:
-    `plugins.options.attention_backend/x.splits=4`."""
+    """The settings in `--set key=value`, options of plugins among them."""
     known = by_key()
     options = ".".join(OPTIONS_KEY) + "."
     for text in sets:

@@ -23,8 +23,7 @@ _MOST_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A value and its place, `file:line`. A mapping is a dict of str -> Located; other values are
-    plain."""
+    """A value and its place, `file:line`. A mapping is a dict of str -> Located."""
 
     value: Any
     place: str

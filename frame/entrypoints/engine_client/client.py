@@ -196,8 +196,7 @@ class EngineClient:
         self._recovery.add_sequence(sequence)
 
     def abandon_request(self, request: RequestState) -> None:
-        """Stop the sequences of a request whose output is no longer needed. May be called at any
-        time, and more than once."""
+        """Stop a request whose output is no longer needed; a second call does nothing."""
         started = [s for s in request.sequences if s.finish is None and s.recovery.generate is not None]
         running = [s for s in started if self._sequences.pop(s.recovery.engine_rid, None) is not None]
         if not running:
@@ -251,8 +250,7 @@ class EngineClient:
     # ----------------------------------------------------------------------------------------------
 
     async def send_command(self, action: Any, **arguments: Any) -> ControlReply:
-        """Send one command to the engine and return its reply. Raises EngineDeadError,
-        TimeoutError."""
+        """The reply to a command. Raises EngineDeadError, TimeoutError."""
         if self.dead_reason is not None or self.unavailable_reason is not None:
             raise EngineDeadError(self.dead_reason or self.unavailable_reason)
         return await self._commands.send_command(action, arguments)
@@ -261,13 +259,11 @@ class EngineClient:
     # ----------------------------------------------------------------------------------------------
 
     def receive_messages(self) -> None:
-        """Handle all messages that have arrived; the reader callback of the link's file
-        descriptor."""
+        """Handle all messages that have arrived; called when the link is readable."""
         self.handle_messages(self.link.receive(0.0))
 
     def handle_messages(self, messages: Iterable[AnyMessage]) -> None:
-        """Handle messages from the engine and the text processes. An error in one is logged and
-        ends that message's requests only."""
+        """Handle messages. An error in one is logged and ends its requests only."""
         touched: list[RequestState] = []
         for message in messages:
             try:
@@ -332,8 +328,7 @@ class EngineClient:
             request.notify()
 
     def _fail_step(self, message: AnyMessage) -> None:
-        """End the requests of a step that could not be handled: it may have held their last
-        tokens."""
+        """End the requests of a step that failed here: it may have held their last tokens."""
         if not isinstance(message, StepTokens | StepText):
             return
         try:

@@ -23,8 +23,7 @@ class QueueFullError(Exception):
 
 
 class InvalidRequestError(ValueError):
-    """The request cannot be served; one sentence for the client. `param` is the name of the
-    parameter at fault."""
+    """One sentence for the client. `param`: the name of the parameter at fault."""
 
     def __init__(self, sentence: str, param: str | None = None) -> None:
         super().__init__(sentence)
@@ -105,8 +104,7 @@ def _check_processors(limits: ClientLimits, params: SamplingParams) -> None:
 
 
 def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
-    """Raise InvalidRequestError for a prompt that exceeds the context, alone or with the tokens
-    that `params` asks for."""
+    """Raise InvalidRequestError for a prompt that exceeds the context with its output."""
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
     if limits.is_pooling:

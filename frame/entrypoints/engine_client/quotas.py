@@ -39,8 +39,7 @@ class TenantQuotas:
         self._num_sequences: Counter[str] = Counter()  # by tenant
 
     def open_lease(self, tenant: str) -> QuotaLease:
-        """The lease of a new request, which counts as one until the lease is closed. Raises
-        QuotaExceededError."""
+        """The lease of a new request, which counts as one. Raises QuotaExceededError."""
         self.acquire_requests(tenant, 1)
         return QuotaLease(self, tenant)
 
@@ -99,8 +98,7 @@ class QuotaLease:
         self._num_sequences += further
 
     def transfer(self) -> QuotaLease:
-        """Move all that this lease holds to a new one, for work that outlives the request (a
-        background response)."""
+        """Move all that this lease holds to a new one, for work that outlives the request."""
         other = QuotaLease(self._quotas, self._tenant, self._num_requests, self._num_sequences)
         self._num_requests = self._num_sequences = 0
         return other

@@ -103,8 +103,7 @@ class ReplicaClient:
         return Heartbeat(**{**sum_loads(found), "process": "engine"}) if found else None
 
     async def send_command(self, action: Any, **arguments: Any) -> ControlReply:
-        """Send one command to all replicas and return their replies as one. Raises EngineDeadError,
-        TimeoutError."""
+        """The joined replies of all replicas. Raises EngineDeadError, TimeoutError."""
         alive = [client for client in self.clients if client.dead_reason is None]
         if action in READS:
             alive = [client for client in alive if client.unavailable_reason is None] or alive

@@ -95,8 +95,7 @@ class RequestRecovery:
             self._admit_next()
 
     def check_isolated(self) -> None:
-        """End the solo run of the suspect when it has finished or made progress; called when it has
-        new tokens."""
+        """End the solo run of a suspect that has finished or made progress."""
         sequence = self.isolated
         if sequence is None or (sequence.finish is None and sequence.num_tokens <= sequence.recovery.crash_num_tokens + PROGRESS):
             return
@@ -150,15 +149,13 @@ class RequestRecovery:
         return None
 
     def hold_sequences(self, sequences: Sequence[SequenceState], reason: str) -> None:
-        """The engine or the detokenizer is away: hold all of these, oldest first, until
-        `resume_sequences`."""
+        """The process is away: hold these, oldest first, until `resume_sequences`."""
         self.unavailable_reason = reason
         self.isolated = None
         self._held = {sequence.rid: sequence for sequence in sequences}
 
     def resume_sequences(self) -> None:
-        """The engine is back: admit the suspects one at a time, then all other sequences at
-        once."""
+        """The process is back: admit the suspects one at a time, then all others."""
         self.unavailable_reason = None
         self._suspects = deque(sequence for sequence in self._held.values() if sequence.recovery.num_crashes >= MAX_CRASHES)
         self._admit_next()

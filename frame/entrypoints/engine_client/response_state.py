@@ -139,8 +139,7 @@ class RequestState:
             on_overrun()
 
     async def wait(self) -> list[SequenceState]:
-        """The sequences with new output; empty when the client disconnected or all sequences have
-        ended."""
+        """Wait for sequences with new output; empty after a disconnect or the end."""
         while not self.changed and not self.is_disconnected and self.num_unfinished:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

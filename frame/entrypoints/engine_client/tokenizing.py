@@ -87,8 +87,7 @@ class ThreadedTokenizer(AsyncTokenizer):
 
 
 def _is_short(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
-    """Whether a conversation has only plain values, and short ones, in everything that the template
-    may read."""
+    """Whether all that the template may read of a conversation is plain and short."""
     if TEMPLATE in arguments:  # a client's own template may take any time
         return False
     values = [value for fields in (*messages, arguments) for value in fields.values()]

@@ -38,8 +38,7 @@ UNTRACED = frozenset({"ServerInfo"})  # polled by monitoring
 
 
 class GrpcCaller:
-    """The sender of a gRPC call, in the form that `Services.begin` takes. `headers` are the call's
-    metadata."""
+    """The sender of a gRPC call. `headers` are the call's metadata."""
 
     def __init__(self, context: Any, tenant: str, lease: QuotaLease | None = None) -> None:
         self.context = context
@@ -109,8 +108,7 @@ async def _decoded(stream: AsyncIterator[bytes], kind: Any) -> AsyncIterator[Any
 
 
 async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awaitable[Any]) -> Any:
-    """The result of `work`, inside a span of the method `name` where tracing is on. At the end the
-    caller's request is abandoned."""
+    """The result of `work` in a span of the method; then its request is abandoned."""
     tracing = None if name in UNTRACED else services.tracing
     span = None if tracing is None else tracing.start(f"{SERVICE}/{name}", caller.headers)
     try:

@@ -35,8 +35,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class GrpcServer:
-    """Created and used in a running event loop. Raises ConfigurationError when the port is in
-    use."""
+    """Made and used in a running event loop. Raises ConfigurationError."""
 
     def __init__(self, services: Services, host: str, port: int) -> None:
         server = services.resolved.user.server
@@ -63,8 +62,7 @@ class GrpcServer:
         self._certificate = certificate
 
     def _credentials(self, first: Certificate) -> Any:
-        """Credentials that follow `_certificate`: gRPC calls `fetch` at each handshake, in one of
-        its threads."""
+        """Credentials that follow `_certificate`: each handshake calls `fetch` in a thread."""
         used = first
 
         def fetch() -> Any:

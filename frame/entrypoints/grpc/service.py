@@ -101,8 +101,7 @@ class Service:
     # ----------------------------------------------------------------------------------------------
 
     async def run_request(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
-        """Put all replies of one request of a session. The request has its own quota lease; an
-        error is its last reply."""
+        """Put all replies of one request of a session; an error is its last reply."""
         try:
             with self._services.quotas.open_lease(caller.tenant) as lease:
                 own = copy(caller)
@@ -117,8 +116,7 @@ class Service:
         return self.last_reply(name, Finish("error", None, error.message), status_of(error).name)
 
     def last_reply(self, name: str, finish: Finish, status: str = "") -> Any:
-        """The last reply of a request whose sequences send none: refused, failed at the start, or
-        aborted."""
+        """The last reply of a request whose sequences send none."""
         return self._schema["GenerateReply"](id=name, finish=finish_of(self._schema, finish, status))
 
     async def _put_replies(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:

@@ -128,9 +128,7 @@ class App(FastAPI):
 
 
 class Dispatcher:
-    """The innermost ASGI application: finds the route in an index of paths instead of trying one
-    regex after another.
-    """
+    """The innermost ASGI application, with an index of paths in place of regexes in turn."""
 
     def __init__(self, routes: Sequence[ApiRoute], cors: Cors | None) -> None:
         self.routes = routes
@@ -175,9 +173,7 @@ def body_limits(services: Services) -> dict[str, int]:
 
 
 def described(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """FastAPI's OpenAPI schema with the license, the responses, the ways to send a key, and which
-    routes need none.
-    """
+    """FastAPI's schema with the license, responses, and ways to send a key."""
     schema["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
     schema.setdefault("components", {})["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
@@ -205,10 +201,7 @@ async def _refuse(scope: Scope, error: ApiError) -> None:
 
 
 async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) -> None:
-    """Answer what a browser asks before a page's request.
-
-    It brings no key, and learns the path's methods only.
-    """
+    """Answer a browser's preflight, which brings no key, with the path's methods only."""
     scope["response_headers"] = cors.preflight_headers(scope["headers"], methods)
     receive, send = scope["asgi_channel"]
     context = RequestContext(scope, receive, send, 0)

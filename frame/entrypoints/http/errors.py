@@ -40,14 +40,12 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 def public(sentence: str) -> str:
-    """The sentence without folders of the server and memory addresses, which the messages of
-    libraries contain."""
+    """The sentence without folders and memory addresses, which libraries' messages contain."""
     return _ADDRESS.sub("0x…", _PATH.sub(r"\1", sentence))
 
 
 def without_folders(value: Any) -> Any:
-    """Plain data with every absolute path cut to its last name; for descriptions of the
-    configuration."""
+    """Plain data with every absolute path cut to its last name."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -22,8 +22,7 @@ def raise_failed(sequences: Sequence[SequenceState]) -> None:
 
 
 def failure(finish: Finish, sent_name: Callable[[str], str] = str) -> ApiError:
-    """The error of a sequence, with the status that its code stands for. `sent_name`: see
-    `as_sent`."""
+    """The error of a sequence, with the status of its code. `sent_name`: see `as_sent`."""
     sentence = finish.error or "the request failed"
     if finish.code == "queue_full":
         return ApiError(503, sentence, code="queue_full", retry_after=RETRY_AFTER)
@@ -46,8 +45,7 @@ def too_many(error: QuotaExceededError) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> BaseException:
-    """The `ApiError` of an exception that stopped a request before it ran; other exceptions are
-    returned unchanged."""
+    """The `ApiError` of an exception that stopped a request's start, or the exception."""
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), error.param, CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None)
     if isinstance(error, ChatTemplateError):
@@ -61,8 +59,7 @@ PROSE = ("prompt", "input")  # names of parameters that sentences use as words
 
 
 def as_sent(error: BaseException, sent_name: Callable[[str], str]) -> BaseException:
-    """The error with the name that the client gave to the field that it is about: `sent_name` of
-    the sampling parameter."""
+    """The error with the client's name of its field: `sent_name` of the parameter."""
     if not isinstance(error, ApiError) or error.param is None:
         return error
     ours = re.split(r"[.\[]", error.param, maxsplit=1)[0]

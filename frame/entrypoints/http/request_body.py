@@ -20,8 +20,7 @@ _NESTED = ("schema", "items_schema", "values_schema", "keys_schema")
 
 
 def bounded_schema(schema: Any, in_container: bool = False) -> Any:
-    """A pydantic core schema with the bounds and number rules of `RequestBody`; changes `schema` in
-    place."""
+    """A core schema, changed in place, with the bounds and number rules of bodies."""
     kind = schema.get("type")
     if kind in ("int", "float"):
         if in_container:

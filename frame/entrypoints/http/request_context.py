@@ -64,8 +64,7 @@ class RequestContext:
 
     @property
     def request_id(self) -> str:
-        """As the request brought it, or a new one; goes with the response and with every line
-        logged meanwhile."""
+        """As the request brought it, or new; in the response and in every line logged."""
         return str(self.scope.get("request_id", ""))
 
     @property
@@ -104,8 +103,7 @@ class RequestContext:
                 return
 
     async def body(self) -> bytes:
-        """The whole body. Raises as `pieces`, and ApiError 503 where all bodies together take more
-        than they may."""
+        """The whole body. Raises as `pieces`, and ApiError 503 beyond the bytes of all bodies."""
         first, whole = b"", bytearray()
         async for piece in self.held_pieces():
             if not whole and not first:
@@ -142,8 +140,7 @@ class RequestContext:
         return message
 
     async def read_json(self, is_required: bool = True) -> Any:
-        """The decoded JSON of the body; None for no body where none is required. Raises ApiError
-        400, and as `body`."""
+        """The decoded body; None for none where none is required. Raises ApiError."""
         data = await self.body()
         if not data or data.isspace():
             if not is_required:
@@ -190,8 +187,7 @@ class RequestContext:
         await self._put({"type": "http.response.body", "body": body})
 
     async def respond_pieces(self, pieces: AsyncIterator[bytes], size: int, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        """A response of `size` bytes, of which a piece is asked for when the client has taken most
-        of those before."""
+        """A response of `size` bytes; a piece is asked for when those before are taken."""
         self.started, self.status = True, 200
         length = (b"content-length", str(size).encode())
         await self._put({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._identity()]})
@@ -232,8 +228,7 @@ class RequestContext:
         return [*found, ignored_header(self.ignored)] if self.ignored else found
 
     async def send_message(self, message: MutableMapping[str, Any]) -> None:
-        """Send an ASGI message of an application that this request was given to, with the headers
-        of every response of this server."""
+        """Send a message of another ASGI application, with this server's headers."""
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
             message = {**message, "headers": [*message.get("headers", ()), *self._identity()]}
@@ -251,8 +246,7 @@ class RequestContext:
 
 
 def check_query(scope: Scope) -> None:
-    """Raise ApiError 400 for a query string that cannot be decoded as a form: percent escapes of
-    UTF-8."""
+    """Raise ApiError 400 for a query string that cannot be decoded."""
     query: bytes = scope.get("query_string", b"")
     try:
         parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")

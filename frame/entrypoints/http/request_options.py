@@ -28,8 +28,7 @@ class RequestOptions(RequestBody):
     request_id: str | None = None
 
     def resolve_priority(self) -> int:
-        """The priority that the scheduler is told. Raises ApiError where a dialect has words for it
-        that are wrong."""
+        """The priority for the scheduler. Raises ApiError for a wrong word of a dialect."""
         return self.priority or 0
 
     def request_name(self) -> str | None:
@@ -48,8 +47,7 @@ class RequestOptions(RequestBody):
         return False
 
     def truncated(self, prompt: list[int], room: int) -> list[int]:
-        """The prompt, cut to what the request says; `room` is the most tokens that it may have.
-        Raises ApiError."""
+        """The prompt, cut as asked; `room`: the most tokens that it may have. Raises ApiError."""
         return prompt
 
 
@@ -100,8 +98,7 @@ class SamplingFields(RequestOptions):
         return parameter
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Those that were sent, as `SamplingParams` names and types them; constraints are left out.
-        Raises ApiError."""
+        """Those that were sent, as `SamplingParams` types them, without constraints."""
         for name, other in (("custom", "custom_params"), ("include_stop_str_in_output", "no_stop_trim")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise ApiError(400, f"{name} and {other} are the same; send one of them", other)

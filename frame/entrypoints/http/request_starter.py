@@ -173,9 +173,7 @@ async def _start(services: Services, answer: RequestState, priority: int, namesp
 
 
 def check_sequence_count(services: Services, count: int, param: str = "n") -> None:
-    """Raise ApiError 400 for more sequences than one request may have; to be asked before
-    anything is made for each of them.
-    """
+    """Raise ApiError 400 for more sequences than one request may have."""
     most = services.resolved.user.server.max_sequences_per_request
     if count > most:
         sentence = f"the request asks for {count} sequences (prompts x n), and it may have {most} (server.max_sequences_per_request)"
@@ -202,9 +200,7 @@ def _namespace(services: Services, call: Caller, salt: str) -> str:
 
 
 def _deadline(services: Services, call: Caller, time_limit: float | None) -> float | None:
-    """Seconds that a request may take, when it says so itself; never more than the server
-    allows.
-    """
+    """Seconds that a request gives itself; never more than the server allows."""
     name, given = "timeout", time_limit
     if given is None:
         text = call.header(TIMEOUT_HEADER.encode())
@@ -277,10 +273,7 @@ async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) 
 
 
 async def wait_complete(answer: RequestState) -> list[SequenceState]:
-    """Wait for a whole answer.
-
-    Raises ApiError when a sequence failed, DisconnectedError when the client left.
-    """
+    """Wait for a whole answer. Raises ApiError for a failure, DisconnectedError."""
     await answer.wait_until_complete()
     if answer.is_disconnected:
         raise DisconnectedError

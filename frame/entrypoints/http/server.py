@@ -186,8 +186,7 @@ def _services(
 
 
 def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[], Any]]:
-    """What makes a parser for one response, by the attribute of `Services` that holds it; those
-    that were chosen."""
+    """What makes a parser for a response, by the attribute of `Services` that holds it."""
     kinds = {"reasoning": "reasoning_parser", "tool_calls": "tool_call_parser"}
     chosen = {attribute: registry.choose(resolved.choice(kind)) for attribute, kind in kinds.items() if resolved.plugins.get(kind)}
     context = ParserContext(resolved.model.architecture, resolved.model.chat_template)
@@ -204,8 +203,7 @@ def load_stat_loggers(resolved: Resolved, registry: Registry, services: Services
 
 
 def check_grpc(server: ServerSection) -> None:
-    """Raise ConfigurationError where a port for gRPC is configured, and a library for it is not
-    installed."""
+    """Raise ConfigurationError for a gRPC port without its libraries."""
     if server.grpc_port is not None and any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
         raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
 
@@ -244,8 +242,7 @@ class Replica:
 
 
 class Server:
-    """The running server: uvicorn, the clients' readers, the watch over the children, the
-    signals."""
+    """The running server: listeners, clients' readers, watch over the children, signals."""
 
     def __init__(
         self,

@@ -141,9 +141,7 @@ class Services:
         return self.text_input
 
     def health_problem(self) -> str | None:
-        """Why this server cannot be helped; None while it lives, also while it restarts a process
-        that died.
-        """
+        """Why this server cannot recover; None while it can."""
         return self.client.dead_reason
 
     def ready_problem(self) -> str | None:

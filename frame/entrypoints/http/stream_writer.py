@@ -34,8 +34,7 @@ class EventPump:
         self._waiting: asyncio.Task[None] | None = None  # for a connection that is full
 
     async def run(self, changed: Sequence[SequenceState]) -> None:
-        """Write `changed` and all that follows, until every sequence ended or the client is gone.
-        Raises what writing raises."""
+        """Write `changed` and all that follows until the end. Raises what writing raises."""
         self._answer.on_update = self._push
         try:
             if not self._done.done():

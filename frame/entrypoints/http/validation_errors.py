@@ -68,8 +68,7 @@ def _sentence(error: Mapping[str, Any]) -> str:
 
 
 def _real_path(error: Mapping[str, Any], value: Any) -> tuple[str | int, ...]:
-    """The error's location without pydantic's names of union members, which are no part of the
-    body."""
+    """The error's location without pydantic's names of union members."""
     path: list[str | int] = []
     for part in error["loc"]:
         if (isinstance(value, dict) and part in value) or (isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)):

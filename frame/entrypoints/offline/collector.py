@@ -9,7 +9,7 @@ Knows no process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -99,8 +99,7 @@ class Collector:
         self._lock = threading.Lock()  # between `add_job` and `fail_jobs`
 
     def add_job(self, job: Job) -> None:
-        """Route messages of the job's sequences to it. Raises RuntimeError when the engine is
-        gone."""
+        """Route messages to the job. Raises RuntimeError when the engine is gone."""
         running = job.running
         for sequence in running:
             wants_text = bool(sequence.params.stop) or job.on_delta is not None
@@ -119,8 +118,7 @@ class Collector:
         return [s.rid for s in job.sequences if self._sequences.pop(s.rid, None) is not None]
 
     def add_command(self, name: str, on_reply: Callable[[ControlReply], None]) -> None:
-        """Call `on_reply` with the reply to the command `name`. Raises RuntimeError when the engine
-        is gone."""
+        """Call `on_reply` with a command's reply. Raises RuntimeError without an engine."""
         with self._lock:
             if self.dead_reason is not None:
                 raise RuntimeError(self.dead_reason)
@@ -174,8 +172,7 @@ class Collector:
                 job.on_done()
 
     def fail_jobs(self, error: str) -> None:
-        """The engine is gone: call `on_done` of every job and fail the commands. The outputs keep
-        what they have."""
+        """The engine is gone: end every job and command. Outputs keep what they have."""
         with self._lock:
             self.dead_reason = self.dead_reason or error
             left, self._sequences = list(self._sequences.values()), {}
@@ -186,8 +183,7 @@ class Collector:
             on_reply(ControlReply(id=name, ok=False, error=error))
 
     def finish_text(self, job: Job) -> None:
-        """Decode the text of sequences that were not decoded at each step; in the caller's
-        thread."""
+        """Decode, in the caller's thread, what was not decoded at each step."""
         if self.detokenizer is None:
             return
         for sequence in job.sequences:
@@ -218,12 +214,12 @@ def _concatenate(first: TokenLogprobs | None, second: TokenLogprobs) -> TokenLog
     return first
 
 
-def group_outputs(job: Job, counts: Sequence[int]) -> list[Output]:
+def group_outputs(outputs: Iterable[Output], counts: Sequence[int]) -> list[Output]:
     """One output per prompt; `counts[i]` sequences belong to prompt i."""
-    flat = iter(job.sequences)
+    flat = iter(outputs)
     results: list[Output] = []
     for count in counts:
-        siblings = [next(flat).output for _ in range(count)]
+        siblings = [next(flat) for _ in range(count)]
         siblings[0].outputs = siblings
         results.append(siblings[0])
     return results

@@ -210,14 +210,7 @@ class Engine:
 
     def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], inputs: Sequence[bytes]) -> list[Output]:
         """Run one sequence for each encoder input."""
-        done = threading.Event()
-        job = Job(done.set)
-        for ids, params in plans:
-            check_request(self._session.limits, ids, params)
-            self._add_sequence(job, ids, params)
-        job.encoder_inputs.extend(inputs)
-        self._run(job, done)
-        outputs = [sequence.output for sequence in job.sequences]
+        outputs = self._run_tokens(plans, encoder_inputs=inputs)
         if failed := next((output for output in outputs if output.finish_reason not in ("stop", "length")), None):
             raise EngineError(failed.error or "the request was aborted", outputs)
         return outputs
@@ -264,8 +257,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def _running(self) -> Session:
-        """The session; a new one if its engine has crashed. Raises the error of a start that
-        fails."""
+        """The session; a new one after a crash. Raises the error of its start."""
         with self._restarting:
             if self._session.collector.dead_reason is not None and not self._is_closed:
                 log.warning("%s; the engine is restarted", self._session.collector.dead_reason)
@@ -288,7 +280,7 @@ class Engine:
             wanted = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
         counts = []
         for prompt, own in zip(ids, wanted, strict=True):
-            own = self._with_bad_words(own)
+            own = self.tokenizer.encode_bad_words(own) if own.bad_words else own
             if own.stop and self._session.tokenizer is None:
                 raise InvalidRequestError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids", "stop")
             check_request(limits, prompt, own)
@@ -304,19 +296,29 @@ class Engine:
 
     def _pool(self, encoded: list[Encoded]) -> np.ndarray:
         """Run sequences of a pooling model. Returns float32 [sequences, width]."""
-        done = threading.Event()
-        job = Job(done.set)
-        for ids, second_text_start in encoded:
-            ids = to_token_ids(ids)
-            check_request(self._session.limits, ids, POOLING_PARAMS)
-            self._add_sequence(job, ids, POOLING_PARAMS)
-            job.second_text_starts.append(second_text_start)
-        self._run(job, done)
-        outputs = [sequence.output for sequence in job.sequences]
+        plans = [(to_token_ids(ids), POOLING_PARAMS) for ids, _ in encoded]
+        outputs = self._run_tokens(plans, second_text_starts=[start for _, start in encoded])
         for output in outputs:
             if output.vector is None:
                 raise EngineError(output.error or "the request was aborted", outputs)
         return np.frombuffer(b"".join(output.vector or b"" for output in outputs), "<f4").reshape(len(outputs), -1)
+
+    def _run_tokens(
+        self,
+        plans: Sequence[tuple[list[int], SamplingParams]],
+        second_text_starts: Sequence[int] = (),
+        encoder_inputs: Sequence[bytes] = (),
+    ) -> list[Output]:
+        """Run sequences of token ids to their end, one for each plan."""
+        done = threading.Event()
+        job = Job(done.set)
+        for ids, params in plans:
+            check_request(self._session.limits, ids, params)
+            self._add_sequence(job, ids, params)
+        job.second_text_starts.extend(second_text_starts)
+        job.encoder_inputs.extend(encoder_inputs)
+        self._run(job, done)
+        return [sequence.output for sequence in job.sequences]
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         ids: list[list[int]] = [[]] * len(prompts)
@@ -335,9 +337,6 @@ class Engine:
             return self.tokenizer.encode_chat(messages)
         except ChatTemplateError as error:
             raise InvalidRequestError(str(error), "messages") from error
-
-    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        return self.tokenizer.encode_bad_words(params) if params.bad_words else params
 
     def _run(self, job: Job, done: threading.Event) -> None:
         """Run a job to its end, across crashes of the engine. The job sets `done`."""
@@ -397,7 +396,7 @@ class Engine:
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
         self._finish_text(job)
-        outputs = group_outputs(job, counts)
+        outputs = group_outputs((sequence.output for sequence in job.sequences), counts)
         return outputs[0] if is_single else outputs
 
     def _finish_text(self, job: Job) -> None:

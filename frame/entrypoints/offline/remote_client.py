@@ -200,8 +200,7 @@ class Client:
         return data
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """POST a JSON body to any route and return its JSON response. Raises as the other methods
-        do."""
+        """The JSON response of any route to a JSON body."""
         return self._request("POST", path, body)
 
     def close(self) -> None:
@@ -233,8 +232,7 @@ class Client:
         return Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)
 
     def _async(self) -> httpx.AsyncClient:
-        """The connections of the running event loop; connections of another loop cannot be used in
-        it."""
+        """The connections of the running event loop; they serve no other."""
         loop = asyncio.get_running_loop()
         if self._async_http is None or self._loop is not loop:
             self._async_http, self._loop = httpx.AsyncClient(**self._settings), loop

@@ -16,7 +16,7 @@ import numpy as np
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.limits import InvalidRequestError
-from frame.entrypoints.offline.collector import Delta, Output
+from frame.entrypoints.offline.collector import Delta, Output, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, check_text, expand_params, to_list, to_token_ids
 
 _decode = msgspec.json.Decoder().decode
@@ -53,16 +53,10 @@ class Job:
         self.body["return_logprob"] = any(own.logprobs is not None or own.prompt_logprobs is not None for own in wanted)
 
     def parse_results(self, results: list[dict[str, Any]]) -> Output | list[Output]:
-        """The outputs of a complete response: one, or one per prompt, whose `outputs` has all its
-        sequences."""
+        """The outputs of a complete response: one, or one per prompt."""
         for place, result in enumerate(results):
             self._update(place, result)
-        left = iter(self._outputs)
-        firsts = []
-        for count in self._counts:
-            siblings = [next(left) for _ in range(count)]
-            siblings[0].outputs = siblings
-            firsts.append(siblings[0])
+        firsts = group_outputs(self._outputs, self._counts)
         return firsts[0] if self._is_single else firsts
 
     def parse_event(self, event: dict[str, Any]) -> Delta:
@@ -96,8 +90,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def make_error(body: Any, status: int | None) -> Exception:
-    """The exception for an error response: InvalidRequestError for an error in the request,
-    EngineError for any other."""
+    """InvalidRequestError for an error in the request, EngineError for any other."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):
         return EngineError(f"the server answered with status {status}")

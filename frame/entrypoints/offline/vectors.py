@@ -38,8 +38,7 @@ def need_task(resolved: Resolved, *tasks: str) -> None:
 
 
 class Vectors:
-    """`run` computes encoded sequences; `tokenizer` returns the tokenizer, for inputs that are
-    texts."""
+    """`run` computes encoded sequences; `tokenizer` returns the tokenizer."""
 
     def __init__(self, resolved: Resolved, tokenizer: Callable[[], Tokenizer], longest: int, run: Run) -> None:
         self._resolved = resolved

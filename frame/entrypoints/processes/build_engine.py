@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
-    """Import the chosen plugins and check that they are those of the resolved configuration. Raises
-    PluginError."""
+    """Import the chosen plugins. Raises PluginError if they are not those resolved."""
 
     def all_of(kind: str) -> list[Loaded[Any]]:
         return [Loaded(*registry.choose(choice)) for choice in resolved.plugins.get(kind, ())]
@@ -99,11 +98,11 @@ def _load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel,
     return tuple(found)
 
 
+@blaming("at start")
 def build_rank(resolved: Resolved, registry: Registry, place: Place | None = None) -> TorchModelRunner:
     """The model runner of a rank: joins the process group, loads the rank's part of the weights,
     allocates its KV cache. Raises PluginError for the fault of a plugin."""
-    with blaming("at start"):
-        return _build_rank(resolved, registry, place or Place())[0]
+    return _build_rank(resolved, registry, place or Place())[0]
 
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
@@ -140,8 +139,7 @@ def create_platform(resolved: Resolved, registry: Registry, place: Place) -> Pla
 
 
 def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
-    """The kernel cache of this chip, with a key for the configuration that kernels are compiled
-    for."""
+    """The kernel cache of this chip for this configuration."""
     plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
     model_config = resolved.model
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
@@ -192,6 +190,7 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
     return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
 
 
+@blaming("at start")
 def build_engine(
     resolved: Resolved,
     registry: Registry,
@@ -202,22 +201,7 @@ def build_engine(
     tracing: Tracing | None = None,
     results: Sequence[ResultReceiver] = (),
 ) -> tuple[Engine, dict[str, Any]]:
-    """The engine of rank 0, and the data of its `Ready` message. Raises PluginError for the fault
-    of a plugin."""
-    with blaming("at start"):
-        return _build_engine(resolved, registry, transport, place, followers, heartbeat, tracing, results)
-
-
-def _build_engine(
-    resolved: Resolved,
-    registry: Registry,
-    transport: Transport,
-    place: Place | None,
-    followers: BatchSender | None,
-    heartbeat: float | None,
-    tracing: Tracing | None,
-    results: Sequence[ResultReceiver],
-) -> tuple[Engine, dict[str, Any]]:
+    """The engine of rank 0, and the data of its `Ready`. Raises PluginError."""
     clock = time.perf_counter()
     rank, kernels = _build_rank(resolved, registry, place or Place())
     capacity = rank.capacity

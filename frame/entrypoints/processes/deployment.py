@@ -231,13 +231,11 @@ class Deployment:
             self.children[name].process.kill()
 
     def read_inflight(self) -> dict[int, int]:
-        """Prefilled tokens by request hash, of the requests on the device; readable after the
-        engine's end."""
+        """Prefilled tokens by request hash of what was on the device at the engine's end."""
         return read_inflight(self._sockets.path / INFLIGHT)
 
     def read_inflight_text(self) -> frozenset[int]:
-        """The hash of the request whose text is in progress; readable after the detokenizer's
-        end."""
+        """The hash of the request whose text was in progress at the detokenizer's end."""
         return frozenset(read_inflight(self._sockets.path / INFLIGHT_TEXT))
 
     @property

@@ -85,8 +85,7 @@ def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
 
 
 class ThreadSession:
-    """Runs the engine's loop in a thread of this process, which also gives its messages to the
-    collector."""
+    """Runs the engine in a thread, which gives its messages to the collector."""
 
     def __init__(self, prepared: Prepared, collector: Collector, tokenizer: Tokenizer | None) -> None:
         self.collector = collector

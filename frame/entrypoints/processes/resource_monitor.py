@@ -65,8 +65,7 @@ def read_usage(pid: int) -> Usage | None:
 
 
 class ResourceMonitor:
-    """Measures processes (`usage`, by name) and warns once for each limit that a process approaches
-    or exceeds."""
+    """Measures processes (`usage`, by name); warns once for each limit that is near."""
 
     def __init__(self, limits: UsageLimits, warn: Callable[[str], None], read: Callable[[int], Usage | None] = read_usage) -> None:
         self.usage: dict[str, Usage] = {}
@@ -102,8 +101,7 @@ class ResourceMonitor:
 
 
 def start_monitor(pids: Mapping[str, int], server: ServerSection) -> ResourceMonitor:
-    """The monitor of a server's processes. Raises ConfigurationError when one exceeds a limit right
-    after its start."""
+    """The monitor of a server's processes. Raises ConfigurationError at an excess."""
     limits = UsageLimits(server.max_process_memory, server.max_process_threads, server.max_process_files, server.max_device_memory)
     monitor = ResourceMonitor(limits, log.warning)
     for name, pid in pids.items():

@@ -47,8 +47,7 @@ class StartSignals:
             self._is_held = True
 
     def check(self) -> None:
-        """Raise SystemExit if a signal has come; it passes every `finally`, which ends children and
-        sockets."""
+        """Raise SystemExit if a signal has come; every `finally` ends children and sockets."""
         if self._received is not None:
             report(f"stopped by {signal.Signals(self._received).name} while starting")
             raise SystemExit(0)

@@ -119,8 +119,7 @@ class Supervisor:
         self._client.expire_requests()
 
     async def _check_resources(self, unit: Unit, monitor: ResourceMonitor) -> None:
-        """Restart a unit that exceeds a resource limit. The restart does not count as a crash of
-        its requests."""
+        """Restart a unit that exceeds a limit, which is no crash of its requests."""
         label = self._deployment.label
         found = [monitor.check_process(label(child.name), child.local_pid, child.device_memory) for child in unit.children]
         why = next(filter(None, found), None)

@@ -54,8 +54,7 @@ Role = Callable[[Resolved, argparse.Namespace, ZmqTransport, str], None]
 
 
 def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = None) -> int:
-    """Run one role to its end; returns the exit code. `roles` replaces some of the roles (for
-    tests)."""
+    """Run one role to its end; returns the exit code. `roles`: replacements, for tests."""
     options = _options(arguments)
     if options.death_signal:
         die_with_parent(options.parent)
@@ -142,8 +141,7 @@ def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqT
 
 
 def open_inflight_text(options: argparse.Namespace) -> np.ndarray | None:
-    """The in-flight file of the detokenizer: the request whose text is in progress. None if the
-    file cannot be created."""
+    """The in-flight file of the detokenizer; None if it cannot be created."""
     try:
         return open_inflight(Path(options.sockets) / INFLIGHT_TEXT, 1)[0]
     except OSError as error:
@@ -198,8 +196,7 @@ def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 
 def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
-    """Report ready, then yield every message that arrives, with heartbeats between; it does not
-    return."""
+    """Report ready, then yield messages for ever, with heartbeats between."""
     transport.send(Ready(process=name, pid=os.getpid()))
     beaten = 0.0
     while True:
@@ -215,8 +212,7 @@ ROLES: Mapping[str, Role] = MappingProxyType(
 
 
 def _until_term(resolved: Resolved, name: str) -> Tracing | None:
-    """The tracing of a text process. On SIGTERM it sends the last spans before the process
-    exits."""
+    """A text process's tracing, whose last spans are sent at SIGTERM."""
     tracing = open_tracing(resolved.user.server, name)
     if tracing is not None:
 

@@ -35,8 +35,7 @@ class Backend:
 
 
 class Backends:
-    """All replicas of a router. `interval`: seconds between two health checks, which is also the
-    time that one may take."""
+    """All replicas. `interval`: seconds between health checks, and of each."""
 
     def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float) -> None:
         self.all = [Backend(url.rstrip("/"), number) for number, url in enumerate(urls)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from frame.entrypoints.tools.eval import make_examples
+from frame.entrypoints.tools.eval.tasks import make_examples
 
 DIRECTORY = Path(__file__).parents[3] / "frame/models/frame_tiny"
 TOKENIZER = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))

@@ -165,10 +165,7 @@ def _content(block: ContentBlock) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """A call's arguments as an object.
-
-    Text that is not one (the output was cut off) is under `_unparsed`.
-    """
+    """A call's arguments as an object; text that is not one is under `_unparsed`."""
     try:
         found = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

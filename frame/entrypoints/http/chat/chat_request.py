@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 
 async def start_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
-    """Start a chat request. Raises ApiError.
-
-    `prefix`: start of the request id where the client gave none.
-    """
+    """Start a chat request. `prefix`: of the id where there is none. Raises ApiError."""
     return await start_chats(context, services, request, [request.messages], prefix)
 
 
@@ -57,10 +54,7 @@ async def start_chats(
 
 
 async def render_chat(services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
-    """(prompt token ids, sampling parameters) of a chat request that is not run.
-
-    Raises ApiError.
-    """
+    """(prompt token ids, sampling parameters) without running it. Raises ApiError."""
     params = request.to_sampling_params()
     ids = await encode_chat(services, request)
     return ids, _parsers(services, request, ids, request.resolve_tools()).constrain_params(params, is_whole=request.constrains_whole_output)
@@ -113,10 +107,7 @@ async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> b
 
 
 def make_chat(services: Services, request: ChatRequest) -> Chat:
-    """The input of the chat template.
-
-    Raises ApiError 400 for invalid tools or template arguments.
-    """
+    """The input of the chat template. Raises ApiError 400."""
     arguments, use = request.template_arguments(), request.resolve_tools()
     if use is not None and use.is_enforced:
         request.check_schemas()

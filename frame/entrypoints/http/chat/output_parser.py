@@ -62,8 +62,7 @@ class ParserPair:
         return params if whole is content else replace_constraint(params, whole)
 
     def _add_reasoning(self, form: Format, *, is_calls: bool) -> Format:
-        """The format of a whole output whose content, or whose tool calls, have the format
-        `form`."""
+        """The format of an output whose content, or calls, have the format `form`."""
         return form if self.reasoning is None else self.reasoning.grammar(form, is_calls=is_calls)
 
     def _enforce_calls(self, params: SamplingParams) -> SamplingParams:

@@ -38,10 +38,7 @@ def check_string(value: Any, place: str) -> str:
 
 
 def to_content_parts(content: Any, place: str) -> list[dict[str, Any]]:
-    """Content (null, a string or a list of parts) as a list of parts with a `type`.
-
-    Raises ApiError 400 that names `place`.
-    """
+    """Content as a list of parts with a `type`. Raises ApiError 400 that names `place`."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -55,10 +52,7 @@ def to_content_parts(content: Any, place: str) -> list[dict[str, Any]]:
 
 
 def make_function_tool(name: Any, place: str, description: Any, parameters: Any, strict: Any = None) -> dict[str, Any]:
-    """A tool in the shape of OpenAI's chat completions, which chat templates read.
-
-    Raises ApiError 400.
-    """
+    """A tool in the shape of chat completions. Raises ApiError 400."""
     function: dict[str, Any] = {
         "name": check_string(name, f"{place}.name"),
         "description": description or "",

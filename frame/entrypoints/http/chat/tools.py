@@ -80,8 +80,7 @@ def resolve_functions(functions: list[dict[str, Any]] | None, choice: str | dict
 
 @contextmanager
 def rename_error_params(places: Mapping[str, str]) -> Iterator[None]:
-    """Rename parts of field paths in the errors raised inside: `places` maps our part to the
-    API's."""
+    """Rename parts of field paths in errors raised inside: `places`, ours -> theirs."""
     try:
         yield
     except ApiError as error:

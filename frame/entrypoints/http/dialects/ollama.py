@@ -116,10 +116,7 @@ def _response(content: str = "", thinking: str = "", calls: list[dict[str, Any]]
 
 
 class ResponseLines:
-    """Writes a response as lines, or as one object.
-
-    `shape` makes a delta in the shape of the route.
-    """
+    """Writes a response as lines or one object. `shape` makes a delta of the route."""
 
     def __init__(self, state: RequestState, parser: OutputParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
         self._state = state

@@ -45,9 +45,7 @@ TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
 
 @router.post("/invocations", responses=responds_with(AnyBody, events=AnyEvent))
 async def invocations(context: ContextDep, services: ServicesDep) -> Any:
-    """Run any request: chat, completion, embedding, reranking, scoring, classification or
-    generation.
-    """
+    """Run any request: chat, completion, embedding, rerank, score, classify, generate."""
     value = await context.read_json()
     kind, handler = _target(value if isinstance(value, dict) else {}, services)
     body, context.ignored = parse_body(kind, value)

@@ -37,17 +37,12 @@ FILES = ("name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_fil
 
 
 class ChatBatchRequest(ChatRequest):
-    """A chat request whose `messages` are a list of conversations, with one choice each and no
-    streaming.
-    """
+    """A chat request with a list of conversations, with one choice each."""
 
     messages: Annotated[list[list[dict[str, Any]]], Field(max_length=MAX_CONVERSATIONS)]  # type: ignore[assignment]
 
     def first(self) -> ChatRequest:
-        """The request for the first conversation.
-
-        The others differ only in the messages. Raises ApiError 400.
-        """
+        """The request for the first conversation. Raises ApiError 400."""
         if not self.messages:
             raise ApiError(400, "messages is empty; send at least one conversation", "messages")
         if self.stream:

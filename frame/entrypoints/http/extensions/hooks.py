@@ -31,8 +31,7 @@ class Hooks:
         return bool(self._before or self._after)
 
     async def check_request(self, context: RequestContext, route: str) -> None:
-        """Run `on_request` of each extension. Raises ApiError for a request that one refuses, or
-        whose hook fails."""
+        """Run `on_request` of each extension. Raises ApiError."""
         if not self._before:
             return
         request = _describe(context, route)

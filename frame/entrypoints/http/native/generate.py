@@ -68,9 +68,7 @@ _SamplingValues = _sampling_model()
 
 
 class GenerateRequest(RequestOptions):
-    """A request of `/generate`: `text` or `input_ids`, one or several; `sampling_params` for all,
-    or one each.
-    """
+    """`text` or `input_ids`, one or several; `sampling_params` for all, or one each."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -314,10 +312,7 @@ async def detokenize(request: DetokenizeRequest, services: ServicesDep) -> Any:
 
 
 async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
-    """The text of token ids from the field `name`.
-
-    Raises ApiError 400 for too many ids or unknown ids.
-    """
+    """The text of token ids from the field `name`. Raises ApiError 400."""
     tokenizer, most = services.need_tokenizer(), countable_tokens(services)
     if len(ids) > most:
         raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)

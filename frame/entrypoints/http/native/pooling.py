@@ -40,10 +40,7 @@ class PoolingRequestFields(RequestOptions):
         return "input" if parameter == "prompt" and "input" in type(self).model_fields else parameter
 
     def truncate_length(self, services: Services) -> int | None:
-        """The length in tokens to which texts are cut; None: longer texts are refused.
-
-        Raises ApiError 400.
-        """
+        """Tokens to which texts are cut; None: longer ones are refused. Raises ApiError."""
         asked, most = self.truncate_prompt_tokens, services.client.limits.max_pooling_tokens
         if asked is None:
             return None
@@ -64,10 +61,7 @@ def check_count(count: int, name: str) -> None:
 async def compute_vectors(
     context: Caller, services: Services, request: PoolingRequestFields, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
 ) -> tuple[np.ndarray, int]:
-    """(float32 [prompts, width], number of prompt tokens).
-
-    A disconnect ends the request. Raises ApiError.
-    """
+    """(float32 [prompts, width], number of prompt tokens). Raises ApiError."""
     services.check_model(request.model)
     services.need_task(*tasks)
     state = await start_request(

@@ -56,10 +56,7 @@ class StorageFullError(Exception):
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of `batches.folder`, with mode 0700.
-
-    Raises ConfigurationError if another server uses it.
-    """
+    """Make the folder of `batches.folder`. Raises ConfigurationError if it is in use."""
     lock_folder(folder).close()
 
 
@@ -134,10 +131,7 @@ class FileStore:
             raise
 
     async def open_writer(self, filename: str, purpose: str, tenant: str) -> FileWriter:
-        """Open a file to be written in pieces.
-
-        It is listed once it is finished. Raises NoRoomError, OSError.
-        """
+        """A file to write in pieces, listed when finished. Raises StorageFullError, OSError."""
         most = self._config.max_files_per_key
         if tenant and self._num_files[tenant] >= most:
             raise StorageFullError(f"this key has {most} files, the limit of batches.max_files_per_key; delete some")
@@ -218,10 +212,7 @@ class FileWriter:
         self._write(piece)
 
     async def write(self, piece: bytes) -> None:
-        """Write a piece in a thread.
-
-        Only one call may run at a time. Raises NoRoomError, OSError.
-        """
+        """Write a piece in a thread, one at a time. Raises StorageFullError, OSError."""
         self._count(len(piece))
         await asyncio.to_thread(self._write, piece)
 

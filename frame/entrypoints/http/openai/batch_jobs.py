@@ -153,10 +153,7 @@ class BatchJobRunner:
             await self._save(batch)
 
     async def _drop_oldest(self, tenant: str) -> None:
-        """Delete the tenant's oldest finished batch if a limit is reached.
-
-        Raises NoRoomError, OSError.
-        """
+        """Delete the tenant's oldest finished batch at a limit. Raises StorageFullError."""
         own = self.list_batches(tenant)
         is_full = bool(tenant) and len(own) >= self._max_batches
         if not is_full and len(self._batches) < MAX_BATCHES:
@@ -224,10 +221,7 @@ class BatchJobRunner:
         return total
 
     async def _run_lines(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
-        """Run all lines.
-
-        Raises the error that ends the batch: OSError, NoRoomError, _BatchError, _ExpiredError.
-        """
+        """Run all lines. Raises the error that ends the batch."""
         lines: BinaryIO = await asyncio.to_thread(self.files.path(batch.input_file_id).open, "rb")
         errors: list[Exception] = []
         permits = self._lines[batch.tenant]
@@ -246,10 +240,7 @@ class BatchJobRunner:
             raise errors[0]
 
     async def _run_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], errors: list[Exception]) -> None:
-        """Answer a line.
-
-        An error that ends the batch goes into `errors`; lines that are running still finish.
-        """
+        """Answer a line. An error that ends the batch goes into `errors`; others finish."""
         try:
             if not errors:
                 await self._answer_line(batch, line, outputs)
@@ -295,8 +286,7 @@ class BatchJobRunner:
             await asyncio.sleep(0.0 if self._stopping() else RETRY_INTERVAL)
 
     async def _send_once(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
-        """Send a request, which counts in its key's quota; (429, b"") where the quota is
-        exhausted."""
+        """Send a request within its key's quota; (429, b"") where that is exhausted."""
         try:
             with self._quotas.open_lease(batch.tenant) as lease:
                 return await self._call_route(batch, body, lease)
@@ -332,10 +322,7 @@ class BatchJobRunner:
         return status, b"".join(parts)
 
     async def _finish(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
-        """Finish the output files that are not empty.
-
-        Raises OSError; files that cannot be finished are deleted.
-        """
+        """Finish the output files that are not empty; delete the others. Raises OSError."""
         unfinished = dict(zip(("output_file_id", "error_file_id"), outputs, strict=False))
         try:
             for attribute in list(unfinished):
@@ -348,10 +335,7 @@ class BatchJobRunner:
 
 
 async def _next_line(lines: BinaryIO, permits: asyncio.Semaphore) -> bytes:
-    """The next line that is not empty; b"" at the end of the file.
-
-    Releases a permit unless there is a line.
-    """
+    """The next line that is not empty, else b"", for which a permit is released."""
     line = b""
     try:
         while (line := await asyncio.to_thread(lines.readline)) and not line.strip():
@@ -371,10 +355,7 @@ class _ExpiredError(Exception):
 
 
 class _LineError(Exception):
-    """A line is not a valid request.
-
-    The message is for the client; `name` is its custom_id, if known.
-    """
+    """A sentence for the client about a line. `name`: its custom_id, if known."""
 
     def __init__(self, sentence: str, name: str | None = None) -> None:
         super().__init__(sentence)

@@ -141,10 +141,7 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
 
 
 class Upload:
-    """The form of one upload, whose file is written to disk as it arrives.
-
-    `close` must be called.
-    """
+    """One upload, written to disk as it arrives. `close` must be called."""
 
     def __init__(self, store: FileStore, tenant: str) -> None:
         self._store = store
@@ -209,10 +206,7 @@ def _find_batch(context: RequestContext, services: Services, name: str) -> Batch
 
 
 async def _store(work: Awaitable[T]) -> T:
-    """The result of work on the folder.
-
-    Raises ApiError 413 at a limit, 503 where the disk fails.
-    """
+    """The result of work on the folder. Raises ApiError 413 at a limit, 503 for the disk."""
     try:
         return await work
     except StorageFullError as error:

@@ -40,10 +40,7 @@ models_router = ApiRouter(access=Access.USER)  # clients of Anthropic use it too
 
 
 class Response(ABC):
-    """Base of chat completions and text completions.
-
-    The id is the request id, which `/abort_request` takes.
-    """
+    """A chat or text completion. Its id is the request id, which `/abort_request` takes."""
 
     def __init__(self, services: Services, request: GenerationRequest, state: RequestState, kind: str) -> None:
         self.services = services
@@ -71,10 +68,7 @@ class Response(ABC):
         return sum(sequence.num_tokens for sequence in self.state.sequences)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object of the whole response.
-
-        Each prompt counts once, even with `n` sequences.
-        """
+        """OpenAI's usage object. Each prompt counts once, even with `n` sequences."""
         prompts = {sequence.prompt_index: sequence for sequence in reversed(self.state.sequences)}
         cached = sum(s.cached for s in prompts.values())
         return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
@@ -263,10 +257,7 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
 
 
 class CompletionResponse(Response):
-    """A text completion, whole or as chunks.
-
-    `echo` puts the prompt first; `max_tokens: 0` returns it alone.
-    """
+    """A text completion. `echo` puts the prompt first; `max_tokens: 0` returns it alone."""
 
     request: CompletionRequest
 

@@ -73,10 +73,7 @@ class GenerationRequest(SamplingFields):
         return any(value is not None for value in (self.regex, self.ebnf, self.json_schema, self.structural_tag))
 
     def resolve_priority(self) -> int:
-        """The request's priority, or that of its service tier.
-
-        Raises ApiError 400 for an unknown tier.
-        """
+        """The priority, or that of the service tier. Raises ApiError 400 for an unknown tier."""
         if self.service_tier is not None and self.service_tier not in TIERS:
             raise ApiError(400, f"service_tier is {quoted(self.service_tier)}; it must be one of {', '.join(TIERS)}", "service_tier")
         return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
@@ -179,9 +176,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def response_role(self) -> str:
-        """The role of the response message: assistant, or that of the last message if it is
-        continued.
-        """
+        """The role of the response: assistant, or that of the message it continues."""
         continues = self.continue_final_message or self.add_generation_prompt is False
         role = self.messages[-1].get("role") if continues and self.messages else None
         return role if isinstance(role, str) else "assistant"
@@ -255,10 +250,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text parts joined, tool arguments parsed.
-
-    Raises ApiError 400.
-    """
+    """Messages as chat templates read them: text joined, arguments parsed. Raises ApiError."""
     if not messages:
         raise ApiError(400, "messages is empty; send at least one message", "messages")
     if len(messages) > MAX_MESSAGES:

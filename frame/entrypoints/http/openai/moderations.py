@@ -65,10 +65,7 @@ async def moderate_texts(context: Caller, services: Services, request: Moderatio
 
 
 def _texts(request: ModerationRequest) -> list[str]:
-    """The inputs as texts.
-
-    All parts together are one input, as in OpenAI's API. Raises ApiError 400.
-    """
+    """The inputs as texts; all parts together are one, as in OpenAI's API. Raises ApiError."""
     if isinstance(request.input, str):
         return [request.input]
     check_count(len(request.input), "input")

@@ -102,9 +102,7 @@ def replay_events(body: dict[str, Any]) -> bytes:
 
 
 def final_event_name(status: str) -> str:
-    """The name of the last event of a response with this status; OpenAI has none for cancelled
-    responses.
-    """
+    """The last event's name; OpenAI has none for cancelled responses."""
     return "incomplete" if status == "cancelled" else status
 
 

@@ -22,10 +22,7 @@ EVENT_OVERHEAD = 64  # bytes of an event besides its text
 
 
 class EventLog:
-    """The events of one response, for any number of readers.
-
-    An event's index is its sequence number.
-    """
+    """The events of one response for any number of readers, by sequence number."""
 
     def __init__(self) -> None:
         self.size = 0  # bytes
@@ -126,18 +123,12 @@ class ResponseStore:
         return self._max_entries > 0
 
     def quota_of(self, tenant: str) -> tuple[int, int]:
-        """(entries, bytes) that a tenant may fill.
-
-        Without keys there is one tenant, which may fill all.
-        """
+        """(entries, bytes) that a tenant may fill; without keys one tenant may fill all."""
         share = self._share if tenant else 1.0
         return max(1, int(self._max_entries * share)), int(self._max_bytes * share)
 
     def put(self, name: str, tenant: str, body: bytes, items: bytes, num_input: int = 0, log: EventLog | None = None) -> bool:
-        """Store an entry, in place of one of the same name.
-
-        Returns False if it does not fit and is not stored.
-        """
+        """Store or replace an entry. Returns False if it does not fit and is not stored."""
         self._drop(name, tenant, log)
         stored = StoredEntry(tenant, body, items, num_input, time.monotonic(), log)
         if not self.is_on or stored.size > self.quota_of(tenant)[1] or not self.fits(tenant, body, items):
@@ -150,18 +141,13 @@ class ResponseStore:
         return True
 
     def fits(self, tenant: str, body: bytes, items: bytes) -> bool:
-        """Whether an entry fits into the tenant's bytes, and its items into the bounds of a request
-        body.
-        """
+        """Whether an entry fits the tenant's bytes, and its items a request body."""
         if len(body) + len(items) + OVERHEAD > self.quota_of(tenant)[1] or len(items) > self._max_items_bytes:
             return False
         return problem_of(items) is None
 
     def append_items(self, name: str, tenant: str, items: list[dict[str, Any]]) -> bool:
-        """Append items to an entry.
-
-        Returns False, without a change, if it is gone or would be too large.
-        """
+        """Append items; False, without a change, if the entry is gone or too large."""
         stored = self.get(name, tenant)
         if stored is None:
             return False
@@ -169,10 +155,7 @@ class ResponseStore:
         return self.fits(tenant, stored.body, data) and self.put(name, tenant, stored.body, data)
 
     def add_events(self, name: str, tenant: str, log: EventLog, events: bytes) -> None:
-        """Append to the log of a stored response.
-
-        A log that exceeds the tenant's bytes is dropped.
-        """
+        """Append to a stored response's log, which is dropped beyond the tenant's bytes."""
         entries = self._tenants.get(tenant)
         stored = entries.get(name) if entries is not None else None
         if entries is None or stored is None or stored.log is not log:

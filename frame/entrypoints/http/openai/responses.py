@@ -110,10 +110,7 @@ def _by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 async def _create_in_background(
     context: RequestContext, services: Services, response_input: ResponseInput, chat: ChatRequest
 ) -> dict[str, Any] | None:
-    """Start a response that continues when the client disconnects.
-
-    Sends its events, or its initial state.
-    """
+    """Start a response that outlives the connection. Sends its events, or its first state."""
     request = response_input.request
     if request.store is False or not services.responses.is_on:
         remedy = "leave store out" if services.responses.is_on else NOTHING_STORED
@@ -155,8 +152,7 @@ async def _finish(
 
 
 class BackgroundCaller:
-    """A `Caller` for a background response: keeps the tenant and the quota, ignores the
-    connection."""
+    """Keeps the tenant and the quota of a background response, not the connection."""
 
     def __init__(self, context: RequestContext) -> None:
         self.answer: RequestState | None = None
@@ -199,10 +195,7 @@ async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream
 
 
 def _log_of(stored: StoredEntry) -> EventLog:
-    """The events of a stored response; if none were stored, those of the finished object.
-
-    Raises ApiError 400.
-    """
+    """The events of a stored response, or of its finished object. Raises ApiError 400."""
     if stored.log is not None and not stored.log.is_lost:
         return stored.log
     body = msgspec.json.decode(stored.body)
@@ -266,8 +259,7 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
 def find_response(
     context: RequestContext, services: Services, name: str, param: str = "response_id", remedy: str = "create it again"
 ) -> StoredEntry:
-    """A stored response. `param`: the field with its id. Raises ApiError 404, which says
-    `remedy`."""
+    """A stored response. `param`: the field with its id. Raises ApiError 404."""
     found = services.responses.get(name, context.tenant) if name.startswith("resp_") else None
     return _require(found, services, f"response {name[:100]!r}", param, remedy)
 

@@ -89,10 +89,7 @@ class ResponsesRequest(ExtensionFields):
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def conversation_id(self) -> str | None:
-        """The id of the conversation of the response; None if there is none.
-
-        Raises ApiError 400.
-        """
+        """The id of the conversation; None without one. Raises ApiError 400."""
         given = self.conversation
         if given is None:
             return None
@@ -153,10 +150,7 @@ class ResponsesRequest(ExtensionFields):
 
 
 def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """Items as chat messages.
-
-    Consecutive items of the assistant become one message. Raises ApiError 400.
-    """
+    """Items as chat messages; the assistant's consecutive ones are one. Raises ApiError."""
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
     for i, item in enumerate(items):
@@ -213,9 +207,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments that the model wrote; the arguments if it is not
-    in them.
-    """
+    """A custom tool's input in the model's arguments; else the arguments."""
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -234,10 +226,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A custom tool as a function with one string.
-
-    A regex format becomes the pattern of a strict schema.
-    """
+    """A custom tool as a function with one string, whose pattern is a regex format."""
     form = check_object(tool.get("format") or {"type": "text"}, f"{place}.format")
     text: dict[str, Any] = {"type": "string"}
     if form.get("type") == "grammar":

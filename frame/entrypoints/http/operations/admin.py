@@ -74,8 +74,7 @@ async def resume(services: ServicesDep) -> Any:
 
 @own_router.post("/abort_request", dependencies=[SMALL_BODY], responses=responds_with(AbortResult))
 async def abort_request(request: AbortRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """End requests by the id of their response or their rid, or all: an operator any, a user its
-    own."""
+    """End requests by id or rid, or all: an operator any, a user its own."""
     names = [name for name in ([request.rid] if isinstance(request.rid, str) else request.rid) if name]
     if not names and not request.abort_all:
         raise ApiError(400, "name a rid, or set abort_all", "rid")

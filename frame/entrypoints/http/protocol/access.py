@@ -18,8 +18,7 @@ from frame.entrypoints.keys import KeyRing, load_keys, ring_of
 
 
 class AdminGuard:
-    """Who may use the routes of operators. `is_own_listener`: asked on a listener that serves
-    nothing else."""
+    """Who may use operators' routes. `is_own_listener`: it serves nothing else."""
 
     def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
         self._is_elsewhere = not is_own_listener and has_listener(server)
@@ -59,8 +58,7 @@ class Gate:
         self._is_open_to_all = server.insecure
 
     def admit(self, scope: Scope, access: Access) -> str:
-        """The request's tenant, "" where no key is asked for. Raises ApiError unless its key
-        reaches this level."""
+        """The request's tenant, "" without keys. Raises ApiError unless it may go on."""
         headers = scope["headers"]
         if self.keys is None:
             self._check_origin(scope, access)
@@ -81,8 +79,7 @@ class Gate:
         return ""
 
     def _check_origin(self, scope: Scope, access: Access) -> None:
-        """Where no key is asked for, a browser must not be made to act for a page from
-        elsewhere."""
+        """Without keys, no browser may be made to act for a foreign page."""
         is_shared = self._cors is not None and access in (Access.OPEN, Access.USER) and self._cors.allows(scope["headers"])
         is_safe = is_shared or self._is_open_to_all or _is_unix(scope) or self._admin.opens(scope["headers"])
         sentence = None if is_safe else why_foreign(scope["headers"])

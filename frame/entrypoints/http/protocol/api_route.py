@@ -129,8 +129,7 @@ class ApiRoute(APIRoute):
         self.app = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of the route. Raises ApiError, QuotaExceededError for a request that
-        may not run."""
+        """The route's ASGI application. Raises ApiError, QuotaExceededError."""
         app = scope["app"]
         receive, send = scope["asgi_channel"]
         context = RequestContext(scope, receive, send, app.body_limits[self.body_kind], self.errors, app.bodies)
@@ -232,8 +231,7 @@ class ApiRouter(APIRouter):
 
 
 def operation_name(path: str, methods: list[str]) -> str:
-    """The OpenAPI operation id: the method and the words of the path, such as
-    `post_v1_completions`."""
+    """The OpenAPI operation id: method and path, such as `post_v1_completions`."""
     return "_".join([methods[0].lower(), *re.findall(r"\w+", re.sub(r"{(\w+)(:path)?}", r"\1", path))])
 
 

@@ -69,8 +69,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Of the server; a connection without a transport is in its TLS handshake, which its
-        listener ends."""
+        """A connection without a transport is in its handshake, which its listener ends."""
         if self.transport is not None:
             super().shutdown()
 

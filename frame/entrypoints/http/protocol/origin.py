@@ -51,8 +51,7 @@ class Cors:
         return (*vary, *self._allowed(headers), exposed)
 
     def preflight_headers(self, headers: Sequence[tuple[bytes, bytes]], methods: Sequence[str]) -> Headers:
-        """Headers of the answer to a preflight: the path's methods, and the headers that the page
-        wants to send."""
+        """The answer to a preflight: the path's methods and the headers asked for."""
         wanted = dict(headers).get(b"access-control-request-headers", b"")
         given = ((b"access-control-allow-headers", wanted),) if _NAMES.fullmatch(wanted) else ()
         allowed = (b"access-control-allow-methods", ", ".join(methods).encode())
@@ -103,8 +102,7 @@ def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 @lru_cache(maxsize=64)
 def _is_certain(host: str) -> bool:
-    """Whether a `Host` is an address, a name that every machine gives to itself, or left out, as no
-    browser does."""
+    """Whether a `Host` is an address or a name of every machine, or left out."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)

@@ -24,8 +24,7 @@ _PARAMETER = re.compile(r"{(\w+)(:path)?}")
 
 
 def decode_path(raw: bytes) -> str:
-    """The path with its percent escapes decoded once. Raises ApiError 400 for control characters
-    and invalid escapes."""
+    """The path, percent escapes decoded once. Raises ApiError 400."""
     if b"%" not in raw and raw.isascii():
         path = raw.decode("ascii")
     else:
@@ -55,8 +54,7 @@ class Found(Generic[E]):
     parameters: dict[str, str]
 
     def endpoint(self, method: str) -> E | None:
-        """The endpoint for a method. HEAD is answered as GET: the HTTP protocol leaves the body
-        out."""
+        """The endpoint for a method. HEAD is GET: the protocol leaves the body out."""
         return self.endpoints.get("GET" if method == "HEAD" else method)
 
     def methods(self) -> list[str]:

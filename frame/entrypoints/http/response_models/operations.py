@@ -31,8 +31,7 @@ class ProfileResult(ControlResult):
 
 
 class GroupLoad(TypedDict):
-    """The pages of a cache group besides that of all tokens. `group`: "window_" and its tokens, or
-    "snapshot"."""
+    """The pages of a further cache group: "window_" and its tokens, or "snapshot"."""
 
     group: str
     used_pages: int

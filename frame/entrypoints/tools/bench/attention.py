@@ -86,12 +86,6 @@ class AttentionBench:
     dtype: torch.dtype
     page_size: int = 16
 
-    def records(self, names: tuple[str, ...]) -> list[PluginRecord]:
-        """The backends with these names; without names, all that can be loaded."""
-        if names:
-            return [self.registry.get("attention_backend", name) for name in names]
-        return [record for record in self.registry.records("attention_backend") if not record.problems]
-
     def rows(self, record: PluginRecord, batches: list[Batch]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Measure each batch. -> (batch, values); `refused` has the reasons if the backend does not
         support the batch."""
@@ -120,8 +114,7 @@ class AttentionBench:
 
 
 def figures(seconds: float, how: str, read: int, operations: float, ceilings: Ceilings) -> dict[str, Any]:
-    """The values of one row: time in microseconds, rates, and the ratio to the floor for these
-    bytes and operations."""
+    """The values of one row, with the ratio to the floor for these bytes and operations."""
     floor = ceilings.seconds(read, operations)
     return {
         "microseconds": round(seconds * 1e6, 2),

@@ -63,12 +63,6 @@ class ExpertBench:
     ceilings: Ceilings
     dtype: torch.dtype
 
-    def records(self, names: tuple[str, ...]) -> list[PluginRecord]:
-        """The runners with these names; without names, all that can be loaded."""
-        if names:
-            return [self.registry.get("moe_runner", name) for name in names]
-        return [record for record in self.registry.records("moe_runner") if not record.problems]
-
     def layer(self) -> nn.Module:
         """A layer of experts with random weights that are not quantized."""
         shape, layer = self.shape, nn.Module()

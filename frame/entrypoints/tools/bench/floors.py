@@ -122,8 +122,7 @@ class ModelCost:
         )
 
     def prefill(self, lengths: Sequence[int], cached: int = 0) -> float:
-        """Operations to prefill prompts of these lengths, with the first `cached` tokens of each in
-        the KV cache."""
+        """Operations to prefill prompts whose first `cached` tokens are in the KV cache."""
         matrices = 2 * sum(layers.met for layers in self.layers) + self.recurrence
         pairs = self.pair / 2  # causal: a token attends to half of its prompt on average
         operations = sum((n - cached) * matrices + 2 * self.head + pairs * (n * n - cached * cached) for n in lengths)

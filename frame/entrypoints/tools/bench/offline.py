@@ -13,8 +13,8 @@ from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floo
 
 if TYPE_CHECKING:
     from frame.core.config.schema import FrameConfig
-    from frame.entrypoints.tools.bench.reference import Chosen
-    from frame.entrypoints.tools.bench.workload import Job
+    from frame.entrypoints.tools.bench.reference import Workload
+    from frame.entrypoints.tools.bench.workload import Job, Shape
 
 PLAIN = "none"  # weight format of weights that are not quantized
 
@@ -43,12 +43,11 @@ class Floors:
     source: str
     cost: ModelCost
 
-    def row(self, workload: Chosen, vocabulary: int, seconds: float) -> dict[str, float]:
+    def row(self, workload: Workload | Shape, vocabulary: int, seconds: float) -> dict[str, float]:
         """The lower bound of a workload that took `seconds`, for its row."""
         wanted = workload.jobs(vocabulary, 0)
-        floor = floor_seconds(
-            self.cost, self.ceilings, [len(job.prompt) for job in wanted], [job.output for job in wanted], workload.shared
-        )
+        prompts, outputs = [len(job.prompt) for job in wanted], [job.output for job in wanted]
+        floor = floor_seconds(self.cost, self.ceilings, prompts, outputs, workload.common)
         return {"floor_seconds": round(floor, 4), "share_of_floor": round(floor / seconds, 4)}
 
     def about(self) -> dict[str, Any]:

@@ -13,8 +13,7 @@ FORMATS = (".png", ".svg")
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the plot to `path`. Raises ConfigError without matplotlib or for an unknown file
-    type."""
+    """Write the plot to `path`. Raises ConfigError."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path} has no supported file type; use {' or '.join(FORMATS)}.")
     try:

@@ -22,8 +22,7 @@ _ARGUMENTS = re.compile(r"\(.*|<.*", re.DOTALL)
 
 
 def step_times(trace: Trace) -> dict[str, dict[str, Any]]:
-    """A row per kind of step: duration, idle time of the device, and kernels and host functions by
-    time."""
+    """A row per kind of step: duration, idle time, kernels and host functions."""
     rows: dict[str, dict[str, Any]] = {}
     for kind in ("decode", "mixed", "extend"):
         steps = [step for step in trace.steps if step.kind == kind and step.device]
@@ -112,8 +111,7 @@ def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
 
 
 def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """The launching thread during launches: operators and CUDA calls by self time, and the
-    remainder (Python)."""
+    """The launching thread: operators and CUDA calls by self time, and the rest."""
     own: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for step in steps:

@@ -30,6 +30,27 @@ class Shape:
         """Tokens of the longest request, prompt plus output."""
         return self.shared + self.input[1] + self.output[1]
 
+    @property
+    def common(self) -> int:
+        """Length of the prefix that all prompts share; 0 with several groups."""
+        return self.shared if self.groups == 1 else 0
+
+    def jobs(self, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
+        """The requests. Token ids depend on the seed, so that prompts of one round are not in the
+        prefix cache of another."""
+        rng = random.Random(seed)
+        first = min(10, vocab_size - 1)  # the lowest ids are often special tokens
+
+        def tokens(count: int) -> list[int]:
+            return [rng.randrange(first, vocab_size) for _ in range(count)]
+
+        heads = [tokens(self.shared) for _ in range(self.groups)]
+        times = (arrivals or Arrivals()).times(self.requests, rng)
+        return [
+            Job(heads[i % self.groups] + tokens(rng.randint(*self.input)), rng.randint(*self.output), at, self.temperature)
+            for i, at in enumerate(times)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
@@ -84,20 +105,3 @@ def span(text: str) -> Span:
 def changed(shape: Shape, **changes: object) -> Shape:
     """The shape with the changes that are not None."""
     return replace(shape, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
-
-
-def jobs(shape: Shape, vocab_size: int, seed: int, arrivals: Arrivals | None = None) -> list[Job]:
-    """The requests. Token ids depend on the seed, so that prompts of one round are not in the
-    prefix cache of another."""
-    rng = random.Random(seed)
-    first = min(10, vocab_size - 1)  # the lowest ids are often special tokens
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(first, vocab_size) for _ in range(count)]
-
-    heads = [tokens(shape.shared) for _ in range(shape.groups)]
-    times = (arrivals or Arrivals()).times(shape.requests, rng)
-    return [
-        Job(heads[i % shape.groups] + tokens(rng.randint(*shape.input)), rng.randint(*shape.output), at, shape.temperature)
-        for i, at in enumerate(times)
-    ]

@@ -15,8 +15,7 @@ from frame.entrypoints.tools.eval.tasks import RECALL_BUCKETS, TASKS, Example, M
 
 
 class EvalBackend(Protocol):
-    """The interface of evaluated models. Both methods sample greedily and return text without
-    special tokens."""
+    """An evaluated model: greedy sampling, and text without special tokens."""
 
     async def complete_chat(self, messages: Sequence[Message], max_tokens: int) -> str:
         """The assistant's next message."""

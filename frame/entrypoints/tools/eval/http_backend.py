@@ -11,8 +11,7 @@ from frame.entrypoints.tools.eval.tasks import Message
 
 
 class HttpBackend:
-    """An `EvalBackend` for the server at `base_url` (with or without `/v1`); an async context
-    manager."""
+    """An `EvalBackend` for the server at `base_url`; an async context manager."""
 
     def __init__(
         self,

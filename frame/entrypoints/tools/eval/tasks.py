@@ -64,8 +64,7 @@ class Example:
 
 
 def estimate_tokens(text: str) -> int:
-    """Estimated number of tokens of task text in frame-tiny's tokenizer; within 10 % for recall
-    lists."""
+    """Estimated tokens of text in frame-tiny's tokenizer; within 10 % for recall lists."""
     total = 0
     for run in _TOKEN_RUNS.findall(text):
         total += max(1, round(len(run) / 2.3)) if run.isalpha() else 1

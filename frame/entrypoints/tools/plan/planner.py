@@ -134,8 +134,7 @@ class DeploymentPlan:
         return replace(cost, weight_bytes=sum(stage.weights - stage.drafter for stage in self.stages) * plan.tp / values)
 
     def bound_decode(self, rows: int, context: int) -> Phase | None:
-        """The lower bound of a decode step of `rows` sequences without drafts; None without
-        rates."""
+        """The lower bound of a decode step without drafts; None without rates."""
         if (cost := self.cost) is None:
             return None
         in_stage = max(1, rows // self.resolved.plan.pp)  # one micro-batch; a token passes all stages
@@ -207,8 +206,7 @@ class DeploymentPlan:
 
 
 def find_published(config: FrameConfig) -> FrameConfig:
-    """`config` with the model's folder; where there is none, with the published config.json of that
-    name."""
+    """`config` with the model's folder, or the published config.json of that name."""
     folder = find_model(config.model.path)
     known = {path.name.lower(): path for path in PUBLISHED.iterdir()}
     update: dict[str, Any] = {}
@@ -235,8 +233,7 @@ def plan_deployment(config: FrameConfig, machine: Machine | None) -> DeploymentP
 
 
 def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator[tuple[str, str]]:
-    """Plans with ever more devices until one meets the target: (plan, why it does not; empty for
-    the last)."""
+    """(plan, why it misses the target; "" for the last) with ever more devices."""
     sizes = [1 << power for power in range(machine.count.bit_length()) if 1 << power <= machine.count]
     for ranks in sizes:
         for tp in reversed([size for size in sizes if size <= ranks]):

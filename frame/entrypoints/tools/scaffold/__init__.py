@@ -65,8 +65,7 @@ class Written:
 
 
 def write_plugin(kind: str, name: str, parent: Path) -> Written:
-    """Write the package of a new plugin below `parent`. Raises ConfigurationError for a bad kind or
-    name, or an existing folder."""
+    """Write the package of a new plugin below `parent`. Raises ConfigurationError."""
     if kind not in KINDS:
         raise ConfigurationError(f"Unknown plugin kind {kind!r}; kinds: {', '.join(KINDS)}.")
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):

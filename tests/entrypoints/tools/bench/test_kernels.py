@@ -46,7 +46,7 @@ def test_batches_are_every_combination() -> None:
 @pytest.mark.parametrize("shape", [AttentionShape(4, 2, 32, 32), AttentionShape(4, 4, 24, 16, rank=32, rope=8)])
 def test_a_backends_bytes_and_operations_are_counted(shape: AttentionShape) -> None:
     bench = AttentionBench(load_registry(), shape, Clock(torch.device("cpu"), 0.001), CEILINGS, torch.float32)
-    (record,) = bench.records(("torch_native",))
+    record = bench.registry.get("attention_backend", "torch_native")
     ((_, decode), (_, extend)) = bench.rows(record, [Batch(3, (20, 20)), Batch(2, (10, 10), 4)])
     cached = (2 * 2 * 32 if not shape.rank else 40) * 4
     read = 3 * 20 * cached + 2 * 3 * 4 * shape.head_dim * 4
@@ -60,7 +60,7 @@ def test_a_backends_bytes_and_operations_are_counted(shape: AttentionShape) -> N
 
 def test_a_runners_bytes_are_those_of_the_experts_that_were_touched() -> None:
     bench = ExpertBench(load_registry(), ExpertShape(8, 2, 32, 16), Clock(torch.device("cpu"), 0.001), CEILINGS, torch.float32)
-    (record,) = bench.records(("torch_native",))
+    record = bench.registry.get("moe_runner", "torch_native")
     ((_, one), (_, many)) = bench.rows(record, bench.layer(), [1, 200])
     assert (one["experts_touched"], many["experts_touched"]) == (2, 8)
     assert one["floor_microseconds"] == pytest.approx((2 * 3 * 32 * 16 + 64) * 4 / 1e3, rel=1e-3)

@@ -7,17 +7,17 @@ import random
 
 import pytest
 
-from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, changed, jobs, span
+from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, changed, span
 
 
 def test_a_seed_gives_the_same_jobs_and_another_gives_others() -> None:
-    first, again, other = (jobs(SHAPES["mixed"], 2000, seed) for seed in (3, 3, 4))
+    first, again, other = (SHAPES["mixed"].jobs(2000, seed) for seed in (3, 3, 4))
     assert first == again
     assert not {tuple(job.prompt) for job in first} & {tuple(job.prompt) for job in other}
 
 
 def test_lengths_groups_and_ids_are_as_asked() -> None:
-    found = jobs(Shape(12, (5, 9), (2, 3), shared=4, groups=3), 50, 0)
+    found = Shape(12, (5, 9), (2, 3), shared=4, groups=3).jobs(50, 0)
     assert {len(job.prompt) - 4 for job in found} <= set(range(5, 10))
     assert {job.output for job in found} == {2, 3}
     assert len({tuple(job.prompt[:4]) for job in found}) == 3
@@ -33,7 +33,7 @@ def test_arrivals_keep_to_their_rate(burstiness: float) -> None:
 
 
 def test_without_a_rate_all_come_at_once() -> None:
-    assert {job.at for job in jobs(Shape(5, (1, 1), (1, 1)), 100, 0)} == {0.0}
+    assert {job.at for job in Shape(5, (1, 1), (1, 1)).jobs(100, 0)} == {0.0}
 
 
 def test_spans() -> None:

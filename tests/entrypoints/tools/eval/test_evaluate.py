@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-from frame.entrypoints.tools.eval import TASKS, Message, evaluate, make_examples
+from frame.entrypoints.tools.eval.evaluate import evaluate
+from frame.entrypoints.tools.eval.tasks import TASKS, Message, make_examples
 
 
 class Oracle:
