@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import click
@@ -54,6 +56,11 @@ def command(
         raise click.UsageError(f"--method {method} has a scale per output: leave --group-size out.")
     if out.exists() and any(out.iterdir()):
         raise click.UsageError(f"--out {out} is not empty: name another folder.")
+    for pattern in ignore:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise click.UsageError(f"--ignore {pattern!r} is no regular expression: {error}.") from None
     from frame_quantize.quantize import quantize_calibrated, quantize_weights, read_samples
 
     weights = {**chosen.weights, **({"group_size": group_size} if group_size else {})}
@@ -64,8 +71,9 @@ def command(
             texts = read_samples(calibration, samples)
             quantize_calibrated(model, out, method, weights, ignore, texts, max_length, device, CACHE_SCALES.get(kv_cache or ""))
     except (ValueError, OSError) as error:
+        shutil.rmtree(out, ignore_errors=True)  # what was written so far; the folder was empty or absent
         raise click.ClickException(str(error).splitlines()[0]) from error
-    click.echo(f"Wrote {out}. Serve it: frame serve {out}")
+    click.echo(f"Wrote {out}. Serve it: frame serve --model {out}")
 
 
 class Quantize(CliCommand):

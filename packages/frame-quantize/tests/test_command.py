@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,6 +49,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--method", "fp8", "--kv-cache", "head"], "--method fp8 reads no sample texts, which --kv-cache needs"),
         (["--method", "int8", "--group-size", "64"], "--method int8 has a scale per output"),
         (["--method", "int5"], "'int5' is not one of"),
+        (["--method", "int8", "--ignore", "("], "--ignore '(' is no regular expression"),
     ],
 )
 def test_wrong_usage_names_the_option(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -59,6 +62,26 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     code, output = quantize("model", "--method", "fp8", "--out", tmp_path)
     assert (code, "is not empty" in output) == (2, True)
+
+
+def test_the_folder_of_a_failure_can_be_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = ModuleType("frame_quantize.quantize")
+    work.quantize_calibrated = work.read_samples = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, work.__name__, work)
+    out, is_broken = tmp_path / "out", True
+
+    def write(_model: str, folder: Path, *_: object) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        if is_broken:
+            raise ValueError("33 does not divide 256")
+
+    work.quantize_weights = write  # type: ignore[attr-defined]
+    assert quantize("model", "--method", "int8", "--out", out)[0] == 1
+    assert not out.exists()
+    is_broken = False
+    code, output = quantize("model", "--method", "int8", "--out", out)
+    assert (code, f"frame serve --model {out}" in output) == (0, True)
 
 
 def test_each_line_of_the_samples_is_checked(tmp_path: Path) -> None:
