@@ -7,6 +7,7 @@ Used by `request_body`, `request_context` and the routes. Must not depend on a r
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,7 @@ _COUNTED: Mapping[type, str] = MappingProxyType({str: "characters", dict: "pairs
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
 _CUT = "Input data was truncated"  # msgspec's message
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiError:
@@ -104,6 +106,8 @@ def unreadable_json(data: bytes, error: Exception) -> ApiError:
         reason = "it begins with a byte-order mark; send plain UTF-8"
     elif isinstance(error, UnicodeDecodeError):
         reason = "it is no UTF-8"
+    elif _HALF_PAIR.search(data):
+        reason = "a string has half of a surrogate pair (such as \\ud83d alone); send whole characters"
     elif str(error) == _CUT:
         reason = "it ends too early"
     else:

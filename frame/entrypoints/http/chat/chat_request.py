@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from frame.core.text.chat_template import TEMPLATE
+from frame.core.text.chat_template import RESERVED, TEMPLATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, decode_prompt_end
 from frame.entrypoints.http.chat.reasoning_tokens import count_reasoning_tokens
@@ -111,8 +111,8 @@ def make_chat(services: Services, request: ChatRequest) -> Chat:
     arguments, use = request.template_arguments(), request.resolve_tools()
     if use is not None and use.is_enforced:
         request.check_schemas()
-    if TEMPLATE in arguments:
-        raise ApiError(400, f"chat_template_kwargs cannot set {TEMPLATE}; use the field {TEMPLATE}", "chat_template_kwargs")
+    if taken := ", ".join(sorted(RESERVED & arguments.keys())):
+        raise ApiError(400, f"chat_template_kwargs cannot set {taken}; use the field {taken}", "chat_template_kwargs")
     if request.chat_template is not None:
         if not services.resolved.user.text.trust_request_chat_template:
             sentence = "chat_template is code, which this server does not accept (text.trust_request_chat_template is false)"
