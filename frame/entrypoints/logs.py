@@ -172,10 +172,6 @@ def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
     given = next((value for name, value in headers if name == HEADER), b"")
     if 0 < len(given) <= MAX_ID_LENGTH and ID_CHARACTERS.issuperset(given):
         return given.decode("ascii")
-    return new_id()
-
-
-def new_id() -> str:
     return secrets.token_hex(8)
 
 

@@ -72,6 +72,7 @@ class Tracing:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "frame"}
@@ -81,12 +82,13 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._lag = time.perf_counter() - time.monotonic()
+        self._server_kind = SpanKind.SERVER
 
     def start(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSpan:
         """Start the span of a request, a child of the span in its headers; sets `TRACE`."""
         found = (b"traceparent", b"tracestate")
         carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in found}
-        span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=_server_kind()))
+        span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=self._server_kind))
         TRACE.set(span.traceparent)
         return span
 
@@ -158,12 +160,9 @@ class TextSpans:
             self._started[message.rid] = (message.trace, time.perf_counter())
 
     def end_requests(self, text: StepText) -> None:
-        for place in text.finishes:
-            self._end(text.rids[place])
-
-    def _end(self, rid: str) -> None:
-        trace, since = self._started.pop(rid, ("", 0.0))
-        self._tracing.add("detokenize", trace, since, time.perf_counter(), **{"frame.rid": rid})
+        for rid in (text.rids[place] for place in text.finishes):
+            trace, since = self._started.pop(rid, ("", 0.0))
+            self._tracing.add("detokenize", trace, since, time.perf_counter(), **{"frame.rid": rid})
 
 
 @dataclass(slots=True)
@@ -218,12 +217,6 @@ class RankSpans:
 def add_tokenizer_span(tracing: Tracing, message: Tokenize, since: float, count: int) -> None:
     """Add the span of a tokenizer process for one text."""
     tracing.add("tokenize.encode", message.trace, since, time.perf_counter(), **{"frame.prompt_tokens": count})
-
-
-def _server_kind() -> Any:
-    from opentelemetry.trace import SpanKind
-
-    return SpanKind.SERVER
 
 
 def _usage(request: RequestState) -> dict[str, Any]:

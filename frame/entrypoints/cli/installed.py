@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 import click
 
@@ -22,7 +22,7 @@ def list_help(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Name and origin of each command of packages, and of the files `paths`; none where the
     configuration is wrong, which its own commands report. Raises PluginError for a file that cannot
     be read."""
-    found = sorted(entry_points(group=GROUP), key=_get_name)
+    found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
     if not found and not paths:
         return []
     from frame.core.config.schema import PluginsSection
@@ -61,7 +61,3 @@ def load_command(name: str, paths: Sequence[str] = ()) -> click.Command | None:
     if not isinstance(command, click.Command):
         raise PluginError(f"{KIND} {name!r} ({record.distribution}): make_command returns no click command; decorate it.")
     return command
-
-
-def _get_name(entry: EntryPoint) -> str:
-    return entry.name

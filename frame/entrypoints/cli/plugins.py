@@ -23,7 +23,6 @@ from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.plugin_data import as_data
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins.loader import load_configured, observed_events
-from frame.plugins.registry import Registry
 
 CHECK_SECONDS = 300
 _PLUGIN_FILES = click.option(
@@ -50,14 +49,15 @@ def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | 
         devices = {"cpu", *(accelerator.kind for accelerator in probe().accelerators)}
         records = [record for record in records if usable is not bool(record.problems or _missing_device(record, devices))]
     if is_json:
-        broken = [dataclasses.asdict(each) for each in registry.broken]
-        click.echo(json.dumps({"plugins": [as_data(record) for record in records], "broken": broken}, indent=2))
+        failed = [dataclasses.asdict(each) for each in registry.broken]
+        click.echo(json.dumps({"plugins": [as_data(record) for record in records], "broken": failed}, indent=2))
         return
     rows = [(r.kind, r.name, f"{r.distribution} {r.version}".strip(), _state(r) + _missing_device(r, devices)) for r in records]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     for row in rows:
         click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
-    _print_broken(registry)
+    for broken in registry.broken:
+        click.echo(f"broken: {broken}", err=True)
 
 
 @config_command("info", help="Show one plugin: NAME or KIND/NAME.")
@@ -152,11 +152,6 @@ def _selector(record: PluginRecord) -> str:
         return f"{key}: {record.name}"
     is_default = record.distribution == OWN_DISTRIBUTION and record.rank >= 0
     return f"{key}: [{record.name}]{f', or [{BUILT_IN}], the default' if is_default else ''}"
-
-
-def _print_broken(registry: Registry) -> None:
-    for broken in registry.broken:
-        click.echo(f"broken: {broken}", err=True)
 
 
 def _check(record: PluginRecord, paths: Sequence[str]) -> None:

@@ -161,12 +161,8 @@ def _show(rows: Mapping[str, Mapping[str, Any]], top: int, has_gpu: bool, strays
         for title, lines in tables[: 2 if has_gpu else 1]:
             drawn = Table("", "share", "a step", "mean, µs", "µs a step", title=f"{kind}: {title}", title_justify="left")
             for line in lines[:top]:
-                figures = (_cell(line.get(key)) for key in ("per_step", "mean_us", "us_per_step"))
+                figures = (f"{line[key]:,g}" if key in line else "" for key in ("per_step", "mean_us", "us_per_step"))
                 drawn.add_row(line["name"], f"{line['share']:.1%}", *figures)
             console.print(drawn)
     if strays:
         console.print(f"{strays} kernels were launched by no recorded step.")
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:,g}"

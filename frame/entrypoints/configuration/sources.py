@@ -178,13 +178,9 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, s
         key = f"{section}.{rest}"
         if key not in known:
             near = nearest_word(key, known)
-            spelt = f"; did you mean {_variable(near)}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
+            spelt = f"; did you mean {ENV_PREFIX}{near.replace('.', '__').upper()}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
             raise ConfigError(f"The environment variable {variable} names no setting{spelt}")
         yield from _from_text(known[key], environ[variable], source)
-
-
-def _variable(key: str) -> str:
-    return ENV_PREFIX + key.replace(".", "__").upper()
 
 
 def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:

@@ -99,8 +99,7 @@ class EngineClient:
     def stats(self) -> ClientStats:
         return self._router.stats
 
-    # submit
-    # ----------------------------------------------------------------------------------------------
+    # submit ---------------------------------------------------------------------------------------
 
     def reserve_sequences(self, count: int) -> None:
         """Reserve room for `count` sequences, before a request costs any work. Raises
@@ -203,7 +202,8 @@ class EngineClient:
             return
         self.stats.count_finishes("abort", len(running))
         if self.stats.loggers is not None:
-            self.stats.loggers.record_abandoned(running, Finish("abort"), time.perf_counter())
+            for sequence in running:
+                self.stats.loggers.record_request(sequence, Finish("abort"), time.perf_counter(), is_abandoned=True)
         admitted = [sequence.recovery.engine_rid for sequence in running if not self._recovery.is_held(sequence)]
         if admitted:
             self.link.send(Abort(rids=admitted))
@@ -246,8 +246,7 @@ class EngineClient:
         """Sequences running, waiting or reserved."""
         return self._outstanding.count
 
-    # commands
-    # ----------------------------------------------------------------------------------------------
+    # commands -------------------------------------------------------------------------------------
 
     async def send_command(self, action: Any, **arguments: Any) -> ControlReply:
         """The reply to a command. Raises EngineDeadError, TimeoutError."""
@@ -255,8 +254,7 @@ class EngineClient:
             raise EngineDeadError(self.dead_reason or self.unavailable_reason)
         return await self._commands.send_command(action, arguments)
 
-    # receive
-    # ----------------------------------------------------------------------------------------------
+    # receive --------------------------------------------------------------------------------------
 
     def receive_messages(self) -> None:
         """Handle all messages that have arrived; called when the link is readable."""
@@ -345,8 +343,7 @@ class EngineClient:
             if self._detokenizer is not None:
                 self._detokenizer.drop_requests(admitted)
 
-    # crashes
-    # ----------------------------------------------------------------------------------------------
+    # crashes --------------------------------------------------------------------------------------
 
     def fail_requests(self, error: str) -> None:
         """The engine cannot be restarted: end every request with this error and refuse new ones."""

@@ -33,8 +33,7 @@ class ReplicaClient:
         self._chooser = ReplicaChooser()
         self._away: set[int] = set()  # replicas that were being restarted when a sequence started
 
-    # submit
-    # ----------------------------------------------------------------------------------------------
+    # submit ---------------------------------------------------------------------------------------
 
     def reserve_sequences(self, count: int) -> None:
         self._first.reserve_sequences(count)
@@ -75,8 +74,7 @@ class ReplicaClient:
     def abort_requests(self, names: list[str], owner: str | None = None) -> int:
         return sum(client.abort_requests(names, owner) for client in self.clients)
 
-    # state
-    # ----------------------------------------------------------------------------------------------
+    # state ----------------------------------------------------------------------------------------
 
     @property
     def _first(self) -> EngineClient:

@@ -105,8 +105,7 @@ class RequestRecovery:
             self._withdraw(sequence)
         self._admit_next()
 
-    # crashes
-    # ----------------------------------------------------------------------------------------------
+    # crashes --------------------------------------------------------------------------------------
 
     def record_crash(self, sequences: Iterable[SequenceState], on_device: Mapping[int, int]) -> SequenceState | None:
         """Count an engine crash for the sequences that were on the device and return the one that

@@ -6,14 +6,12 @@ Used by `ClientStats`. A logger that raises is named in the log and switched off
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StepRecord
-
-if TYPE_CHECKING:
-    from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
-    from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
+from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +72,6 @@ class StatLoggers:
             is_abandoned=is_abandoned,
         )
         self._call("record_request", record)
-
-    def record_abandoned(self, sequences: Sequence[SequenceState], finish: Finish, now: float) -> None:
-        """Record sequences whose client has left."""
-        for sequence in sequences:
-            self.record_request(sequence, finish, now, is_abandoned=True)
 
     def render_metrics(self) -> RenderedMetrics | None:
         """The metrics of the first logger that has any; None: none has."""

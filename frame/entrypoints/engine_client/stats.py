@@ -7,12 +7,10 @@ Filled by `EngineClient` and `TokenRouter`, read by the metrics. Must not know a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from frame.core.messages import Finish
-    from frame.entrypoints.engine_client.response_state import SequenceState
-    from frame.entrypoints.engine_client.stat_loggers import StatLoggers
+from frame.core.messages import Finish
+from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.entrypoints.engine_client.stat_loggers import StatLoggers
 
 
 @dataclass(slots=True)

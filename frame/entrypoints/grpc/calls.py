@@ -7,19 +7,17 @@ Used by the gRPC server. Knows no method.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
+from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.grpc.schema import SERVICE, read
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import RequestState
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,

@@ -6,18 +6,16 @@ Knows no socket.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from frame.entrypoints.grpc.calls import GrpcCaller
+from frame.entrypoints.grpc.schema import Schema
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.classify import ClassifyRequest, classify_texts, get_labels
 from frame.entrypoints.http.native.rerank import RerankRequest, ScoreRequest, rank_documents, score_pairs
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
 from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, moderate_texts
-
-if TYPE_CHECKING:
-    from frame.entrypoints.grpc.calls import GrpcCaller
-    from frame.entrypoints.grpc.schema import Schema
-    from frame.entrypoints.http.services import Services
+from frame.entrypoints.http.services import Services
 
 
 class Pooling:

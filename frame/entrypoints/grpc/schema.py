@@ -7,19 +7,14 @@ Converts messages to plain values and back. Knows no engine.
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from frame.core.messages import TokenLogprobs
+from frame.core.messages import Finish, TokenLogprobs
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_starter import Chat
-
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
-    from frame.core.messages import Finish
 
 DESCRIPTION = "frame.binpb"
 PACKAGE = "frame.v1"

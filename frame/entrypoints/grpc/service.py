@@ -11,10 +11,11 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
+from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.grpc.calls import GrpcCaller, run_call, status_of
 from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
 from frame.entrypoints.http.errors import ApiError
@@ -25,9 +26,6 @@ from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import countable_tokens, encode_prompt, limit_unread_tokens, start_request
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +95,7 @@ class Service:
             waiting=load.waiting if load is not None else 0,
         )
 
-    # generation
-    # ----------------------------------------------------------------------------------------------
+    # generation -----------------------------------------------------------------------------------
 
     async def run_request(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
         """Put all replies of one request of a session; an error is its last reply."""

@@ -161,7 +161,10 @@ class Dispatcher:
         route = found.endpoint(scope["method"])
         if route is None:
             gate.admit(scope, max(other.access for other in found.endpoints.values()))
-            raise _wrong_method(scope, found.methods())
+            methods = found.methods()
+            shown = " or ".join(method for method in methods if method != "HEAD")
+            sentence = f"{scope['path'][:MAX_PATH_CHARS]} does not take {scope['method']}; use {shown}"
+            raise ApiError(405, sentence, headers=((b"allow", ", ".join(methods).encode()),))
         scope["errors"], scope["path_params"], scope["route"] = route.errors, found.parameters, route
         await route.app(scope, receive, send)
 
@@ -208,10 +211,3 @@ async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) ->
     with suppress(DisconnectedError):
         await context.respond(b"", headers=())
     count_response(scope["app"].services.metrics, NO_ROUTE, context)
-
-
-def _wrong_method(scope: Scope, methods: list[str]) -> ApiError:
-    """405 with the methods that the path takes, in the sentence and as `Allow`."""
-    shown = " or ".join(method for method in methods if method != "HEAD")
-    sentence = f"{scope['path'][:MAX_PATH_CHARS]} does not take {scope['method']}; use {shown}"
-    return ApiError(405, sentence, headers=((b"allow", ", ".join(methods).encode()),))

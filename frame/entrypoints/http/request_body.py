@@ -6,6 +6,7 @@ Used by the routes. Must not depend on a route or the engine.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
@@ -26,7 +27,7 @@ def bounded_schema(schema: Any, in_container: bool = False) -> Any:
         if in_container:
             schema["strict"] = True
             return schema
-        return core_schema.no_info_before_validator_function(_refuse_bool_as_int if kind == "int" else _refuse_bool_as_float, schema)
+        return core_schema.no_info_before_validator_function(partial(_refuse_bool, f"{kind}_type"), schema)
     if kind in ("list", "tuple"):
         schema["fail_fast"] = True
     is_container = in_container or kind in ("list", "tuple", "dict")
@@ -47,15 +48,9 @@ def bounded_schema(schema: Any, in_container: bool = False) -> Any:
     return schema
 
 
-def _refuse_bool_as_int(value: Any) -> Any:
+def _refuse_bool(error_type: Any, value: Any) -> Any:
     if value is True or value is False:
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _refuse_bool_as_float(value: Any) -> Any:
-    if value is True or value is False:
-        raise PydanticKnownError("float_type")
+        raise PydanticKnownError(error_type)
     return value
 
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
 
+from frame.entrypoints.engine_client.quotas import QuotaLease
+from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.protocol.bodies import PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.protocol.fields import ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
 from frame.entrypoints.http.validation_errors import unreadable_json
 from frame.entrypoints.logs import HEADER
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.quotas import QuotaLease
-    from frame.entrypoints.engine_client.response_state import RequestState
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -194,9 +192,6 @@ class RequestContext:
         async for piece in pieces:
             await self._put({"type": "http.response.body", "body": piece, "more_body": True})
         await self._put({"type": "http.response.body", "body": b""})
-
-    async def respond_json(self, value: Any, status: int = 200) -> None:
-        await self.respond(msgspec.json.encode(value), status)
 
     async def fail(self, error: ApiError) -> None:
         """The error as the response, or as the last event of the stream."""

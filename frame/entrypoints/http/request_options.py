@@ -111,7 +111,10 @@ class SamplingFields(RequestOptions):
         if self.custom_params is not None:
             values["custom"] = self.custom_params
         if self.logit_bias:
-            values["logit_bias"] = _token_biases(self.logit_bias)
+            try:
+                values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+            except ValueError:
+                raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None
         return values
 
     @property
@@ -136,10 +139,3 @@ class SamplingFields(RequestOptions):
 _SAME = frozenset({"seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
          "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
          "disable_any_whitespace", "num_speculative_tokens", "custom"})  # fmt: skip
-
-
-def _token_biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError:
-        raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None

@@ -12,10 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from frame.core.interfaces.model import Task
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.text.chat_template import ChatTemplateError
 from frame.core.text.text_bounds import TextTooLongError
 from frame.entrypoints.engine_client.limits import (
@@ -31,15 +33,10 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.request_context import EVENT_STREAM
+from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.stream_writer import EventPump
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.model import Task
-    from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.entrypoints.http.request_context import RequestContext
 
 T = TypeVar("T")
 R = TypeVar("R")

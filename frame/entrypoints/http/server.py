@@ -271,7 +271,7 @@ class Server:
     async def run(self) -> int:
         """-> exit code."""
         loop = asyncio.get_running_loop()
-        self._signals.forward(self._on_signal, self._on_hang_up)
+        self._signals.forward(self._on_signal, lambda: self._services.run(self._reload.run()))
         for replica in self._replicas:
             loop.add_reader(replica.deployment.transport.fd, replica.client.receive_messages)
             replica.client.receive_messages()  # the descriptor tells of changes only
@@ -326,9 +326,6 @@ class Server:
         if self._stop.is_set():
             self._now.set()
         self._stop.set()
-
-    def _on_hang_up(self) -> None:
-        self._services.run(self._reload.run())
 
     async def _watch(self) -> None:
         """Until the server cannot go on; then every answer has been told so."""

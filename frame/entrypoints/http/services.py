@@ -12,29 +12,27 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from frame.core.config.resolved import Resolved
+from frame.core.interfaces.model import Task
+from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
+from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.quotas import TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.batch_files import FileStore
 from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
 from frame.entrypoints.http.openai.response_store import ResponseStore
+from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.protocol.bodies import prompt_limit
 from frame.entrypoints.keys import load_keys
+from frame.entrypoints.processes.resource_monitor import ResourceMonitor
+from frame.entrypoints.speech import Speech
+from frame.entrypoints.tracing import Tracing
 from frame.entrypoints.version import package_version
-
-if TYPE_CHECKING:
-    from frame.core.config.resolved import Resolved
-    from frame.core.interfaces.model import Task
-    from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
-    from frame.core.text.tokenizer import Tokenizer
-    from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
-    from frame.entrypoints.http.operations.metrics import ServerMetrics
-    from frame.entrypoints.processes.resource_monitor import ResourceMonitor
-    from frame.entrypoints.speech import Speech
-    from frame.entrypoints.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +82,9 @@ class Services:
 
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
-        self.fingerprint = _fingerprint(self.resolved)
+        # Of this build and all settings that outputs may depend on
+        digest = hashlib.sha256(self.resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
+        self.fingerprint = f"frame-{package_version()}-{digest.hexdigest()[:8]}"
         has_neighbours = len(load_keys(server) or ()) > 1
         self.quotas = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
         if self.tokenizer is not None:
@@ -147,9 +147,3 @@ class Services:
     def ready_problem(self) -> str | None:
         """Why this server should get no requests now; None when it is well."""
         return "the server is shutting down" if self.draining else self.client.dead_reason or self.client.unavailable_reason
-
-
-def _fingerprint(resolved: Resolved) -> str:
-    """Names this build and all settings that outputs may depend on."""
-    digest = hashlib.sha256(resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
-    return f"frame-{package_version()}-{digest.hexdigest()[:8]}"

@@ -11,14 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import DisconnectedError
-from frame.entrypoints.http.request_context import CLOSED
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-    from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_context import CLOSED, RequestContext
 
 
 class EventPump:

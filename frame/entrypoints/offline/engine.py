@@ -87,8 +87,7 @@ class Engine:
         """The resolved configuration and the size of the KV cache."""
         return dict(self._session.info)
 
-    # generate
-    # ----------------------------------------------------------------------------------------------
+    # generate -------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
         """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
@@ -146,8 +145,7 @@ class Engine:
         finally:
             self._stop(job)
 
-    # vectors
-    # ----------------------------------------------------------------------------------------------
+    # vectors --------------------------------------------------------------------------------------
 
     def embed(
         self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
@@ -175,8 +173,7 @@ class Engine:
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
         return self._vectors.score(texts[0], texts[1], instruction, truncate)
 
-    # audio
-    # ----------------------------------------------------------------------------------------------
+    # audio ----------------------------------------------------------------------------------------
 
     def transcribe(
         self,
@@ -215,8 +212,7 @@ class Engine:
             raise EngineError(failed.error or "the request was aborted", outputs)
         return outputs
 
-    # control
-    # ----------------------------------------------------------------------------------------------
+    # control --------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
         """Empty the prefix cache. Raises EngineError while requests run."""
@@ -253,8 +249,7 @@ class Engine:
         if hasattr(self, "_session"):
             self.close()
 
-    # parts
-    # ----------------------------------------------------------------------------------------------
+    # parts ----------------------------------------------------------------------------------------
 
     def _running(self) -> Session:
         """The session; a new one after a crash. Raises the error of its start."""

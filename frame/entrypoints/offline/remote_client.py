@@ -98,8 +98,7 @@ class Client:
         """The resolved configuration, the size of the KV cache, and the load (see `control`)."""
         return self.control("server_info")
 
-    # generate
-    # ----------------------------------------------------------------------------------------------
+    # generate -------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
         """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
@@ -151,8 +150,7 @@ class Client:
         except httpx.HTTPError as error:
             raise _unreachable(self._settings["base_url"], error) from error
 
-    # vectors
-    # ----------------------------------------------------------------------------------------------
+    # vectors --------------------------------------------------------------------------------------
 
     def embed(
         self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
@@ -179,8 +177,7 @@ class Client:
         body = {"text_1": texts[0], "text_2": texts[1], "instruction": instruction, **_cut(truncate)}
         return np.array([row["score"] for row in self.post("/v1/score", body)["data"]], np.float32)
 
-    # control
-    # ----------------------------------------------------------------------------------------------
+    # control --------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
         """Empty the prefix cache."""
@@ -225,8 +222,7 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # parts
-    # ----------------------------------------------------------------------------------------------
+    # parts ----------------------------------------------------------------------------------------
 
     def _job(self, prompts: Any, params: Params | Sequence[Params] | None) -> Job:
         return Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)

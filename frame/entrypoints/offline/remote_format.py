@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.offline.collector import Delta, Output, group_outputs
@@ -49,7 +48,8 @@ class Job:
         else:
             self.body["input_ids"] = [_ids(prompt, encode, encode_chat) for prompt in several]
         if params is not None:
-            self.body["sampling_params"] = [_as_json(own) for own in wanted]
+            # The server's default is 128 tokens, so a max_tokens of None is sent explicitly
+            self.body["sampling_params"] = [{"max_tokens": None, **msgspec.to_builtins(own, str_keys=True)} for own in wanted]
         self.body["return_logprob"] = any(own.logprobs is not None or own.prompt_logprobs is not None for own in wanted)
 
     def parse_results(self, results: list[dict[str, Any]]) -> Output | list[Output]:
@@ -111,12 +111,6 @@ def _ids(prompt: Any, encode: Callable[[str], list[int]], encode_chat: Callable[
     if isinstance(prompt, str):
         return encode(check_text(prompt))
     return encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)
-
-
-def _as_json(params: SamplingParams) -> dict[str, Any]:
-    """The parameters as the server reads them. Without `max_tokens` the server generates 128
-    tokens, so None is sent explicitly."""
-    return {"max_tokens": None, **msgspec.to_builtins(params, str_keys=True)}
 
 
 def _logprobs(meta: dict[str, Any], side: str) -> TokenLogprobs:

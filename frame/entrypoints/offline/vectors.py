@@ -4,10 +4,12 @@ computes the sequences."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from frame.core.config.resolved import Resolved
+from frame.core.text.tokenizer import Encoded, Tokenizer
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.relevance import (
     TEMPLATE_ARGUMENTS,
@@ -20,10 +22,6 @@ from frame.entrypoints.relevance import (
     shortened,
     similarity,
 )
-
-if TYPE_CHECKING:
-    from frame.core.config.resolved import Resolved
-    from frame.core.text.tokenizer import Encoded, Tokenizer
 
 Run = Callable[[list["Encoded"]], np.ndarray]  # (token ids, start of the second text) of sequences -> float32 [sequences, width]
 METHODS = {"generate": "generate", "embed": "embed or score", "classify": "classify or score"}

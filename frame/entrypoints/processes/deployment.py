@@ -285,14 +285,11 @@ class Deployment:
         dead = self.find_dead_child()
         if dead is None:
             return None
-        self._receive_last_errors()
+        for message in self.transport.receive(0.5):  # the last errors
+            self.handle_message(message)
         is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in self.children.values())
         sentence = next((child.last_error for child in self.children.values() if child.last_error), dead)
         return ConfigurationError(sentence) if is_configuration else RuntimeError(sentence)
-
-    def _receive_last_errors(self) -> None:
-        for message in self.transport.receive(0.5):
-            self.handle_message(message)
 
     def stop(self, timeout: float) -> None:
         """Ask the engine to stop, which stops its followers too; after at most `timeout` seconds

@@ -17,19 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from frame.core.blame import describe
 from frame.core.config.resolved import Resolved
 from frame.core.grammars.grammar_compiler import CompileTimeoutError
-from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
+from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.core.ipc.child_process import PARENTS_SIGNALS, die_with_parent
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.sampling import CompiledGrammar
-    from frame.plugins.registry import Registry
+from frame.plugins.registry import Registry
 
 START_SECONDS = 120.0  # timeout for loading the backend
 GRACE = 2.0  # seconds after the alarm before the engine kills the process
@@ -135,8 +132,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
     return bytes(found[4:])
 
 
-# the process
-# --------------------------------------------------------------------------------------------------
+# the process --------------------------------------------------------------------------------------
 
 
 def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:

@@ -6,16 +6,13 @@ Used by `build_engine`. Must not know a collective by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from frame.core.config.resolved import Resolved
 from frame.core.interfaces.collective import LOOPBACK, Collective, CollectiveContext, LocalGroup
+from frame.core.interfaces.platform import Platform
 from frame.core.interfaces.rank_context import Pipeline
 from frame.core.parallel.rank_watch import RankWatch, WatchedGroup
-
-if TYPE_CHECKING:
-    from frame.core.config.resolved import Resolved
-    from frame.core.interfaces.platform import Platform
-    from frame.plugins.registry import Registry
+from frame.plugins.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from frame.core.config.resolved import Resolved
+from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Control, Heartbeat, Message, Ready
@@ -25,10 +26,6 @@ from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
 from frame.entrypoints.processes.deployment import Deployment, Layout
-
-if TYPE_CHECKING:
-    from frame.core.config.schema import FrameConfig
-
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
 

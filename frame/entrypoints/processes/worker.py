@@ -84,8 +84,7 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
     return code
 
 
-# roles
-# --------------------------------------------------------------------------------------------------
+# roles --------------------------------------------------------------------------------------------
 
 
 def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -171,14 +170,12 @@ def detokenize_message(detokenizer: Detokenizer, message: AnyMessage, spans: Tex
             return detokenizer.start_request(message)
     except Exception:
         logging.getLogger(__name__).exception("the detokenizer failed on a message of type %s", type(message).__name__)
-        return [_failed_text(message.rids)] if isinstance(message, StepTokens) else []
+        if isinstance(message, StepTokens):
+            from frame.core.text.incremental_decoder import FAILED
+
+            rids, count = message.rids, len(message.rids)
+            return [StepText(rids=rids, texts=[""] * count, token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(count), FAILED))]
     return []
-
-
-def _failed_text(rids: list[str]) -> StepText:
-    from frame.core.text.incremental_decoder import FAILED
-
-    return StepText(rids=rids, texts=[""] * len(rids), token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(len(rids)), FAILED))
 
 
 def _tokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
@@ -224,8 +221,7 @@ def _until_term(resolved: Resolved, name: str) -> Tracing | None:
     return tracing
 
 
-# set-up
-# --------------------------------------------------------------------------------------------------
+# set-up -------------------------------------------------------------------------------------------
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

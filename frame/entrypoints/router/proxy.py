@@ -147,7 +147,7 @@ class Proxy:
                     self.metrics.count("retried")
                     continue
                 try:
-                    if self._should_ask_another(request, answer):
+                    if answer.status_code in _REFUSED or (answer.status_code == 404 and is_stored(request.path)):  # ask another
                         with contextlib.suppress(LostError, httpx.HTTPError, OSError):  # the refusal breaks off
                             body = await self._wait(request, backend, answer.aread())
                             last = (answer.status_code, body, answer.headers.get("content-type", "application/json"))
@@ -166,9 +166,6 @@ class Proxy:
             first = self.backends.all[0]
             return first if first.is_healthy and not request.tried else None
         return self.backends.choose(blocks, request.tried)
-
-    def _should_ask_another(self, request: RoutedRequest, answer: httpx.Response) -> bool:
-        return answer.status_code in _REFUSED or (answer.status_code == 404 and is_stored(request.path))
 
     async def _open(self, request: RoutedRequest, backend: Backend) -> httpx.Response:
         """The head of a replica's answer. Raises LostError."""

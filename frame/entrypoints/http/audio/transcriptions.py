@@ -7,27 +7,25 @@ Must not depend on the engine.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from pydantic import Field, model_validator
 
 from frame.entrypoints.audio import MAX_BYTES, RATE
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.failures import as_api_error, raise_failed
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.multipart import FormReader
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import parse_body
+from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.openai import TranscriptionEvent, TranscriptionObject
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.speech import Segment, Speech, Transcription, format_subtitles, join_segments
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-    from frame.entrypoints.http.request_context import RequestContext
-    from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from frame.core.interfaces.parsing import ReasoningParser
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.text.chat_template import RESERVED, TEMPLATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, decode_prompt_end
 from frame.entrypoints.http.chat.reasoning_tokens import count_reasoning_tokens
+from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
 from frame.entrypoints.http.request_starter import Caller, Chat, countable_tokens, encode_prompt, start_request
 from frame.entrypoints.http.services import Services
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.parsing import ReasoningParser
-    from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.entrypoints.http.chat.tools import ToolUse
 
 
 async def start_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.response_state import SequenceState
-    from frame.entrypoints.http.chat.output_parser import OutputParser
-    from frame.entrypoints.http.openai.logprobs import TextLogprobs
+from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.entrypoints.http.chat.output_parser import OutputParser
+from frame.entrypoints.http.openai.logprobs import TextLogprobs
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from frame.core.interfaces.parsing import Format, ReasoningParser, ToolCallParser, ToolDelta
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Finish
+from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
+from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.parsing import Format, ReasoningParser, ToolCallParser, ToolDelta
-    from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.core.messages import Finish
-    from frame.core.text.tokenizer import Tokenizer
-    from frame.entrypoints.http.chat.tools import ToolUse
 
 PROMPT_END = 32  # last prompt tokens, from which a reasoning parser tells whether thinking is open
 

@@ -7,10 +7,8 @@ Must not depend on a parser plugin.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser
+from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser
 
 BLOCK = 64  # tokens that are fed at once where all of them are of one kind
 

@@ -8,19 +8,16 @@ grammar backend or on a request schema of one API.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from frame.core.interfaces.sampling_params import MAX_JSON_WHITESPACE
+from frame.core.interfaces.parsing import Format
+from frame.core.interfaces.sampling_params import MAX_JSON_WHITESPACE, SamplingParams
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.request_options import SamplingFields
 from frame.entrypoints.http.validation_errors import type_name
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.parsing import Format
-    from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.entrypoints.http.request_options import SamplingFields
 
 # field of structured_outputs -> sampling parameter
 _STRUCTURED = {

@@ -5,7 +5,7 @@ A field that cannot be served raises ApiError 400 with its name. Must not depend
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from pydantic import Field, ValidationError
@@ -14,10 +14,8 @@ from frame.entrypoints.http.chat.request_fields import check_object, check_strin
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import validation_error
-
-if TYPE_CHECKING:
-    from frame.entrypoints.http.services import Services
 
 LATEST = ":latest"  # the tag that Ollama's clients add to a model name without a tag
 # option -> field of a chat request

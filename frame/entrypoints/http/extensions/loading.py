@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 from frame.core.blame import blaming, describe
+from frame.core.config.resolved import Resolved
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpContext, HttpExtension
 from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
@@ -22,12 +24,7 @@ from frame.entrypoints.http.extensions.plugin_routes import make_plugin_routes
 from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter
 from frame.entrypoints.keys import load_keys
 from frame.plugins.loader import load_registry
-
-if TYPE_CHECKING:
-    from fastapi.routing import APIRoute
-
-    from frame.core.config.resolved import Resolved
-    from frame.plugins.registry import Registry
+from frame.plugins.registry import Registry
 
 KIND = "http_extension"
 Middleware = tuple[type, dict[str, Any], HttpExtension]  # class, keyword arguments, whose

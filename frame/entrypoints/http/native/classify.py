@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply
@@ -12,10 +14,6 @@ from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import Caller
 from frame.entrypoints.http.response_models.native import ClassificationList
 from frame.entrypoints.http.services import Services
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 router = ApiRouter(access=Access.USER)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,13 +57,9 @@ _SYNONYMS = {
 }
 
 
-def _sampling_model() -> type[RequestBody]:
-    """The fields of `SamplingParams` as a body, which is validated like any other."""
-    fields: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.structs.fields(SamplingParams)}
-    return create_model("SamplingValues", __base__=RequestBody, **fields)
-
-
-_SamplingValues = _sampling_model()
+# The fields of `SamplingParams` as a body, which is validated like any other.
+_FIELDS: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.structs.fields(SamplingParams)}
+_SamplingValues = create_model("SamplingValues", __base__=RequestBody, **_FIELDS)
 
 
 class GenerateRequest(RequestOptions):
@@ -88,7 +83,8 @@ class GenerateRequest(RequestOptions):
         if parameter in ("logprobs", "prompt_logprobs") and parameter not in names:
             return "top_logprobs_num"
         if parameter in SamplingParams.__struct_fields__:
-            return f"sampling_params.{_sent(parameter, names)}"
+            sent = next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
+            return f"sampling_params.{sent}"
         return parameter
 
 
@@ -273,11 +269,6 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
     except ValidationError as error:
         raise as_sent(validation_error(error.errors(include_url=False), values), request.sent_name) from None
     return SamplingParams(**{name: getattr(found, name) for name in found.model_fields_set})
-
-
-def _sent(parameter: str, names: Iterable[str]) -> str:
-    """The name among `names` by which the client sent the parameter."""
-    return next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
 
 
 # text ---------------------------------------------------------------------------------------------

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from frame.core.interfaces.model import Task
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import Caller, Prompt, start_request, wait_complete
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.model import Task
-    from frame.entrypoints.http.services import Services
+from frame.entrypoints.http.services import Services
 
 MAX_INPUTS = 2048  # of one request
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # pooling models sample no token

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from frame.core.interfaces.model import Task
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply, usage
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
@@ -21,9 +22,6 @@ from frame.entrypoints.http.request_starter import Caller, Chat, Pair, Prompt
 from frame.entrypoints.http.response_models.native import Ranking, ScoreList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, similarity
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.model import Task
 
 router = ApiRouter(access=Access.USER)
 

@@ -13,17 +13,15 @@ import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
+from frame.core.config.schema import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
 from frame.entrypoints.http.openai.batch_files import FileStore, FileWriter, StorageFullError, load_all
 from frame.entrypoints.http.protocol.bodies import problem_of
-
-if TYPE_CHECKING:
-    from frame.core.config.schema import BatchesSection
-    from frame.entrypoints.http.request_context import Receive, Scope, Send
+from frame.entrypoints.http.request_context import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,9 @@ Used by the embedding routes of Cohere, Ollama, TEI and vLLM. Must not depend on
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from frame.core.interfaces.model import SentenceTransformersConfig
 from frame.entrypoints.http.errors import ApiError
@@ -17,10 +19,6 @@ from frame.entrypoints.http.request_starter import Caller, Prompt
 from frame.entrypoints.http.response_models.openai import EmbeddingList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.relevance import shortened
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 router = ApiRouter(access=Access.USER)
 

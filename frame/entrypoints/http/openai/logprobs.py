@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from frame.core.messages import TokenLogprobs
-    from frame.core.text.tokenizer import Tokenizer
+from frame.core.messages import TokenLogprobs
+from frame.core.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 

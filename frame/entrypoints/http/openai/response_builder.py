@@ -83,10 +83,6 @@ class ResponseBuilder:
         body = self._finished()
         return events + self._writer.write_event(final_event_name(body["status"]), response=body)
 
-    def log_events(self, sequence: SequenceState, log: EventLog) -> None:
-        """Append the events of the new output to the log."""
-        self._store.add_events(self._name, self._input.tenant, log, self.write_events(sequence))
-
     def store(self) -> None:
         """Store the response in its present state."""
         if self._is_stored:

@@ -33,11 +33,7 @@ MAX_CONTAINERS = 32
 NOTHING_STORED = "this server stores none (--response-store-size is 0)"
 
 
-def _error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: " + error.body() + b"\n\n"
-
-
-ERRORS = ErrorShape(ApiError.body, _error_event)
+ERRORS = ErrorShape(ApiError.body, lambda error: b"event: error\ndata: " + error.body() + b"\n\n")
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 
@@ -139,7 +135,7 @@ async def _finish(
     try:
         while log is not None and (state.num_unfinished or state.changed) and not state.is_disconnected:
             for sequence in await state.wait():
-                response.log_events(sequence, log)
+                services.responses.add_events(state.rid, caller.tenant, log, response.write_events(sequence))
         if log is None:
             await state.wait_until_complete()
             response.build_response()

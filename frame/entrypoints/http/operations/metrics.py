@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from frame.core.config.resolved import Resolved
 from frame.core.interfaces.stats import Metric
+from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.logs import configured_writer
+from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.version import package_version
-
-if TYPE_CHECKING:
-    from frame.core.config.resolved import Resolved
-    from frame.entrypoints.engine_client.client import EngineClient
-    from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 
 RATE_WINDOW = 1.0  # seconds; the shortest over which tokens per second are counted
 

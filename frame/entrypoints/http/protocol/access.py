@@ -21,7 +21,8 @@ class AdminGuard:
     """Who may use operators' routes. `is_own_listener`: it serves nothing else."""
 
     def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
-        self._is_elsewhere = not is_own_listener and has_listener(server)
+        has_listener = server.admin_port is not None or server.admin_socket is not None
+        self._is_elsewhere = has_listener and not is_own_listener
         self._keys: KeyRing | None = None if server.admin_key is None else ring_of(server.admin_key, "server.admin_key")
         self._is_open = server.admin_key is None and (is_own_listener or load_keys(server) is None)
 
@@ -85,11 +86,6 @@ class Gate:
         sentence = None if is_safe else why_foreign(scope["headers"])
         if sentence is not None:
             raise ApiError(403, sentence)
-
-
-def has_listener(server: ServerSection) -> bool:
-    """Whether operators have a port or a socket of their own."""
-    return server.admin_port is not None or server.admin_socket is not None
 
 
 def _is_unix(scope: Scope) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.dependencies.models import Dependant
 from fastapi.dependencies.utils import solve_dependencies
@@ -172,7 +173,7 @@ class ApiRoute(APIRoute):
                     if context.answer is not None:  # nothing reads its output any more
                         app.services.client.abandon_request(context.answer)
                 if found is not None:
-                    await context.respond_json(found)
+                    await context.respond(msgspec.json.encode(found))
             except ApiError as error:
                 await context.fail(error)
             except DisconnectedError:

@@ -90,12 +90,10 @@ class AttentionBench:
         """Measure each batch. -> (batch, values); `refused` has the reasons if the backend does not
         support the batch."""
         for batch in batches:
-            case = self._case(batch)
+            device = str(self.clock.device)
+            case = Case(batch.layout, page_size=self.page_size, dtype=self.dtype, device=device, **asdict(self.shape))
             reasons = record.capabilities.unsupported(requirements(case))
             yield batch, {"refused": "; ".join(map(str, reasons))} if reasons else self._measure(record, case)
-
-    def _case(self, batch: Batch) -> Case:
-        return Case(batch.layout, page_size=self.page_size, dtype=self.dtype, device=str(self.clock.device), **asdict(self.shape))
 
     @torch.inference_mode()
     def _measure(self, record: PluginRecord, case: Case) -> dict[str, Any]:

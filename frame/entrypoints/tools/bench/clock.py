@@ -48,7 +48,7 @@ class Clock:
         allocate."""
         for call in calls:
             call()
-        self._wait()
+        self._platform.synchronize()
         if not self._platform.is_asynchronous:
             return Timed(self._on_host(calls), "host")
         recorded = self._recorded(calls) if graph else None
@@ -89,9 +89,6 @@ class Clock:
     def _median(self, round_seconds: Callable[[], float], calls: int) -> float:
         once = max(round_seconds() * calls, 1e-6)
         return statistics.median(round_seconds() for _ in range(int(min(_MOST, max(_LEAST, self._budget / once)))))
-
-    def _wait(self) -> None:
-        self._platform.synchronize()
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

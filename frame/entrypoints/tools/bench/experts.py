@@ -81,12 +81,11 @@ class ExpertBench:
         capability = open_platform(device).compute_capability
         need = MoERequirements(device.type, capability, str(self.dtype).removeprefix("torch."))
         refused = "; ".join(map(str, record.capabilities.unsupported(need)))
-        runner = None if refused else self._runner(record)
+        runner: Any = None
+        if not refused:
+            runner = self.registry.load(record)(build_context(device, self.dtype, 16), self.registry.options(record, {}))
         for count in counts:
             yield count, {"refused": refused} if runner is None else self._measure(runner, layer, count)
-
-    def _runner(self, record: PluginRecord) -> Any:
-        return self.registry.load(record)(build_context(self.clock.device, self.dtype, 16), self.registry.options(record, {}))
 
     @torch.inference_mode()
     def _measure(self, runner: Any, layer: nn.Module, count: int) -> dict[str, Any]:

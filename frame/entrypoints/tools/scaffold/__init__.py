@@ -85,7 +85,8 @@ def write_plugin(kind: str, name: str, parent: Path) -> Written:
     for path, template in contents.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_fill(_template(template), words))
+        source = files(__package__) / "templates" / f"{template}.tmpl"
+        target.write_text(_fill(source.read_text(), words))
     return Written(folder, tuple(contents), words["distribution"])
 
 
@@ -129,7 +130,3 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
 
 def _fill(text: str, words: dict[str, str]) -> str:
     return Template(text).substitute(words)
-
-
-def _template(name: str) -> str:
-    return (files(__package__) / "templates" / f"{name}.tmpl").read_text()
