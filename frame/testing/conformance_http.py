@@ -109,8 +109,7 @@ def check_routes(make: Callable[[], HttpExtension], target: type[HttpExtension])
     from fastapi.openapi.utils import get_openapi
     from fastapi.routing import APIRoute
 
-    from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
-    from frame.entrypoints.http.extensions.loading import load_built_in
+    from frame.entrypoints.http.extensions.loading import CORE_ROUTES, load_built_in
 
     extension = make()
     routes = _routes(extension)

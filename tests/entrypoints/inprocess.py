@@ -133,5 +133,3 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     finally:
         near.send(Control(id="end", action="shutdown"))
         await asyncio.to_thread(thread.join, 10)
-        assert services.text_input is not None
-        services.text_input.close()

@@ -13,8 +13,7 @@ import msgspec
 from fastapi.openapi.utils import get_openapi
 
 from frame.entrypoints.http.app import described
-from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
-from frame.entrypoints.http.extensions.loading import load_built_in
+from frame.entrypoints.http.extensions.loading import CORE_ROUTES, load_built_in
 from frame.entrypoints.http.protocol.routing import PathIndex
 
 ROUTES = (*load_built_in().routes, *CORE_ROUTES)  # of a server as it is configured by default

@@ -8,7 +8,6 @@ checkpoint or plugin.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from frame.entrypoints.cli.installed import list_help, load_command
 EX_CONFIG = 78  # sysexits.h
 
 _HERE = "frame.entrypoints.cli"
-# name -> ("module:command", one line of help); commands of missing modules are not listed
+# name -> ("module:command", one line of help)
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "serve": (f"{_HERE}.serve:command", "Serve a model over HTTP (OpenAI API)."),
@@ -50,13 +49,11 @@ class LazyGroup(click.Group):
     """Imports a command's module on first use; prints configuration errors as a sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0])]
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return load_command(cmd_name, ctx.params.get("paths") or ())
-        if cmd_name not in self.list_commands(ctx):
-            return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         return command if isinstance(command, click.Command) else None
@@ -64,7 +61,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the table's help lines, without importing commands."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
         try:
             listed = list_help(ctx.params.get("paths") or ())
         except ConfigurationError as error:  # help is printed before `invoke`

@@ -20,7 +20,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
-from frame.entrypoints.configuration.plugin_data import as_data
+from frame.entrypoints.configuration.explain import as_data
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins.loader import load_configured, observed_events
 

@@ -1,4 +1,5 @@
-"""Explains a configuration: value, source, reason and rejected plugins of each setting.
+"""Explains a configuration: value, source, reason and rejected plugins of each setting, and plugin
+records as plain data.
 
 Used by `frame config` and the web page, so secrets are hidden. Must not know a command or a page.
 """
@@ -6,7 +7,7 @@ Used by `frame config` and the web page, so secrets are hidden. Must not know a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ import yaml
 from frame.core.config.resolve import pinned
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
+from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.configuration.flat_settings import by_key
 from frame.entrypoints.configuration.sources import SECRETS, LoadedConfig
 
@@ -67,3 +69,16 @@ def as_yaml(value: Any) -> str:
     value = list(value) if isinstance(value, tuple) else value
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def as_data(record: PluginRecord) -> dict[str, Any]:
+    """A record as JSON data."""
+    capabilities = record.capabilities
+    is_data = is_dataclass(capabilities) and not isinstance(capabilities, type)
+    return {
+        **{name: getattr(record, name) for name in ("kind", "name", "summary", "distribution", "version", "target", "api", "rank")},
+        "requires": list(record.requires),
+        "capabilities": asdict(capabilities) if is_data else {},  # type: ignore[call-overload]
+        "options": record.options.model_json_schema() if record.options else None,
+        "problems": [str(problem) for problem in record.problems],
+    }

@@ -65,8 +65,6 @@ class Link(Protocol):
 
     def send(self, message: Message) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class EngineClient:
     """Not thread-safe: every method runs in the event loop's thread. `outstanding`: shared with the

@@ -1,16 +1,97 @@
-"""`ClientStats`: counters of the client's requests, and the stat loggers; `Outstanding`: the
-requests that are not finished.
+"""`ClientStats`: counters of the client's requests. `StatLoggers`: the chosen stat loggers, which
+get the records of steps and requests. `Outstanding`: the requests that are not finished.
 
 Filled by `EngineClient` and `TokenRouter`, read by the metrics. Must not know a metric's name.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from frame.core.messages import Finish
+from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StepRecord
+from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
 from frame.entrypoints.engine_client.response_state import SequenceState
-from frame.entrypoints.engine_client.stat_loggers import StatLoggers
+
+log = logging.getLogger(__name__)
+
+
+class StepTimes(NamedTuple):
+    """What `TokenRouter` measures of one step, in seconds (`now`: `time.perf_counter`)."""
+
+    now: float
+    generated: int  # tokens
+    first_token: list[float]  # latencies, see StepRecord
+    inter_token: list[float]
+
+
+class StatLoggers:
+    """`loggers`: by name and distribution; one that raises is switched off, and the log names
+    it. `get_load` returns the engine's last heartbeat."""
+
+    def __init__(self, model: str, loggers: Mapping[str, StatLogger], get_load: Callable[[], Heartbeat | None]) -> None:
+        self._model = model
+        self._loggers = dict(loggers)
+        self._get_load = get_load
+
+    def record_step(self, message: StepText | StepTokens, sequences: Mapping[str, SequenceState], times: StepTimes) -> None:
+        """Record a step, before its ended sequences are removed from `sequences`."""
+        rids, prompt_tokens = message.rids, 0
+        queue_times: list[float] = []
+        prefill_times: list[float] = []
+        for place, cached in message.num_cached_tokens.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                prompt_tokens += len(sequence.prompt) - cached
+        for place, seconds in message.queue_times.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                queue_times.append(seconds)
+                prefill_times.append(max(0.0, times.now - sequence.request.submitted - seconds))
+        load = self._get_load()
+        sizes = (load.running, load.waiting, load.used_pages, load.total_pages) if load is not None else (0, 0, 0, 0)
+        latencies = (times.first_token, times.inter_token, queue_times, prefill_times)
+        self._call("record_step", StepRecord(len(rids), prompt_tokens, times.generated, *sizes, *latencies))
+
+    def record_request(self, sequence: SequenceState, finish: Finish, now: float, *, is_abandoned: bool = False) -> None:
+        """Record a sequence that has ended (`now`: `time.perf_counter`). is_abandoned: its client
+        has left."""
+        request, times, count = sequence.request, sequence.times, sequence.num_tokens
+        record = RequestRecord(
+            rid=sequence.rid,
+            model=self._model,
+            key=request.owner,
+            finish_reason=finish.reason,
+            prompt_tokens=len(sequence.prompt),
+            cached_tokens=sequence.cached,
+            output_tokens=count,
+            end_to_end=now - request.created,
+            queue_time=times.waited,
+            time_to_first_token=times.first - request.created if times.first else None,
+            inter_token_latency=(times.last - times.first) / (count - 1) if times.first and count > 1 else None,
+            inference_time=max(0.0, now - request.submitted - times.waited) if times.first else None,
+            max_tokens=sequence.params.max_tokens,
+            is_abandoned=is_abandoned,
+        )
+        self._call("record_request", record)
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        """The metrics of the first logger that has any; None: none has."""
+        return next((found for found in self._call("render_metrics") if found is not None), None)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """The results of a method of all loggers, without those that raise."""
+        results = []
+        for name, logger in tuple(self._loggers.items()):
+            try:
+                results.append(getattr(logger, method)(*arguments))
+            except Exception:  # a logger must not harm a request
+                del self._loggers[name]
+                log.exception("stat_logger %s raised in %s and is switched off", name, method)
+        return results
 
 
 @dataclass(slots=True)

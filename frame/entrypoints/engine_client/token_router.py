@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from frame.core.messages import Finish, StepText, StepTokens, TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.engine_client.stat_loggers import StepTimes
-from frame.entrypoints.engine_client.stats import ClientStats
+from frame.entrypoints.engine_client.stats import ClientStats, StepTimes
 
 
 class TokenRouter:

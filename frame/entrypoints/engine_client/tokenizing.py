@@ -54,9 +54,6 @@ class AsyncTokenizer(ABC):
     async def _run(self, **content: Any) -> Tokenized:
         """The reply to the message `Tokenize` with these fields."""
 
-    @abstractmethod
-    def close(self) -> None: ...
-
 
 class ThreadedTokenizer(AsyncTokenizer):
     """Encodes short texts at once and others in a small thread pool: the tokenizer releases the
@@ -80,10 +77,6 @@ class ThreadedTokenizer(AsyncTokenizer):
             return _encode(self._tokenizer, message)
         pool = self._pool if size <= WHOLE else self._long
         return await asyncio.get_running_loop().run_in_executor(pool, _encode, self._tokenizer, message)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._long.shutdown(wait=False, cancel_futures=True)
 
 
 def _is_short(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
@@ -148,10 +141,6 @@ class TokenizerProcesses(AsyncTokenizer):
         for pending in lost:
             if not pending.future.done():
                 self._send(worker, pending.message)
-
-    def close(self) -> None:
-        for pending in self._waiting.values():
-            pending.future.cancel()
 
 
 def _encode(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:

@@ -26,7 +26,6 @@ class Pooling:
         self._schema = schema
 
     async def embed(self, request: Any, caller: GrpcCaller) -> Any:
-        """Embed."""
         if bool(request.texts) == bool(request.token_ids):
             raise ApiError(400, "send either texts or token_ids", "texts")
         given = list(request.texts) or [list(one.ids) for one in request.token_ids]
@@ -38,7 +37,6 @@ class Pooling:
         return self._schema["EmbedReply"](vectors=[made(values=row) for row in vectors.tolist()], prompt_tokens=count)
 
     async def rerank(self, request: Any, caller: GrpcCaller) -> Any:
-        """Rerank."""
         body = RerankRequest(
             query=request.query, documents=list(request.documents), top_n=_set(request, "top_n"),
             instruction=_set(request, "instruction"), **_options(request, caller),
@@ -49,7 +47,6 @@ class Pooling:
         return self._schema["RerankReply"](results=results, prompt_tokens=count)
 
     async def score(self, request: Any, caller: GrpcCaller) -> Any:
-        """Score."""
         body = ScoreRequest(
             queries=list(request.queries), items=list(request.items), instruction=_set(request, "instruction"), **_options(request, caller)
         )
@@ -57,7 +54,6 @@ class Pooling:
         return self._schema["ScoreReply"](scores=scores.tolist(), prompt_tokens=count)
 
     async def classify(self, request: Any, caller: GrpcCaller) -> Any:
-        """Classify."""
         body = ClassifyRequest(input=list(request.texts), **_options(request, caller))
         vectors, count = await classify_texts(caller, self._services, body)
         names, made = get_labels(self._services), self._schema["Class"]
@@ -65,7 +61,6 @@ class Pooling:
         return self._schema["ClassifyReply"](classes=classes, labels=names, prompt_tokens=count)
 
     async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
-        """Moderate."""
         body = ModerationRequest(input=list(request.texts), **_options(request, caller))
         found = await moderate_texts(caller, self._services, body)
         made = self._schema["Verdict"]

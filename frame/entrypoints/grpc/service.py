@@ -42,11 +42,9 @@ class Service:
         self._admin = AdminGuard(services.resolved.user.server, is_own_listener=False)
 
     async def generate(self, request: Any, caller: GrpcCaller) -> None:
-        """Generate."""
         await self._put_replies(request, caller, caller.context.write)
 
     async def generate_stream(self, commands: AsyncIterator[Any], caller: GrpcCaller) -> None:
-        """GenerateStream."""
         session = Session(self, caller)
         reading = asyncio.create_task(session.read(commands))
         try:
@@ -58,7 +56,6 @@ class Service:
             await session.close(reading)
 
     async def abort(self, request: Any, caller: GrpcCaller) -> Any:
-        """Abort."""
         self._admin.check(caller.headers)
         if not request.all and not any(request.ids):
             raise ApiError(400, "ids is empty; give the ids of requests, or set all", "ids")
@@ -66,7 +63,6 @@ class Service:
         return self._schema["AbortReply"]()
 
     async def tokenize(self, request: Any, caller: GrpcCaller) -> Any:
-        """Tokenize."""
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise ApiError(400, "send either text or chat", "text")
@@ -76,12 +72,10 @@ class Service:
         return self._schema["TokenizeReply"](token_ids=ids)
 
     async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
-        """Detokenize."""
         text = await detokenize_ids(self._services, list(request.token_ids), request.skip_special_tokens, "token_ids")
         return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, caller: GrpcCaller) -> Any:
-        """ServerInfo."""
         services = self._services
         load = services.client.load
         return self._schema["ServerInfoReply"](

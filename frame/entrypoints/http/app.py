@@ -16,8 +16,7 @@ from fastapi.openapi.utils import get_openapi
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
-from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
-from frame.entrypoints.http.extensions.loading import Extensions, load_built_in
+from frame.entrypoints.http.extensions.loading import CORE_ROUTES, Extensions, load_built_in
 from frame.entrypoints.http.extensions.middleware import GuardedMiddleware, InnermostChannel
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.protocol.access import Gate

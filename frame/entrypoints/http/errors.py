@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from frame.entrypoints.http.response_models.errors import ErrorResponse
+from frame.entrypoints.http.response_models.openai import ErrorResponse
 
 TYPES = {
     400: "invalid_request_error",

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection, ServerSection
 from frame.core.errors import ConfigurationError
@@ -29,8 +31,7 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
-from frame.entrypoints.engine_client.stat_loggers import StatLoggers
-from frame.entrypoints.engine_client.stats import Outstanding
+from frame.entrypoints.engine_client.stats import Outstanding, StatLoggers
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions.loading import load_extensions
@@ -112,7 +113,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
 
         reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
         server = Server(app, replicas, (listener, admin), started, reload, signals)
-        return _run(server.run())
+        return uvloop.run(server.run())
     finally:
         for deployment in deployments:
             deployment.kill()
@@ -138,14 +139,6 @@ def replica_report(deployment: Deployment) -> Callable[[str], None]:
     """What reports about a deployment's processes."""
     number = deployment.layout.replica
     return report if number is None else lambda text: report(f"replica {number}: {text}")
-
-
-def _run(main: Any) -> int:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return int(asyncio.run(main))
-    return int(uvloop.run(main))
 
 
 def _clients(

@@ -20,15 +20,13 @@ from frame.core.interfaces.launcher import RankProcess
 
 def enable_stack_dumps() -> None:
     """Let `request_stack_dump` make this process write the stacks of its threads."""
-    if hasattr(faulthandler, "register"):  # not on Windows
-        with contextlib.suppress(RuntimeError, OSError, AttributeError):  # there is no standard error
-            faulthandler.register(signal.SIGUSR1)
+    with contextlib.suppress(RuntimeError, OSError, AttributeError):  # there is no standard error
+        faulthandler.register(signal.SIGUSR1)
 
 
 def request_stack_dump(process: subprocess.Popen[bytes] | RankProcess) -> None:
     """Make a process that has called `enable_stack_dumps` write the stacks of its threads."""
-    if hasattr(signal, "SIGUSR1"):
-        process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
 
 
 class LoopWatchdog:

@@ -36,15 +36,6 @@ class Groups:
     pipeline: Pipeline | None = None
     watch: RankWatch | None = None  # None: one rank
 
-    def close(self) -> None:
-        """Leave all groups."""
-        self.tp.close()
-        if self.experts is not None:
-            self.experts.close()
-        if self.pipeline is not None:
-            self.pipeline.hidden.close()
-            self.pipeline.tokens.close()
-
 
 def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: Platform) -> Groups:
     """Join the groups of this rank; the order is the same on all ranks. Raises RuntimeError if

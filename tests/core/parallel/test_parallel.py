@@ -106,7 +106,10 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
         try:
             return serve(rank, groups)
         finally:
-            groups.close()  # ranks that wait for this one raise
+            pipeline = (groups.pipeline.hidden, groups.pipeline.tokens) if groups.pipeline is not None else ()
+            for group in (groups.tp, groups.experts, *pipeline):  # ranks that wait for this one raise
+                if group is not None:
+                    group.close()
 
     def serve(rank: int, groups: Groups) -> Any:
         own = build_runner(resolved, load_parts(resolved, registry), groups.tp, HOST, groups.pipeline, groups.experts)

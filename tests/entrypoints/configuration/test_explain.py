@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from frame.core.config.schema import FrameConfig
-from frame.entrypoints.configuration.explain import as_yaml, explain, explain_all, value_of
-from frame.entrypoints.configuration.plugin_data import as_data
+from frame.entrypoints.configuration.explain import as_data, as_yaml, explain, explain_all, value_of
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.configuration.sources import load_config
 

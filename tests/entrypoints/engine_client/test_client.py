@@ -342,7 +342,6 @@ async def test_threads_and_processes_give_the_same_ids() -> None:
     for each in (threads, loopback.input):
         with pytest.raises(ChatTemplateError, match="unknown role"):
             await each.encode_chat([{"role": "alien", "content": "x"}], None, {})
-        each.close()
 
 
 @pytest.mark.parametrize("beside", [
@@ -362,7 +361,6 @@ async def test_only_short_conversations_are_encoded_on_the_loop(beside: dict[str
     text_input = ThreadedTokenizer(Watched.__new__(Watched))
     await text_input.encode_chat([{"role": "assistant", "content": "", **beside}], None, {})
     await text_input.encode_chat([{"role": "assistant", "content": ""}], None, {"documents": beside})
-    text_input.close()
     assert [thread is threading.main_thread() for thread in threads] == [not beside, False]
 
 

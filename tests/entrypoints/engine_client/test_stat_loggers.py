@@ -11,7 +11,7 @@ import pytest
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from frame.core.messages import Finish, Heartbeat, StepTokens
-from frame.entrypoints.engine_client.stat_loggers import StatLoggers
+from frame.entrypoints.engine_client.stats import StatLoggers
 from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers import log as log_module
 from frame.testing.conformance import Setting, Subject

@@ -21,8 +21,7 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
-from frame.entrypoints.http.response_models.anthropic import AnthropicMessage, MessageEvent, MessageTokenCount
-from frame.entrypoints.http.response_models.errors import AnthropicErrorResponse
+from frame.entrypoints.http.response_models.anthropic import AnthropicErrorResponse, AnthropicMessage, MessageEvent, MessageTokenCount
 from frame.entrypoints.http.services import Services
 
 _encode = msgspec.json.encode

@@ -14,8 +14,7 @@ from frame.core.interfaces.parsing import ReasoningParser
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.text.chat_template import RESERVED, TEMPLATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, decode_prompt_end
-from frame.entrypoints.http.chat.reasoning_tokens import count_reasoning_tokens
+from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, count_reasoning_tokens, decode_prompt_end
 from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent

@@ -1,18 +1,20 @@
 """Turns generated text into OpenAI chat deltas with the configured reasoning and tool-call parsers.
 
-Also adds to a request's sampling parameters what these parsers require. Used by the chat routes of
-all APIs. Must not depend on a parser plugin, a route or the engine.
+Also adds to a request's sampling parameters what these parsers require, and counts the reasoning
+tokens of a finished sequence. Used by the chat routes of all APIs. Must not depend on a parser
+plugin, a route or the engine.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from frame.core.interfaces.parsing import Format, ReasoningParser, ToolCallParser, ToolDelta
+from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, ToolCallParser, ToolDelta
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.core.text.tokenizer import Tokenizer
@@ -20,6 +22,7 @@ from frame.entrypoints.http.chat.structured_outputs import replace_constraint, t
 from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
 
+BLOCK = 64  # tokens that are fed at once, to be counted, where all of them are of one kind
 PROMPT_END = 32  # last prompt tokens, from which a reasoning parser tells whether thinking is open
 
 
@@ -170,3 +173,58 @@ class OutputParser:
 def _tool_call(head: dict[str, Any], arguments: str) -> dict[str, Any]:
     """A tool call in OpenAI's shape."""
     return {"id": head["id"], "type": head["type"], "function": {"name": head["name"], "arguments": arguments}}
+
+
+class ReasoningTokenCounter:
+    """Assigns tokens to reasoning or content by the parser's deltas.
+
+    A token is reasoning if the parser returns reasoning for it. A token without output (a tag, or
+    whitespace that is dropped) is of the kind of the tokens before it; at the start of the output
+    it is of the kind of the first output.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # reasoning tokens
+        self._is_reasoning: bool | None = None  # the kind of the last output; None before any
+        self._undecided = 0  # tokens before any output
+
+    def is_plain(self, delta: ReasoningDelta) -> bool:
+        """Whether the tokens that gave this delta are all of one kind."""
+        if delta.reasoning:
+            return not delta.content and self._is_reasoning is not False
+        return not delta.content or not self._is_reasoning
+
+    def add_tokens(self, num_tokens: int, delta: ReasoningDelta) -> None:
+        """Count tokens of one kind, for which the parser returned `delta`."""
+        if delta.reasoning:
+            self.count += self._undecided + num_tokens
+            self._undecided, self._is_reasoning = 0, not delta.content
+        elif delta.content:
+            self._undecided, self._is_reasoning = 0, False
+        elif self._is_reasoning:
+            self.count += num_tokens
+        elif self._is_reasoning is None:
+            self._undecided += num_tokens
+
+
+def count_reasoning_tokens(token_ids: Sequence[int], decode: Callable[[list[int]], str], make: Callable[[], ReasoningParser]) -> int:
+    """The number of reasoning tokens in `token_ids`. `make` returns a new, started parser.
+
+    Text that is decoded in blocks may differ from the whole text in spaces and in incomplete
+    characters. This does not change what a parser finds.
+    """
+    # `ahead` reads whole blocks; `behind` reads the same text, token by token where a block is
+    # mixed.
+    counter, ahead, behind = ReasoningTokenCounter(), make(), make()
+    for start in range(0, len(token_ids), BLOCK):
+        block = list(token_ids[start : start + BLOCK])
+        text = decode(block)
+        delta = ahead.feed(text)
+        if counter.is_plain(delta):
+            behind.feed(text)
+            counter.add_tokens(len(block), delta)
+            continue
+        for token in block:
+            counter.add_tokens(1, behind.feed(decode([token])))
+    counter.add_tokens(0, ahead.finish())
+    return counter.count

@@ -16,8 +16,7 @@ from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_e
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_models.dialects import CohereEmbeddings
-from frame.entrypoints.http.response_models.errors import CohereErrorResponse
+from frame.entrypoints.http.response_models.dialects import CohereEmbeddings, CohereErrorResponse
 from frame.entrypoints.http.services import Services
 
 FORMS = ("float", "base64")

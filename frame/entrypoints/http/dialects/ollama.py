@@ -29,10 +29,10 @@ from frame.entrypoints.http.response_models.dialects import (
     OllamaCompletion,
     OllamaDescription,
     OllamaEmbeddings,
+    OllamaErrorResponse,
     OllamaTags,
     Version,
 )
-from frame.entrypoints.http.response_models.errors import OllamaErrorResponse
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
 

@@ -17,8 +17,7 @@ from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_e
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_models.dialects import TeiScore
-from frame.entrypoints.http.response_models.errors import TeiErrorResponse
+from frame.entrypoints.http.response_models.dialects import TeiErrorResponse, TeiScore
 from frame.entrypoints.http.response_models.native import Ranking
 
 ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}

@@ -18,15 +18,24 @@ from frame.core.blame import blaming, describe
 from frame.core.config.resolved import Resolved
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpContext, HttpExtension
-from frame.entrypoints.http.extensions.core_routes import CORE_ROUTES
 from frame.entrypoints.http.extensions.hooks import Hooks
 from frame.entrypoints.http.extensions.plugin_routes import make_plugin_routes
+from frame.entrypoints.http.native import generate as native
+from frame.entrypoints.http.operations import admin, page
 from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter
 from frame.entrypoints.keys import load_keys
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
 KIND = "http_extension"
+# The routes that belong to no extension; extensions with the same paths are refused.
+CORE_ROUTES = tuple(
+    route
+    for router in (
+        native.health_router, native.metrics_router, page.router, page.public_router, admin.router, admin.own_router,
+    )
+    for route in router.api_routes
+)  # fmt: skip
 Middleware = tuple[type, dict[str, Any], HttpExtension]  # class, keyword arguments, whose
 
 

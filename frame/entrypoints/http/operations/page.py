@@ -1,5 +1,5 @@
 """The page at `/`: static files of `page_assets`, and what they show as JSON: load, prefix cache,
-plugins, configuration.
+plugins, configuration. `/openapi.json`, the description of all routes, and `/docs`, its page.
 
 The files hold no secret and need no key; the data do. Nothing is loaded from elsewhere, which the
 content security policy enforces.
@@ -14,10 +14,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import msgspec
+from fastapi import Request
+
 from frame.core.config.resolve_plugins import KEYS
 from frame.core.interfaces.kinds import KINDS
-from frame.entrypoints.configuration.explain import explain_all
-from frame.entrypoints.configuration.plugin_data import as_data
+from frame.entrypoints.configuration.explain import as_data, explain_all
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.engine_client.client import EngineDeadError
@@ -117,6 +119,21 @@ async def about(context: ContextDep, services: ServicesDep) -> Any:
     """What runs here and why: fixed from the start on. Settings, which name paths, are not for
     holders of keys."""
     return {**services.about, "settings": []} if context.tenant else services.about
+
+
+@public_router.get("/docs", responses=responds_with(str, media_type="text/html"))
+async def docs(context: ContextDep) -> Any:
+    """A page for people that shows the routes and their schemas."""
+    await send_asset(context, "docs.html")
+
+
+@router.get("/openapi.json", responses=responds_with(dict[str, Any]))
+async def openapi(request: Request, context: ContextDep) -> Any:
+    """This description, as OpenAPI 3.1."""
+    state = request.app.state
+    if not hasattr(state, "openapi_json"):
+        state.openapi_json = msgspec.json.encode(request.app.openapi())
+    await context.respond(state.openapi_json)
 
 
 def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,10 +207,6 @@ class GuardedProtocol(UpgradeRefusingProtocol):
 def raise_file_limit(max_connections: int) -> None:
     """Let this process open as many files as its connections need, as far as the system allows; a
     warning says where that is less."""
-    try:
-        import resource
-    except ImportError:  # no such limit there
-        return
     wanted = max_connections + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -6,7 +6,17 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from frame.entrypoints.http.response_models.errors import AnthropicErrorDetail
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(TypedDict):
+    """The error body of the Anthropic API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
 
 
 class TextBlock(TypedDict):

@@ -151,3 +151,23 @@ class ParsedCall(TypedDict):
 class ParsedCalls(TypedDict):
     normal_text: str
     calls: list[ParsedCall]
+
+
+class OllamaErrorResponse(TypedDict):
+    """The error body of the Ollama API."""
+
+    error: str
+
+
+class TeiErrorResponse(TypedDict):
+    """The error body of text-embeddings-inference."""
+
+    error: str
+    error_type: str
+
+
+class CohereErrorResponse(TypedDict):
+    """The error body of the Cohere API."""
+
+    id: str
+    message: str

@@ -13,6 +13,22 @@ from typing_extensions import TypedDict
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort", "error"]
 
 
+class ErrorDetail(TypedDict):
+    """`param`: the field of the request that the error is about. `code`: a name of the error, or
+    the status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int
+
+
+class ErrorResponse(TypedDict):
+    """The error body of the OpenAI API and of the server's own routes."""
+
+    error: ErrorDetail
+
+
 class CachedTokens(TypedDict):
     cached_tokens: int
 

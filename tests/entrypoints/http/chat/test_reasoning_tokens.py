@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frame.core.interfaces.parsing import ReasoningParser
-from frame.entrypoints.http.chat.reasoning_tokens import BLOCK, count_reasoning_tokens
+from frame.entrypoints.http.chat.output_parser import BLOCK, count_reasoning_tokens
 from frame.plugins.reasoning_parsers.gpt_oss import GptOss
 from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
