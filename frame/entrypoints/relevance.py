@@ -35,9 +35,7 @@ def form_of(resolved: Resolved, score_prompt: str | None, has_chat_template: boo
         return "vectors"
     model_config = resolved.model
     if not (resolved.pooling and resolved.pooling.label_tokens) and model_config.num_labels != 1:
-        raise ValueError(
-            f"{resolved.served_name!r} has {model_config.num_labels} classes, but relevance needs one; use /v1/classify"
-        )
+        raise ValueError(f"{resolved.served_name!r} has {model_config.num_labels} classes, but relevance needs one; use /v1/classify")
     if score_prompt is not None:
         return "text"
     return "pair" if model_config.encoder or not has_chat_template else "chat"

@@ -7,7 +7,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import click
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.bench_kernels import attention, finish, moe
-from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.cli.options import config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.tools.bench.reference import ALL, Workload, chosen
 from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, Span, span
@@ -35,35 +35,28 @@ class SpanType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose and change workloads."""
-    options = (
-        click.option(
-            "--workload",
-            "names",
-            multiple=True,
-            type=click.Choice([*SHAPES, ALL]),
-            help="Workload; repeatable. all: the six reference workloads. Default: mixed.",
-        ),
-        click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: the workload's."),
-        click.option("--input-len", "input", type=SpanType(), help="Prompt tokens per request. Default: the workload's."),
-        click.option("--output-len", "output", type=SpanType(), help="Output tokens per request. Default: the workload's."),
-        click.option(
-            "--shared-prefix",
-            "shared",
-            type=click.IntRange(min=0),
-            help="Length in tokens of the prefix that the prompts of a group share.",
-        ),
-        click.option(
-            "--prefix-groups", "groups", type=click.IntRange(min=1), help="Number of groups of requests, each with its own shared prefix."
-        ),
-        click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature. Default: the workload's."),
-        click.option("--workload-seed", "seed", type=int, default=0, show_default=True, help="Seed of prompts and arrival times."),
-        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
+# The options that choose and change workloads.
+workload_options = join_options(
+    click.option(
+        "--workload",
+        "names",
+        multiple=True,
+        type=click.Choice([*SHAPES, ALL]),
+        help="Workload; repeatable. all: the six reference workloads. Default: mixed.",
+    ),
+    click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: the workload's."),
+    click.option("--input-len", "input", type=SpanType(), help="Prompt tokens per request. Default: the workload's."),
+    click.option("--output-len", "output", type=SpanType(), help="Output tokens per request. Default: the workload's."),
+    click.option(
+        "--shared-prefix", "shared", type=click.IntRange(min=0), help="Length in tokens of the prefix that the prompts of a group share."
+    ),
+    click.option(
+        "--prefix-groups", "groups", type=click.IntRange(min=1), help="Number of groups of requests, each with its own shared prefix."
+    ),
+    click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature. Default: the workload's."),
+    click.option("--workload-seed", "seed", type=int, default=0, help="Seed of prompts and arrival times."),
+    click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
+)
 
 
 @click.group("bench", help="Measure throughput and latency.")
@@ -73,9 +66,9 @@ def command() -> None:
 
 @config_command(help="Measure the throughput of an engine in this process. Reports the fastest run of each workload.")
 @workload_options
-@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Number of runs per workload.")
+@click.option("--repeats", type=click.IntRange(min=1), default=2, help="Number of runs per workload.")
 @click.option(
-    "--ceilings", type=click.Choice(["measured", "h200", "none"]), default="measured", show_default=True,
+    "--ceilings", type=click.Choice(["measured", "h200", "none"]), default="measured",
     help="Hardware limits for the lower bound of the time: measured on this machine, those of one H200, or none.",
 )  # fmt: skip
 def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | None, repeats: int, ceilings: str, **changes: Any) -> None:
@@ -99,7 +92,7 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
 
 
 @click.command(help="Measure latency and throughput of a server. Open loop: requests are sent at their arrival times.")
-@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="URL of a server with /v1/completions.")
+@click.option("--base-url", default="http://127.0.0.1:30000", help="URL of a server with /v1/completions.")
 @click.option("--model", help="Model name. Default: the first model that the server lists.")
 @click.option("--api-key", envvar="FRAME_API_KEY", help="API key of the server.")
 @workload_options
@@ -108,13 +101,10 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
     "--burstiness",
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
-    show_default=True,
     help="1: Poisson arrivals; below 1: bursts; above 1: more even.",
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="Maximum number of concurrent requests. Default: no limit.")
-@click.option(
-    "--vocabulary", type=click.IntRange(min=16), default=2000, show_default=True, help="Token ids of prompts are below this value."
-)
+@click.option("--vocabulary", type=click.IntRange(min=16), default=2000, help="Token ids of prompts are below this value.")
 @click.option("--goal-ttft", type=float, help="TTFT goal in milliseconds, for goodput.")
 @click.option("--goal-itl", type=float, help="ITL goal in milliseconds, for goodput.")
 @click.option("--goal-e2e", type=float, help="End-to-end latency goal in milliseconds, for goodput.")

@@ -4,7 +4,7 @@ shapes, against the roofline, without a model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import click
 
 from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigError
+from frame.entrypoints.cli.options import join_options
 from frame.entrypoints.tools.bench.workload import Span, span
 
 if TYPE_CHECKING:
@@ -61,52 +62,37 @@ class Names(click.ParamType):
         return value if isinstance(value, tuple) else tuple(filter(None, str(value).split(",")))
 
 
-def machine_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of device, hardware limits and report."""
-    options = (
-        click.option("--model", help="Folder with the config.json of the model whose shapes are used."),
-        click.option("--device", help="Platform by plugin name. Default: the best-ranked one with a device."),
-        click.option("--dtype", type=click.Choice(_DTYPES), default=_DTYPES[0], show_default=True),
-        click.option("--threads", type=click.IntRange(min=1), help="Number of CPU threads."),
-        click.option(
-            "--ceilings",
-            type=click.Choice(["measured", "h200"]),
-            default="measured",
-            show_default=True,
-            help="Hardware limits for the lower bound of the time: measured on this machine, or those of one H200.",
-        ),
-        click.option(
-            "--seconds",
-            type=click.FloatRange(min=0, min_open=True),
-            default=0.3,
-            show_default=True,
-            help="Measuring time per value, in seconds.",
-        ),
-        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
-        click.option(
-            "--plot",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="Write a plot to this .png or .svg file; needs frame-serve[bench].",
-        ),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
+# The options of device, hardware limits and report.
+machine_options = join_options(
+    click.option("--model", help="Folder with the config.json of the model whose shapes are used."),
+    click.option("--device", help="Platform by plugin name. Default: the best-ranked one with a device."),
+    click.option("--dtype", type=click.Choice(_DTYPES), default=_DTYPES[0]),
+    click.option("--threads", type=click.IntRange(min=1), help="Number of CPU threads."),
+    click.option(
+        "--ceilings",
+        type=click.Choice(["measured", "h200"]),
+        default="measured",
+        help="Hardware limits for the lower bound of the time: measured on this machine, or those of one H200.",
+    ),
+    click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, help="Measuring time per value, in seconds."),
+    click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
+    click.option(
+        "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a plot to this .png or .svg file; needs frame-serve[bench]."
+    ),
+)
 
 
 @click.command(help="Time attention backends against the roofline. Batches are decodes and extends of one shape.")
-@click.option("--backend", "names", type=Names(), default="", help="Plugin names. Default: all that can be loaded.")
+@click.option("--backend", "names", type=Names(), default="", show_default="all that can be loaded", help="Plugin names.")
 @machine_options
-@click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--phase", type=click.Choice(["decode", "extend", "both"]), default="both", show_default=True)
-@click.option("--batch", "rows", type=Numbers(), default="1,8,64", show_default=True, help="Numbers of rows per batch.")
-@click.option(
-    "--context", "contexts", type=Spans(), default="1024,4096", show_default=True, help="Tokens per row; a range N:M: drawn uniformly."
-)
+@click.option("--heads", type=click.IntRange(min=1), default=32)
+@click.option("--kv-heads", type=click.IntRange(min=1), default=8)
+@click.option("--head-dim", type=click.IntRange(min=1), default=128)
+@click.option("--phase", type=click.Choice(["decode", "extend", "both"]), default="both")
+@click.option("--batch", "rows", type=Numbers(), default="1,8,64", help="Numbers of rows per batch.")
+@click.option("--context", "contexts", type=Spans(), default="1024,4096", help="Tokens per row; a range N:M: drawn uniformly.")
 @click.option("--new", type=click.IntRange(min=1), help="New tokens per row of an extend. Default: the whole context.")
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--page-size", type=click.IntRange(min=1), default=16)
 def attention(
     names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[Span],
     new: int | None, page_size: int, path: Path | None, plot: Path | None, **machine: Any,
@@ -127,13 +113,13 @@ def attention(
 
 
 @click.command(help="Time MoE runners against the roofline. The experts are those of one layer.")
-@click.option("--runner", "names", type=Names(), default="", help="Plugin names. Default: all that can be loaded.")
+@click.option("--runner", "names", type=Names(), default="", show_default="all that can be loaded", help="Plugin names.")
 @machine_options
-@click.option("--experts", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--top-k", type=click.IntRange(min=1), default=8, show_default=True, help="Experts per token.")
-@click.option("--hidden", type=click.IntRange(min=1), default=2048, show_default=True)
-@click.option("--inner", type=click.IntRange(min=1), default=768, show_default=True)
-@click.option("--tokens", "counts", type=Numbers(), default="1,8,64,256,4096", show_default=True, help="Numbers of tokens per batch.")
+@click.option("--experts", type=click.IntRange(min=1), default=128)
+@click.option("--top-k", type=click.IntRange(min=1), default=8, help="Experts per token.")
+@click.option("--hidden", type=click.IntRange(min=1), default=2048)
+@click.option("--inner", type=click.IntRange(min=1), default=768)
+@click.option("--tokens", "counts", type=Numbers(), default="1,8,64,256,4096", help="Numbers of tokens per batch.")
 def moe(
     names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
     path: Path | None, plot: Path | None, **machine: Any,

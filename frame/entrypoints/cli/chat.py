@@ -28,8 +28,8 @@ HELP = f"Chat in the terminal with a server (--base-url) or with a model in this
 @config_command(help=HELP)
 @click.option("--base-url", help="URL of the server, such as http://127.0.0.1:30000. Default: load the model in this process.")
 @click.option("--system", help="System message.")
-@click.option("--max-tokens", type=int, default=512, show_default=True, help="Maximum number of tokens of an answer.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0: greedy.")
+@click.option("--max-tokens", type=int, default=512, help="Maximum number of tokens of an answer.")
+@click.option("--temperature", type=float, default=0.0, help="Sampling temperature; 0: greedy.")
 @click.option("--message", "-m", help="Send one message, print the answer and exit.")
 def command(
     loaded: LoadedConfig, base_url: str | None, system: str | None, max_tokens: int, temperature: float, message: str | None

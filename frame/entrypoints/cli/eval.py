@@ -20,9 +20,9 @@ HELP = "Score a server or a model on the embedded tasks: recall over long contex
 @config_command(help=HELP)
 @click.option("--base-url", help="URL of the server, such as http://127.0.0.1:30000. Default: load the model in this process.")
 @click.option("--task", "tasks", multiple=True, type=click.Choice(TASKS), help="Task to run; repeatable. Default: all tasks.")
-@click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Number of examples per task.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Maximum number of concurrent requests.")
-@click.option("--question-seed", "seed", type=int, default=0, show_default=True, help="Seed of the examples.")
+@click.option("--samples", type=click.IntRange(min=1), default=100, help="Number of examples per task.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=32, help="Maximum number of concurrent requests.")
+@click.option("--question-seed", "seed", type=int, default=0, help="Seed of the examples.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def command(
     loaded: LoadedConfig, base_url: str | None, tasks: tuple[str, ...], samples: int, concurrency: int, seed: int, is_json: bool

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 
 import click
 
@@ -23,20 +22,18 @@ EX_CONFIG = 78  # sysexits.h
 
 _HERE = "frame.entrypoints.cli"
 # name -> ("module:command", one line of help)
-COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "serve": (f"{_HERE}.serve:command", "Serve a model over HTTP (OpenAI API)."),
-        "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
-        "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
-        "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
-        "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
-        "dashboard": (f"{_HERE}.dashboard:command", "Print a Grafana dashboard of the metrics."),
-        "router": (f"{_HERE}.router:command", "Route requests to several servers."),
-        "plan": (f"{_HERE}.plan:command", "Plan memory and devices of a configuration."),
-        "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
-        "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),
-    }
-)
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "serve": (f"{_HERE}.serve:command", "Serve a model over HTTP (OpenAI API)."),
+    "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
+    "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
+    "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
+    "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
+    "dashboard": (f"{_HERE}.dashboard:command", "Print a Grafana dashboard of the metrics."),
+    "router": (f"{_HERE}.router:command", "Route requests to several servers."),
+    "plan": (f"{_HERE}.plan:command", "Plan memory and devices of a configuration."),
+    "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
+    "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),
+}
 
 
 class HelpError(click.ClickException):
@@ -87,7 +84,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version.")
 @click.option(
     "--plugin", "paths", multiple=True, is_eager=True, metavar="FILE", help="Read the commands of a Python file too; may be repeated."

@@ -46,6 +46,11 @@ class ConfigCommand(click.Command):
                 formatter.write_dl(groups[title])
 
 
+def join_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One decorator of several `click.option`, in their order."""
+    return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
+
+
 def config_command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
     """`click.command` with all configuration flags; wrong values end it with exit code 78."""
 

@@ -18,11 +18,9 @@ GIB = 1024**3
 @config_command(help="Print the memory and the lower bounds of time of a configuration, without its devices.")
 @click.option("--machine", metavar="NxCARD", help="Plan for this machine, such as 8xh200, in place of the one that runs the command.")
 @click.option("--requests", type=click.IntRange(min=1), help="Target: requests at once. Finds the fewest devices.")
-@click.option("--context", type=click.IntRange(min=2), default=1024, show_default=True, help="Target: tokens of a request.")
-@click.option("--rate", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Target: output tokens/s of each request.")
-@click.option(
-    "--share", type=click.FloatRange(min=0.01, max=1), default=0.6, show_default=True, help="Share of the bound's speed that counts."
-)
+@click.option("--context", type=click.IntRange(min=2), default=1024, help="Target: tokens of a request.")
+@click.option("--rate", type=click.FloatRange(min=0), default=0.0, help="Target: output tokens/s of each request.")
+@click.option("--share", type=click.FloatRange(min=0.01, max=1), default=0.6, help="Share of the bound's speed that counts.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def command(
     loaded: LoadedConfig, machine: str | None, requests: int | None, context: int, rate: float, share: float, is_json: bool

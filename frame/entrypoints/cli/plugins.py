@@ -96,9 +96,7 @@ def check(name: str, conformance: bool, reference: str | None, paths: tuple[str,
 @click.command(help="Write an installable package with a new plugin. Of KIND and called NAME; it works, and brings its tests.")
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
-@click.option(
-    "--dir", "parent", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Folder to write the package into [.]."
-)
+@click.option("--dir", "parent", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Folder to write the package into.")
 def new(kind: str, name: str, parent: Path) -> None:
     from frame.entrypoints.tools.scaffold import write_plugin
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.cli.options import config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.tools.bench.workload import SHAPES
 
@@ -33,12 +33,11 @@ _TIMES = {
 }
 
 
-def result_options(function: Any) -> Any:
-    """Add the options of the output."""
-    function = click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the values to this JSON file.")(
-        function
-    )
-    return click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Number of rows per table.")(function)
+# The options of the output.
+result_options = join_options(
+    click.option("--top", type=click.IntRange(min=1), default=15, help="Number of rows per table."),
+    click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the values to this JSON file."),
+)
 
 
 @click.group("profile", help="Profile steps: kernels, gaps between them, host time.")
@@ -47,12 +46,12 @@ def command() -> None:
 
 
 @config_command(help="Profile the steps of an engine in this process. It runs one workload.")
-@click.option("--workload", type=click.Choice(list(SHAPES)), default="batch8", show_default=True)
+@click.option("--workload", type=click.Choice(list(SHAPES)), default="batch8")
 @click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: the workload's.")
 @click.option("--input-len", "input_len", type=click.IntRange(min=1), help="Prompt tokens per request. Default: the workload's.")
 @click.option("--output-len", "output_len", type=click.IntRange(min=1), help="Output tokens per request. Default: the workload's.")
-@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Number of steps to record.")
-@click.option("--skip", type=click.IntRange(min=0), default=0, show_default=True, help="Output tokens per request before recording starts.")
+@click.option("--steps", type=click.IntRange(1, 2000), default=50, help="Number of steps to record.")
+@click.option("--skip", type=click.IntRange(min=0), default=0, help="Output tokens per request before recording starts.")
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write the trace to this .json.gz file, for Perfetto.")
 @result_options
 def offline(
@@ -100,10 +99,10 @@ def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path
 
 
 @click.command(help="Profile the next steps of a server. The server needs --profile-dir.")
-@click.option("--base-url", default="http://127.0.0.1:30000", show_default=True, help="URL of the server or its admin listener.")
+@click.option("--base-url", default="http://127.0.0.1:30000", help="URL of the server or its admin listener.")
 @click.option("--key", envvar="FRAME_ADMIN_KEY", help="Admin key of the server.")
-@click.option("--steps", type=click.IntRange(1, 2000), default=50, show_default=True, help="Number of steps to record.")
-@click.option("--seconds", type=click.FloatRange(0, _LONGEST_WAIT), default=5.0, show_default=True, help="Seconds to wait for these steps.")
+@click.option("--steps", type=click.IntRange(1, 2000), default=50, help="Number of steps to record.")
+@click.option("--seconds", type=click.FloatRange(0, _LONGEST_WAIT), default=5.0, help="Seconds to wait for these steps.")
 @result_options
 def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
     import time

@@ -10,14 +10,12 @@ import click
 
 @click.command(help="Route requests to servers of the same model, by cached prefix and load.")
 @click.option("--replica", "replicas", multiple=True, required=True, metavar="URL", help="A server, as http://HOST:PORT; may be repeated.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=30080, show_default=True, help="Port to listen on; 0: a free one.")
-@click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Seconds between health checks.")
-@click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, show_default=True, help="Largest body of a request.")
-@click.option("--max-connections", type=click.IntRange(min=1), default=4096, show_default=True, help="Most connections of clients.")
-def command(
-    replicas: tuple[str, ...], host: str, port: int, health_interval: float, max_body_bytes: int, max_connections: int
-) -> None:
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=30080, help="Port to listen on; 0: a free one.")
+@click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, help="Seconds between health checks.")
+@click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, help="Largest body of a request.")
+@click.option("--max-connections", type=click.IntRange(min=1), default=4096, help="Most connections of clients.")
+def command(replicas: tuple[str, ...], host: str, port: int, health_interval: float, max_body_bytes: int, max_connections: int) -> None:
     from frame.entrypoints.processes.start_signals import StartSignals
 
     signals = StartSignals()  # before the other imports, which take most of the start

@@ -17,9 +17,9 @@ from frame.core.config.section import Auto
 OPTIONS_KEY = ("plugins", "options")
 
 # Flags that set a fixed value of another setting: flag -> (setting, value, help).
-ALIASES: Mapping[str, tuple[str, Any, str]] = types.MappingProxyType(
-    {"disable-radix-cache": ("cache.prefix", "none", "Disable the prefix cache (cache.prefix: none).")}
-)
+ALIASES: Mapping[str, tuple[str, Any, str]] = {
+    "disable-radix-cache": ("cache.prefix", "none", "Disable the prefix cache (cache.prefix: none).")
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,24 +9,21 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from frame.entrypoints.http.errors import ApiError, quoted
 
 # pydantic's error type -> the JSON type that the field takes
-_WANTED: Mapping[str, str] = MappingProxyType(
-    {
-        "string_type": "a string",
-        **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
-        **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-        **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-        **dict.fromkeys(("list_type", "tuple_type"), "a list"),
-        **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
-        "none_required": "null",
-    }
-)
-_COUNTED: Mapping[type, str] = MappingProxyType({str: "characters", dict: "pairs", list: "entries"})
+_WANTED: Mapping[str, str] = {
+    "string_type": "a string",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+    "none_required": "null",
+}
+_COUNTED: Mapping[type, str] = {str: "characters", dict: "pairs", list: "entries"}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
 _CUT = "Input data was truncated"  # msgspec's message

@@ -11,7 +11,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from copy import copy
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -23,18 +23,16 @@ from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, to_li
 from frame.entrypoints.offline.remote_format import Job, decode_vectors, make_error, parse_line
 
 # command of `Engine.control` -> (method, path) at the server
-COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "flush_cache": ("POST", "/flush_cache"),
-        "server_info": ("GET", "/server_info"),
-        "check_integrity": ("POST", "/check_integrity"),
-        "pause": ("POST", "/pause_generation"),
-        "resume": ("POST", "/continue_generation"),
-        "start_profile": ("POST", "/start_profile"),
-        "stop_profile": ("POST", "/stop_profile"),
-        "abort_request": ("POST", "/abort_request"),
-    }
-)
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "flush_cache": ("POST", "/flush_cache"),
+    "server_info": ("GET", "/server_info"),
+    "check_integrity": ("POST", "/check_integrity"),
+    "pause": ("POST", "/pause_generation"),
+    "resume": ("POST", "/continue_generation"),
+    "start_profile": ("POST", "/start_profile"),
+    "stop_profile": ("POST", "/stop_profile"),
+    "abort_request": ("POST", "/abort_request"),
+}
 CONNECT_TIMEOUT = 10.0  # seconds
 
 

@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from frame.core.blame import explain
@@ -203,9 +202,7 @@ def _messages(transport: ZmqTransport, name: str) -> Iterator[AnyMessage]:
             transport.send(Heartbeat(process=name))
 
 
-ROLES: Mapping[str, Role] = MappingProxyType(
-    {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
-)
+ROLES: Mapping[str, Role] = {"scheduler": _schedule, "follower": _follow, "detokenizer": _detokenize, "tokenizer": _tokenize}
 
 
 def _until_term(resolved: Resolved, name: str) -> Tracing | None:

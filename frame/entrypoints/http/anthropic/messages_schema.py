@@ -6,7 +6,6 @@ A field that cannot be served raises ApiError 400 with its name. Must not depend
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
@@ -23,10 +22,8 @@ TRAINED = ("bash_", "text_editor_", "computer_", "memory_")
 class MessagesChat(ChatRequest):
     """A chat request made from a message request: errors name the fields of the latter."""
 
-    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
-    )
-    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function.parameters": ".input_schema", ".function": ""})
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = {".function.parameters": ".input_schema", ".function": ""}
 
 
 class CountTokensRequest(ExtensionFields):

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from frame.core.interfaces.parsing import CallRule, Function
@@ -26,9 +25,14 @@ _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not")
-_KEYWORDS: Mapping[str, type] = MappingProxyType(
-    {**dict.fromkeys(_MAPS, dict), **dict.fromkeys(_LISTS, list), "required": list, "enum": list, "$ref": str, "pattern": str}
-)
+_KEYWORDS: Mapping[str, type] = {
+    **dict.fromkeys(_MAPS, dict),
+    **dict.fromkeys(_LISTS, list),
+    "required": list,
+    "enum": list,
+    "$ref": str,
+    "pattern": str,
+}
 
 
 @dataclass(frozen=True, slots=True)

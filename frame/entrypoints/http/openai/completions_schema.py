@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -103,8 +102,8 @@ class ChatRequest(GenerationRequest):
     path.
     """
 
-    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "messages", "logprobs": "top_logprobs"})
-    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = {}
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

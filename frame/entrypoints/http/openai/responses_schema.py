@@ -7,7 +7,6 @@ with its name. Must not depend on the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -38,10 +37,13 @@ FORMATS = FORMAT_FIELDS | {"json_schema": ("type", *SCHEMA_FIELDS)}  # text.form
 class ResponsesChat(ChatRequest):
     """A chat request made from a Responses request: errors name the fields of the latter."""
 
-    FIELD_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-    )
-    TOOL_PLACES: ClassVar[Mapping[str, str]] = MappingProxyType({".function": ""})
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = {".function": ""}
 
 
 class ResponsesRequest(ExtensionFields):

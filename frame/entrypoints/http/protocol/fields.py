@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any
 
 from frame.entrypoints.http.errors import ApiError
@@ -99,30 +98,28 @@ _REMEDIES = {
     "use truncate_prompt_tokens": "max_chunks_per_doc max_tokens_per_doc",
     "send each document as text": "rank_fields",
 }
-REFUSED: Mapping[str, str] = MappingProxyType({name: remedy for remedy, names in _REMEDIES.items() for name in names.split()})
+REFUSED: Mapping[str, str] = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 _TRUE_BY_DEFAULT = (
     "return_mm_kwargs", "include_reasoning", "stream_reasoning", "separate_reasoning", "add_generation_prompt", "add_special_tokens",
     "skip_special_tokens", "spaces_between_special_tokens", "log_metrics", "normalize", "softmax", "use_activation",
 )  # fmt: skip
 # Values, besides null, false and empty ones, with which a refused field asks for nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("length_penalty", "n", "best_of", "stream_interval"), (1,)),
-        **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start", "routed_dp_rank", "data_parallel_rank"), (0,)),
-        **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
-        "priority": (0,),
-        "thinking_token_budget": (-1,),
-        "modalities": (["text"],),
-        "verbosity": ("medium",),
-        "service_tier": ("auto", "default", "standard_only"),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "truncation": ("disabled",),
-        "tool_choice": ("none", "auto"),
-        "model": ("default",),
-    }
-)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("length_penalty", "n", "best_of", "stream_interval"), (1,)),
+    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start", "routed_dp_rank", "data_parallel_rank"), (0,)),
+    **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
+    "priority": (0,),
+    "thinking_token_budget": (-1,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "service_tier": ("auto", "default", "standard_only"),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "truncation": ("disabled",),
+    "tool_choice": ("none", "auto"),
+    "model": ("default",),
+}
 
 
 def check_fields(known: Iterable[str], given: Mapping[str, Any]) -> tuple[str, ...]:

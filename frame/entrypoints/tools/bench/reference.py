@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Job, Shape, changed
@@ -72,16 +71,14 @@ def reference_workloads() -> Mapping[str, Workload]:
     prompts = [tokens(rng.randint(100, 1024)) for _ in range(256)]
     mixed = Workload(prompts, [rng.randint(100, 1024) for _ in range(256)], temperature=0.6)
     head = tokens(4096)
-    return MappingProxyType(
-        {
-            "mixed256": mixed,
-            "single": Workload([tokens(128)], [256]),
-            "batch8": Workload([tokens(128) for _ in range(8)], [256] * 8),
-            "prefill": Workload([tokens(4096) for _ in range(16)], [1] * 16, counts="prompt"),
-            "prefix": Workload([head + tokens(64) for _ in range(64)], [64] * 64, shared=len(head)),
-            "longctx": Workload([tokens(16_000) for _ in range(4)], [128] * 4),
-        }
-    )
+    return {
+        "mixed256": mixed,
+        "single": Workload([tokens(128)], [256]),
+        "batch8": Workload([tokens(128) for _ in range(8)], [256] * 8),
+        "prefill": Workload([tokens(4096) for _ in range(16)], [1] * 16, counts="prompt"),
+        "prefix": Workload([head + tokens(64) for _ in range(64)], [64] * 64, shared=len(head)),
+        "longctx": Workload([tokens(16_000) for _ in range(4)], [128] * 4),
+    }
 
 
 def chosen(names: Sequence[str], changes: Mapping[str, Any]) -> dict[str, Workload | Shape]:

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 Span = tuple[int, int]  # minimum, maximum (inclusive)
 
@@ -80,17 +79,15 @@ class Job:
     temperature: float
 
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        "mixed": Shape(64, (32, 256), (32, 256)),
-        "mixed256": Shape(256, (100, 1024), (100, 1024), temperature=0.6),
-        "single": Shape(1, (128, 128), (256, 256)),
-        "batch8": Shape(8, (128, 128), (256, 256)),
-        "prefill": Shape(16, (4096, 4096), (1, 1)),
-        "prefix": Shape(64, (64, 64), (64, 64), shared=4096),
-        "longctx": Shape(4, (16_000, 16_000), (128, 128)),
-    }
-)
+SHAPES: Mapping[str, Shape] = {
+    "mixed": Shape(64, (32, 256), (32, 256)),
+    "mixed256": Shape(256, (100, 1024), (100, 1024), temperature=0.6),
+    "single": Shape(1, (128, 128), (256, 256)),
+    "batch8": Shape(8, (128, 128), (256, 256)),
+    "prefill": Shape(16, (4096, 4096), (1, 1)),
+    "prefix": Shape(64, (64, 64), (64, 64), shared=4096),
+    "longctx": Shape(4, (16_000, 16_000), (128, 128)),
+}
 
 
 def span(text: str) -> Span:
