@@ -33,6 +33,7 @@ from frame.core.text.incremental_decoder import TextStream
 from frame.entrypoints.processes import worker
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.tracing import open_tracing
+from frame.plugins.loader import load_configured
 from frame.testing.fake_runner import FakeRunner
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     tokens = resolved.max_total_tokens or int(os.environ.get("FRAME_FAKE_TOKENS", "65536"))
     tracing = open_tracing(resolved.user.server, name)
     on_finish = None if tracing is None else tracing.add_engine_spans
-    scheduler = build_scheduler(resolved, worker.registry_of(resolved), tokens // resolved.page_size + 1, on_finish)
+    scheduler = build_scheduler(resolved, load_configured(resolved.user.plugins), tokens // resolved.page_size + 1, on_finish)
     info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
     runner = make_runner(resolved, scheduler)
     engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))

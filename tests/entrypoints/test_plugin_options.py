@@ -98,7 +98,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             registry.commit(part)
         return registry
 
-    monkeypatch.setattr(preparing, "registry_of", read)
+    monkeypatch.setattr(preparing, "load_configured", read)
     monkeypatch.setitem(sys.modules, MODULE, module)
     yield found
 

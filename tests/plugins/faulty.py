@@ -80,7 +80,7 @@ class Faulty:
         self.folder = folder
         self.module = module
         self.registry = load_registry(installed=False)
-        monkeypatch.setattr(preparing, "registry_of", lambda *_: self.registry)
+        monkeypatch.setattr(preparing, "load_configured", lambda *_: self.registry)
 
     def add(self, kind: str, **members: Any) -> type:
         """Register the in-tree plugin of this kind with other members."""

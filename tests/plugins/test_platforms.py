@@ -50,7 +50,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             registry.commit(part)
             return registry
 
-        monkeypatch.setattr(preparing, "registry_of", read)
+        monkeypatch.setattr(preparing, "load_configured", read)
 
     return add
 

@@ -44,7 +44,7 @@ SETTINGS = {"model": {"load_format": "dummy", "dtype": "float32"}, "execution": 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     found = load_registry(installed=False)
-    monkeypatch.setattr(preparing, "registry_of", lambda *_: found)
+    monkeypatch.setattr(preparing, "load_configured", lambda *_: found)
     monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
     yield found
 

@@ -10,7 +10,7 @@ import click
 
 from frame.core.config.resolve import pinned
 from frame.core.config.resolved import Resolved
-from frame.core.config.schema import FrameConfig
+from frame.core.config.schema import PluginsSection
 from frame.core.errors import ConfigError, ConfigurationError, did_you_mean
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.explain import Explained, as_yaml, options
@@ -18,8 +18,9 @@ from frame.entrypoints.configuration.explain import explain as explain_one
 from frame.entrypoints.configuration.flat_settings import by_key, by_keyword
 from frame.entrypoints.configuration.json_schema import config_schema
 from frame.entrypoints.configuration.plugin_imports import load_apart
-from frame.entrypoints.configuration.prepare import prepare, registry_of
+from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.configuration.sources import EVERY_KEY, SECRETS, LoadedConfig
+from frame.plugins.loader import load_configured
 
 
 @click.group("config", help="Check, explain and show the configuration.")
@@ -74,7 +75,7 @@ def show(loaded: LoadedConfig, is_resolved: bool, is_json: bool) -> None:
 
 @click.command(help="Print the JSON Schema of configuration files. It includes the options of installed plugins.")
 def schema() -> None:
-    click.echo(json.dumps(config_schema(registry_of(FrameConfig())), indent=2))
+    click.echo(json.dumps(config_schema(load_configured(PluginsSection())), indent=2))
 
 
 for _each in (check, explain, schema, show):

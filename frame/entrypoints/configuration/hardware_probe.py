@@ -21,11 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 def probe(platforms: Sequence[PluginRecord] = (), environ: Mapping[str, str] | None = None) -> Hardware:
-    """The hardware of this machine, with the devices of `platforms`.
-
-    OMP_NUM_THREADS limits the number of cores: on a shared machine, more threads only slow each
-    other down.
-    """
+    """The hardware of this machine, with the devices of `platforms`. OMP_NUM_THREADS limits the
+    number of cores: on a shared machine, more threads only slow each other down."""
     environ = os.environ if environ is None else environ
     found = [devices for record in platforms if (devices := _find_devices(record)) is not None]
     accelerators = tuple(accelerator for devices in found for accelerator in devices.accelerators)

@@ -31,8 +31,6 @@ from frame.entrypoints.moderation import read_policy
 from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
 
-__all__ = ["Prepared", "prepare", "registry_of"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +56,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         read_cors(config.server)  # raises for invalid origins
     if OWN_DISTRIBUTION in config.plugins.deny:
         raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
-    registry = registry_of(config, classes)
+    registry = load_configured(config.plugins, classes)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
     for name in registry.unmatched:
@@ -125,8 +123,3 @@ def _chat_template(config: FrameConfig) -> str:
     if source:
         ChatTemplate(source)
     return source or ""
-
-
-def registry_of(config: FrameConfig, classes: Sequence[type] = ()) -> Registry:
-    """The plugins that `config` allows, and the given classes."""
-    return load_configured(config.plugins, classes)

@@ -20,8 +20,6 @@ from frame.core.errors import ConfigError, did_you_mean, nearest_word
 from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, by_key, by_keyword
 from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain, read_yaml
 
-__all__ = ["ConfigError", "LoadedConfig", "from_keywords", "load_config"]
-
 ENV_PREFIX = "FRAME_"
 ENV_CONFIG = "FRAME_CONFIG"
 SECRETS = ("server.api_key", "server.admin_key")

@@ -25,10 +25,7 @@ MIN_DEADLINE = 0.001  # seconds; sent for a deadline that has passed, so that th
 
 def build_generate(sequence: SequenceState) -> Generate:
     """The message that admits a sequence, again after a crash: prompt and output so far, and the
-    rest of its deadline.
-
-    Raises RuntimeError for a sequence that was never started.
-    """
+    rest of its deadline. Raises RuntimeError for a sequence that was never started."""
     recovery = sequence.recovery
     message = recovery.generate
     if message is None:

@@ -93,11 +93,8 @@ class App(FastAPI):
             scope.pop("context", None)
 
     def build_middleware_stack(self) -> Any:
-        """The extensions' middlewares, around the dispatcher.
-
-        FastAPI's own are left out: routes answer their own errors, and five wrappers cost 50 us for
-        each request.
-        """
+        """The extensions' middlewares, around the dispatcher. FastAPI's own are left out: routes
+        answer their own errors, and five wrappers cost 50 us for each request."""
         app: Any = self.dispatcher
         if self.extensions.middleware:
             app = InnermostChannel(app)
@@ -107,8 +104,7 @@ class App(FastAPI):
 
     async def run_for_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a request of the server's own for a tenant whose key was checked when the work was
-        given, such as a line of a batch.
-        """
+        given, such as a line of a batch."""
         found = self.dispatcher.index.find(scope["path"])
         route = None if found is None else found.endpoint(scope["method"])
         if route is None or route.access is Access.ADMIN:

@@ -80,9 +80,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def parse_body(kind: type[Body], value: Any) -> tuple[Body, tuple[str, ...]]:
     """`value` (decoded JSON) as a `kind`, and the names of the fields that the server ignores.
-
-    Raises ApiError 400 that names the first wrong field.
-    """
+    Raises ApiError 400 that names the first wrong field."""
     try:
         body = kind.model_validate(value)
     except ValidationError as error:

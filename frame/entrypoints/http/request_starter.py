@@ -229,11 +229,8 @@ async def _encode_all(
 async def encode_prompt(
     services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None
 ) -> list[int]:
-    """The token ids of a text or a conversation.
-
-    Raises ApiError for one of more than `most` tokens (the context's, where it is left out),
-    before all of it is tokenized.
-    """
+    """The token ids of a text or a conversation. Raises ApiError for one of more than `most` tokens
+    (the context's, where it is left out), before all of it is tokenized."""
     text_input, most = services.need_text_input(), services.client.limits.max_context if most is None else most
     if isinstance(prompt, Chat):
         _check_sizes([prompt])

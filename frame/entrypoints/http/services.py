@@ -48,10 +48,8 @@ ROUTES_FOR = {
 
 @dataclass(slots=True)
 class Services:
-    """One a server.
-
-    `reasoning` and `tool_calls` make a parser for a response; None where none is configured.
-    """
+    """One a server. `reasoning` and `tool_calls` make a parser for a response; None where none is
+    configured."""
 
     resolved: Resolved
     client: EngineClient | ReplicaClient
@@ -96,10 +94,8 @@ class Services:
             self.batches = BatchJobRunner(batches, FileStore(batches), self.quotas, lambda: self.draining)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work that no client waits for.
-
-        What it needs of the engine, it holds already, so there is never more than of other work.
-        """
+        """Do work that no client waits for. What it needs of the engine, it holds already, so there
+        is never more than of other work."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)
@@ -139,10 +135,6 @@ class Services:
         if self.text_input is None:
             raise ApiError(400, NO_TOKENIZER)
         return self.text_input
-
-    def health_problem(self) -> str | None:
-        """Why this server cannot recover; None while it can."""
-        return self.client.dead_reason
 
     def ready_problem(self) -> str | None:
         """Why this server should get no requests now; None when it is well."""

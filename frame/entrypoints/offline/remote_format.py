@@ -23,11 +23,8 @@ DATA = "data: "
 
 
 class Job:
-    """One call: the request's `body`, and the outputs that its response becomes.
-
-    If all prompts are texts they are sent as texts; else the server's tokenizer first converts all
-    to token ids.
-    """
+    """One call: the request's `body`, and the outputs that its response becomes. If all prompts are
+    texts they are sent as texts; else the server's tokenizer first converts all to token ids."""
 
     def __init__(
         self,

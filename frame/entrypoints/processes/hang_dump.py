@@ -30,10 +30,8 @@ def request_stack_dump(process: subprocess.Popen[bytes] | RankProcess) -> None:
 
 
 class LoopWatchdog:
-    """Writes the stacks of this process once when `reset` was not called for `seconds`.
-
-    `reset` waits for a dump in progress, so dumps go to a separate, non-blocking file descriptor.
-    """
+    """Writes the stacks of this process once when `reset` was not called for `seconds`. `reset`
+    waits for a dump in progress, so dumps go to a separate, non-blocking file descriptor."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -36,7 +36,6 @@ from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION
 from frame.entrypoints.processes.hang_dump import enable_stack_dumps
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
 from frame.plugins.loader import load_configured
-from frame.plugins.registry import Registry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,7 +97,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     results = [ResultReceiver(sockets.address(f"rank-results-{rank}")) for rank in resolved.plan.result_ranks if rank]
     place = Place(0, options.ranks, options.rendezvous, options.local_index, options.host)
     tracing = open_tracing(resolved.user.server, name)
-    engine, info = build_engine(resolved, registry_of(resolved), transport, place, followers, HEARTBEAT, tracing, results)
+    engine, info = build_engine(resolved, load_configured(resolved.user.plugins), transport, place, followers, HEARTBEAT, tracing, results)
     info["phases"] = {"imports": imports, **info["phases"]}
     engine.scheduler.publish_inflight(sockets.path / INFLIGHT)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
@@ -119,7 +118,7 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
     place = Place(options.rank, options.ranks, options.rendezvous, options.local_index, options.host)
-    rank = build_rank(resolved, registry_of(resolved), place)
+    rank = build_rank(resolved, load_configured(resolved.user.plugins), place)
     runner = add_group(resolved, add_profiling(resolved, rank, place), rank, options.rank)
     tracing = open_tracing(resolved.user.server, name)
     results = ResultSender(sockets.address(f"rank-results-{options.rank}")) if options.rank in resolved.plan.result_ranks else None
@@ -246,11 +245,6 @@ def tokenizer_of(resolved: Resolved) -> Tokenizer:
     if tokenizer is None:
         raise ConfigurationError("a text process was started without a tokenizer")
     return tokenizer
-
-
-def registry_of(resolved: Resolved) -> Registry:
-    """The registry of the plugins that the configuration allows."""
-    return load_configured(resolved.user.plugins)
 
 
 def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from frame.core.config.schema import FrameConfig
-from frame.core.errors import ConfigurationError
+from frame.core.errors import ConfigError, ConfigurationError
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import ALIASES, by_key, by_keyword, settings
-from frame.entrypoints.configuration.sources import ConfigError, LoadedConfig, from_keywords, load_config
+from frame.entrypoints.configuration.sources import LoadedConfig, from_keywords, load_config
 from frame.entrypoints.keys import check_exposure
 
 SEED_FLAGS = {

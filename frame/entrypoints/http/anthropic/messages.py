@@ -13,7 +13,7 @@ import msgspec
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
-from frame.entrypoints.http.chat.chat_request import count_prompt_tokens, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.chat_request import encode_chat, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks, NoEvents
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure
@@ -66,7 +66,7 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
 @router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))
 async def count_tokens(request: CountTokensRequest, services: ServicesDep) -> Any:
     """Count the prompt tokens of a message."""
-    return {"input_tokens": await count_prompt_tokens(services, request.to_chat_request())}
+    return {"input_tokens": len(await encode_chat(services, request.to_chat_request()))}
 
 
 class MessageResponse:

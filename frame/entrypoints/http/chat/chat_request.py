@@ -63,11 +63,6 @@ async def encode_chat(services: Services, request: ChatRequest) -> list[int]:
     return await encode_prompt(services, make_chat(services, request), most=countable_tokens(services))
 
 
-async def count_prompt_tokens(services: Services, request: ChatRequest) -> int:
-    """The number of tokens of a chat request's prompt. Raises ApiError."""
-    return len(await encode_chat(services, request))
-
-
 async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatRequest:
     """The request without its oldest turns, so that the prompt and `max_tokens` fit the context.
 

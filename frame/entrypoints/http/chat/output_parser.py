@@ -28,9 +28,7 @@ PROMPT_END = 32  # last prompt tokens, from which a reasoning parser tells wheth
 
 class ParserPair:
     """The reasoning and the tool-call parser of one sequence, already started. Either may be None.
-
-    `use` holds the tools of the request; `prompt_end` is the text of the last prompt tokens.
-    """
+    `use` holds the tools of the request; `prompt_end` is the text of the last prompt tokens."""
 
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, use: ToolUse | None, prompt_end: str, may_think: bool = True
@@ -91,9 +89,7 @@ def decode_prompt_end(prompt: list[int], tokenizer: Tokenizer | None) -> str:
 
 class OutputParser:
     """Parses the output of one sequence into chat deltas; joined, they are the message.
-
-    `max_calls`: tool calls after so many are dropped; None: all are returned.
-    """
+    `max_calls`: tool calls after so many are dropped; None: all are returned."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, max_calls: int | None = None) -> None:
         self._reasoning = reasoning
@@ -113,11 +109,8 @@ class OutputParser:
         return bool(self._reasoning_parts)
 
     def feed(self, text: str, finish: Finish | None) -> list[dict[str, Any]]:
-        """The deltas of a further piece of text.
-
-        With `finish` the parsers also return the text that they held back, but no markup of a tool
-        call that was cut off.
-        """
+        """The deltas of a further piece of text. With `finish` the parsers also return the text
+        that they held back, but no markup of a tool call that was cut off."""
         is_last = finish is not None
         deltas: list[dict[str, Any]] = []
         for reasoning, content in self._split_reasoning(text, is_last):

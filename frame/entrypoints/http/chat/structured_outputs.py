@@ -56,10 +56,8 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # of a JSON schema 
 
 
 def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
-    """The sampling parameters that constrain the output, by name.
-
-    Raises ApiError 400 that names the field, also for more than one constraint.
-    """
+    """The sampling parameters that constrain the output, by name. Raises ApiError 400 that names
+    the field, also for more than one constraint."""
     given = list(_constraints(fields, response_format))
     if len(given) > 1:
         names = [sent for sent, _, _ in given]
@@ -70,10 +68,8 @@ def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | 
 
 
 def sent_constraint(fields: SamplingFields, response_format: dict[str, Any] | None, parameter: str) -> str:
-    """The field that the client sent for a sampling parameter that constrains the output.
-
-    The server writes a structural tag of its own around the other constraints, and around tools.
-    """
+    """The field that the client sent for a sampling parameter that constrains the output. The
+    server writes a structural tag of its own around the other constraints, and around tools."""
     given = {parameter: sent for sent, parameter, _ in _constraints(fields, response_format)}
     return given.get(parameter) or (next(iter(given.values()), "tools") if parameter == "structural_tag" else parameter)
 
@@ -141,10 +137,8 @@ def _text(value: Any) -> str:
 
 
 def to_format(params: SamplingParams) -> Format | None:
-    """The constraint of `params` as a structural-tag format; None without a constraint.
-
-    Raises ApiError 400 for a JSON schema or structural tag that is not a JSON object.
-    """
+    """The constraint of `params` as a structural-tag format; None without a constraint. Raises
+    ApiError 400 for a JSON schema or structural tag that is not a JSON object."""
     if params.grammar is None:
         return None
     kind, source = params.grammar

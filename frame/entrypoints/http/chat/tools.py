@@ -49,10 +49,8 @@ class ToolUse:
 
 
 def resolve_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None) -> ToolUse | None:
-    """The tools and the rule for calls; None without tools, or where the choice is `none`.
-
-    Raises ApiError 400 for an invalid tool or tool choice.
-    """
+    """The tools and the rule for calls; None without tools, or where the choice is `none`. Raises
+    ApiError 400 for an invalid tool or tool choice."""
     given = tools or []
     if len(given) > MAX_TOOLS:
         raise ApiError(400, f"tools has {len(given)} functions; it may have {MAX_TOOLS}", "tools")
@@ -70,10 +68,7 @@ def resolve_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, An
 
 def resolve_functions(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> ToolUse | None:
     """Like `resolve_tools`, for OpenAI's deprecated `functions` and `function_call`: at most one
-    call.
-
-    Raises ApiError 400.
-    """
+    call. Raises ApiError 400."""
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):

@@ -26,10 +26,8 @@ PROMPTS = {"search_query": ("search_query", "query"), "search_document": ("searc
 
 
 class EmbedRequest(RequestBody):
-    """A request of `/v2/embed`.
-
-    `inputs`: texts as lists of parts. `truncate`: END cuts longer texts, NONE refuses them.
-    """
+    """A request of `/v2/embed`. `inputs`: texts as lists of parts. `truncate`: END cuts longer
+    texts, NONE refuses them."""
 
     model: str = ""
     input_type: str | None = None

@@ -32,11 +32,8 @@ NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1
 
 
 class Body(RequestBody):
-    """Fields of both kinds of request.
-
-    `think`: whether to reason, or the effort. `keep_alive` is ignored, because the model stays
-    loaded.
-    """
+    """Fields of both kinds of request. `think`: whether to reason, or the effort. `keep_alive` is
+    ignored, because the model stays loaded."""
 
     model: str
     stream: bool = True

@@ -20,9 +20,7 @@ log = logging.getLogger(__name__)
 
 class GuardedMiddleware:
     """`kind(app, **arguments)`, whose errors are answered with 500 unless the response has begun.
-
-    Errors of inner applications do not come this far: routes answer theirs.
-    """
+    Errors of inner applications do not come this far: routes answer theirs."""
 
     def __init__(self, app: Any, kind: type, arguments: Mapping[str, Any], extension: HttpExtension) -> None:
         self._app = kind(app, **arguments)

@@ -224,10 +224,8 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
 
 
 def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
-    """(parameters of each prompt, indices of the prompts with `max_new_tokens: 0`).
-
-    The latter return only the log-probabilities of the prompt. Raises ApiError 400.
-    """
+    """(parameters of each prompt, indices of the prompts with `max_new_tokens: 0`). The latter
+    return only the log-probabilities of the prompt. Raises ApiError 400."""
     given = request.sampling_params or {}
     if not isinstance(given, list):
         is_prompt_only = _is_prompt_only(given)
@@ -319,7 +317,7 @@ async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens
 @health_router.get("/livez", responses=responds_with(Health))
 async def live(context: ContextDep, services: ServicesDep) -> Any:
     """Liveness: 200 while the server can recover, also while it drains or restarts a process."""
-    await _health(context, services.health_problem())
+    await _health(context, services.client.dead_reason)
 
 
 @health_router.get("/health", responses=responds_with(Health))

@@ -24,11 +24,8 @@ NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # pooling models sample no token
 
 
 class PoolingRequestFields(RequestOptions):
-    """Fields of all pooling requests.
-
-    `truncate_prompt_tokens`: length in tokens to which longer texts are cut; -1: the model's
-    maximum.
-    """
+    """Fields of all pooling requests. `truncate_prompt_tokens`: length in tokens to which longer
+    texts are cut; -1: the model's maximum."""
 
     model: str = ""
     user: str | None = None

@@ -73,9 +73,7 @@ async def rank_documents(
     context: Caller, services: Services, request: RerankRequest, name: str = "documents"
 ) -> tuple[list[tuple[int, float]], int]:
     """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
-
-    `name`: the request field of the documents, for errors.
-    """
+    `name`: the request field of the documents, for errors."""
     services.need_task(*TASKS)
     texts = [_text(document) for document in request.documents]
     check_count(len(texts), name)

@@ -61,10 +61,8 @@ def make_folder(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Make the folder and lock it until the returned file is closed or the process ends.
-
-    Raises ConfigurationError if the folder cannot be made, or if another server has locked it.
-    """
+    """Make the folder and lock it until the returned file is closed or the process ends. Raises
+    ConfigurationError if the folder cannot be made, or if another server has locked it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(folder / LOCK, "ab", opener=_private)  # noqa: SIM115 - the caller closes it
@@ -251,11 +249,8 @@ T = TypeVar("T", bound=_Named)
 
 
 def load_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> list[T]:
-    """The structs that an earlier run saved in `folder`.
-
-    Files that cannot be read, or have a name that this store does not give, are left with a
-    warning.
-    """
+    """The structs that an earlier run saved in `folder`. Files that cannot be read, or have a name
+    that this store does not give, are left with a warning."""
     found = []
     for path in folder.glob(pattern):
         try:

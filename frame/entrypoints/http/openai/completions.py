@@ -46,7 +46,6 @@ class Response(ABC):
         self.services = services
         self.request = request
         self.state = state
-        self.kind = kind
         options = request.stream_options
         self.has_usage = bool(request.stream and options and options.include_usage)
         self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)

@@ -163,10 +163,7 @@ class ChatRequest(GenerationRequest):
     @property
     def is_legacy(self) -> bool:
         """Whether the request has the deprecated `functions`, which change the shape of the
-        response.
-
-        Raises ApiError 400 for both forms at once.
-        """
+        response. Raises ApiError 400 for both forms at once."""
         if self.functions is None and self.function_call is None:
             return False
         if self.tools is not None or self.tool_choice is not None:
@@ -186,10 +183,8 @@ class ChatRequest(GenerationRequest):
         return _content(last.get("content"), "messages") if last.get("role") == self.response_role else ""
 
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template besides messages and tools.
-
-        Templates name the switch for reasoning `enable_thinking` or `thinking`; both are set.
-        """
+        """Arguments of the chat template besides messages and tools. Templates name the switch for
+        reasoning `enable_thinking` or `thinking`; both are set."""
         found: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             thinks = self.reasoning_effort != "none"
@@ -259,10 +254,8 @@ def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _check_arguments(messages: list[dict[str, Any]]) -> None:
-    """Raise ApiError 400 for tool-call arguments that would take too long to decode.
-
-    The check of the whole body (`problem_of`) counts them as one string.
-    """
+    """Raise ApiError 400 for tool-call arguments that would take too long to decode. The check of
+    the whole body (`problem_of`) counts them as one string."""
     found = 0
     for message in messages:
         calls = message.get("tool_calls")

@@ -24,11 +24,8 @@ router = ApiRouter(access=Access.USER)
 
 
 class EmbeddingRequest(PoolingRequestFields):
-    """An embedding request: texts or token ids.
-
-    `dimensions`: length to which vectors are cut (Matryoshka models). `prompt_name`: one of the
-    checkpoint's prompts, put before each text.
-    """
+    """An embedding request: texts or token ids. `dimensions`: length to which vectors are cut
+    (Matryoshka models). `prompt_name`: one of the checkpoint's prompts, put before each text."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -58,10 +55,8 @@ async def compute_embeddings(context: Caller, services: Services, request: Embed
 
 
 def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
-    """The inputs as a list, with the prompt of `prompt_name` before each text.
-
-    Raises ApiError 400 for mixed kinds of inputs, or an unknown prompt.
-    """
+    """The inputs as a list, with the prompt of `prompt_name` before each text. Raises ApiError 400
+    for mixed kinds of inputs, or an unknown prompt."""
     given = request.input
     several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     check_count(len(several), "input")

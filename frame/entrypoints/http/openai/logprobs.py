@@ -75,9 +75,7 @@ def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Na
 
 class TextLogprobs:
     """Assigns the log-probabilities of tokens to the pieces of text that the output parsers return.
-
-    Tokens that are in no piece, such as the tags of a tool call, are left out.
-    """
+    Tokens that are in no piece, such as the tags of a tool call, are left out."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -88,11 +86,8 @@ class TextLogprobs:
         self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.get_token_text)["content"]
 
     def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
-        """Remove and return the entries of the tokens that `piece` was made of.
-
-        All pending entries where the piece is not found among them, as inside a multi-byte
-        character.
-        """
+        """Remove and return the entries of the tokens that `piece` was made of. All pending entries
+        where the piece is not found among them, as inside a multi-byte character."""
         start, offset = "".join(entry["token"] for entry in self._pending).find(piece), 0
         if start < 0:
             found, self._pending = self._pending, []
@@ -113,8 +108,7 @@ def completion_logprobs(
     parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool | None, text_offsets: TextOffsets
 ) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the
-    sequence's earlier tokens. `as_ids`: see `token_namer`.
-    """
+    sequence's earlier tokens. `as_ids`: see `token_namer`."""
     name = _unique_namer(tokenizer, as_ids)
     tokens: list[str] = []
     values: list[float | None] = []

@@ -53,9 +53,7 @@ async def moderations(request: ModerationRequest, context: ContextDep, services:
 
 async def moderate_texts(context: Caller, services: Services, request: ModerationRequest) -> list[dict[str, float]]:
     """For each input, category -> score. Categories that a language model did not name are missing.
-
-    Raises ApiError.
-    """
+    Raises ApiError."""
     texts = _texts(request)
     if services.resolved.task == "classify":
         return await _classified(context, services, request, texts)
@@ -93,8 +91,7 @@ async def _judged_by_policy(
     context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]
 ) -> list[dict[str, float]]:
     """The scores of a language model, whose output a grammar constrains where a backend is
-    configured.
-    """
+    configured."""
     if services.moderation_policy is None:
         sentence = "this server has no moderation policy; start it with --moderation-policy default, or a file, or serve a classifier"
         raise ApiError(400, sentence, "model")

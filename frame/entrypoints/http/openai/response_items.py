@@ -54,10 +54,8 @@ def find_item(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
 
 
 def make_page(items: list[dict[str, Any]], limit: str, order: str, after: str) -> dict[str, Any]:
-    """One page of items: `limit` items after the item `after`, in `order` (asc or desc).
-
-    Raises ApiError 400.
-    """
+    """One page of items: `limit` items after the item `after`, in `order` (asc or desc). Raises
+    ApiError 400."""
     limit, order = limit or "20", order or "desc"
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
         raise ApiError(400, f"limit is {limit[:50]!r}; it must be from 1 to {MAX_LISTED}", "limit")

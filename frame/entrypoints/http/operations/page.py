@@ -84,7 +84,7 @@ async def live(services: ServicesDep) -> Any:
     stats = client.stats
     return {
         "time": time.time(),
-        "problem": services.health_problem(),
+        "problem": client.dead_reason,
         "outstanding": client.num_outstanding,
         "load": None if load is None else {name: getattr(load, name) for name in load.__struct_fields__ if name != "process"},
         "prompt_tokens": stats.prompt_tokens,

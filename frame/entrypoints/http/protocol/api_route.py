@@ -51,8 +51,7 @@ class Access(IntEnum):
 @dataclass(frozen=True, slots=True, eq=False)
 class ScopeDependency:
     """Dependency whose value is read from the ASGI scope. A route that has no others is resolved
-    without FastAPI's `solve_dependencies`, which costs 10 us for each dependency.
-    """
+    without FastAPI's `solve_dependencies`, which costs 10 us for each dependency."""
 
     read: Callable[[Scope], Any]
 
@@ -68,10 +67,7 @@ ServicesDep = Annotated[Services, Depends(ScopeDependency(lambda scope: scope["a
 @dataclass(frozen=True, slots=True, eq=False)
 class RequireAccess:
     """Dependency: admits a request by its key, and takes a place of the key's quota. The place is
-    given back with the request.
-
-    Raises ApiError 401 or 403, QuotaExceededError.
-    """
+    given back with the request. Raises ApiError 401 or 403, QuotaExceededError."""
 
     level: Access
 
@@ -102,10 +98,8 @@ SMALL_BODY, FILE_BODY = Depends(BodyLimit("small")), Depends(BodyLimit("file"))
 
 
 class ApiRoute(APIRoute):
-    """A route whose request is admitted before its body is read.
-
-    The endpoint returns what is sent as JSON, or None where it has written the response itself.
-    """
+    """A route whose request is admitted before its body is read. The endpoint returns what is sent
+    as JSON, or None where it has written the response itself."""
 
     errors: ErrorShape = OPENAI
 
@@ -199,8 +193,7 @@ class ApiRoute(APIRoute):
 
 def scope_readers(dependant: Dependant) -> list[tuple[str, Callable[[Scope], Any]]] | None:
     """The dependencies of a route as (parameter, function of the scope), in order; None where one
-    is of another kind, or the route has parameters of its own.
-    """
+    is of another kind, or the route has parameters of its own."""
     own = (dependant.path_params, dependant.query_params, dependant.header_params, dependant.cookie_params, dependant.request_param_name)
     if any(own):
         return None

@@ -37,8 +37,7 @@ class DocumentedRoute(Protocol):
 
 def responds_with(model: Any, *, events: Any = None, media_type: str = JSON, stream_type: str = EVENTS) -> Responses:
     """The argument `responses` of a route whose 200 body is of type `model`. `events`: the type of
-    one event of its stream, which is sent with `stream_type`.
-    """
+    one event of its stream, which is sent with `stream_type`."""
     content = {media_type: {"model": model}}
     if events is not None:
         content[stream_type] = {"model": events}
@@ -47,8 +46,7 @@ def responds_with(model: Any, *, events: Any = None, media_type: str = JSON, str
 
 def add_responses(schema: dict[str, Any], routes: Sequence[DocumentedRoute]) -> None:
     """Put the responses that routes declare, and the error bodies of their APIs, into an OpenAPI
-    schema. Raises ValueError for two types of one name.
-    """
+    schema. Raises ValueError for two types of one name."""
     models = {id(model): model for route in routes for model in _models(route)}
     references, found = TypeAdapter.json_schemas(
         [(key, "serialization", TypeAdapter(model)) for key, model in models.items()], ref_template=REFERENCE

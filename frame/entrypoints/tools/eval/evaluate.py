@@ -132,9 +132,7 @@ async def evaluate(
     concurrency: int = 32,
 ) -> Report:
     """Ask `samples` examples of each task, at most `concurrency` at a time, and score the answers.
-
-    The examples depend only on tasks, samples and seed. A failed request counts as not correct.
-    """
+    The examples depend only on tasks, samples and seed. A failed request counts as not correct."""
     examples = [example for task in tasks for example in make_examples(task, samples, seed)]
     gate = asyncio.Semaphore(concurrency)
     begun = time.perf_counter()
