@@ -1,7 +1,5 @@
-"""`frame serve`: resolves the configuration, starts the processes and serves until a signal.
-
-Exit codes: 0 stopped by a signal, 1 a process failed, 78 wrong configuration.
-"""
+"""`frame serve`: resolves the configuration, starts the processes and serves until a signal. Exit
+codes: 0 stopped by a signal, 1 a process failed, 78 wrong configuration."""
 
 from __future__ import annotations
 

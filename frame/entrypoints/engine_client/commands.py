@@ -1,8 +1,5 @@
 """`EngineCommands`: control commands to the engine that await a reply, and the state that a
-restarted engine gets again.
-
-Used by `EngineClient`. Knows no request.
-"""
+restarted engine gets again. Used by `EngineClient`. Knows no request."""
 
 from __future__ import annotations
 

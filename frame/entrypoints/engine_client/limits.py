@@ -1,8 +1,5 @@
 """Checks of a request against the engine's limits before it is submitted, and the errors that they
-raise.
-
-Used by the client, the servers and the offline engine. Knows no HTTP.
-"""
+raise. Used by the client, the servers and the offline engine. Knows no HTTP."""
 
 from __future__ import annotations
 

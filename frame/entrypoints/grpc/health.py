@@ -1,8 +1,5 @@
 """`Health`: the service grpc.health.v1.Health. It needs no key, so watches are limited in number
-and in time.
-
-Used by the gRPC server, which sets the status. Knows no other service and no key.
-"""
+and in time. Used by the gRPC server, which sets the status. Knows no other service and no key."""
 
 from __future__ import annotations
 

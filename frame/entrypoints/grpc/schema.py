@@ -1,8 +1,5 @@
 """The messages of `frame.proto`: classes created at run time from its compiled description, so that
-any protobuf version works.
-
-Converts messages to plain values and back. Knows no engine.
-"""
+any protobuf version works. Converts messages to plain values and back. Knows no engine."""
 
 from __future__ import annotations
 

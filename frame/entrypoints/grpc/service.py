@@ -1,8 +1,5 @@
 """The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits,
-quotas, request names and errors.
-
-Knows no socket and no key: `GrpcCaller` has the tenant.
-"""
+quotas, request names and errors. Knows no socket and no key: `GrpcCaller` has the tenant."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """`RequestBody`: base class of the JSON request bodies, and `parse_body`, which makes one of
-decoded JSON.
-
-Used by the routes. Must not depend on a route or the engine.
-"""
+decoded JSON. Used by the routes. Must not depend on a route or the engine."""
 
 from __future__ import annotations
 

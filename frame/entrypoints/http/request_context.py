@@ -1,8 +1,5 @@
 """`RequestContext`: one HTTP request and its response over plain ASGI, with the operations that
-routes need.
-
-Made by `ApiRoute` for each request. Must not depend on a route or the engine.
-"""
+routes need. Made by `ApiRoute` for each request. Must not depend on a route or the engine."""
 
 from __future__ import annotations
 
@@ -179,19 +176,15 @@ class RequestContext:
     # response -------------------------------------------------------------------------------------
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        self.started, self.status = True, status
-        length = (b"content-length", str(len(body)).encode())
-        await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._identity()]})
-        await self._put({"type": "http.response.body", "body": body})
+        await self._start(status, (*headers, (b"content-length", b"%d" % len(body))))
+        await self.end(body)
 
     async def respond_pieces(self, pieces: AsyncIterator[bytes], size: int, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
         """A response of `size` bytes; a piece is asked for when those before are taken."""
-        self.started, self.status = True, 200
-        length = (b"content-length", str(size).encode())
-        await self._put({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._identity()]})
+        await self._start(200, (*headers, (b"content-length", b"%d" % size)))
         async for piece in pieces:
-            await self._put({"type": "http.response.body", "body": piece, "more_body": True})
-        await self._put({"type": "http.response.body", "body": b""})
+            await self.event(piece)
+        await self.end()
 
     async def fail(self, error: ApiError) -> None:
         """The error as the response, or as the last event of the stream."""
@@ -203,9 +196,10 @@ class RequestContext:
         await self.respond(self.errors.body(error), error.status, (JSON, *headers, *error.headers))
 
     async def start_events(self, media_type: bytes = EVENT_STREAM) -> None:
-        self.started, self.status = True, 200
-        headers = [(b"content-type", media_type), *UNBUFFERED, *self._identity()]
-        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(200, ((b"content-type", media_type), *UNBUFFERED))
+
+    async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        await self.send_message({"type": "http.response.start", "status": status, "headers": headers})
 
     async def event(self, body: bytes) -> None:
         """Raw bytes of one or more server-sent events."""

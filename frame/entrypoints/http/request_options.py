@@ -1,16 +1,13 @@
 """Fields that the request bodies of several routes share: `RequestOptions` on every route that runs
-the model, and `SamplingFields` on every route that generates.
-
-Must not depend on a route.
-"""
+the model, and `SamplingFields` on every route that generates. Must not depend on a route."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.request_body import RequestBody
 
 # What a client may attach to what is kept for it: as much as OpenAI allows.
@@ -75,7 +72,7 @@ class SamplingFields(RequestOptions):
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
     truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
+    truncation_side: Literal["left", "right"] | None = None
     regex: str | None = None
     ebnf: str | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -122,8 +119,6 @@ class SamplingFields(RequestOptions):
         return self.truncate_prompt_tokens is not None
 
     def truncated(self, prompt: list[int], room: int) -> list[int]:
-        if self.truncation_side not in (None, "left", "right"):
-            raise ApiError(400, f"truncation_side is {quoted(self.truncation_side)}; it must be left or right", "truncation_side")
         asked = self.truncate_prompt_tokens
         if asked is None:
             return prompt

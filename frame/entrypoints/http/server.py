@@ -1,8 +1,5 @@
 """Runs the HTTP server over a deployment: start, ready line, supervision, drain, exit code. One
-asyncio loop; uvicorn speaks HTTP.
-
-Imports no torch: the model is in other processes.
-"""
+asyncio loop; uvicorn speaks HTTP. Imports no torch: the model is in other processes."""
 
 from __future__ import annotations
 

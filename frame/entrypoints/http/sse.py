@@ -1,8 +1,5 @@
 """Server-sent events of OpenAI streams, as bytes: what is equal in every chunk of a response is
-written once.
-
-Only a chunk's text goes through a JSON encoder. Knows no engine and no socket.
-"""
+written once. Only a chunk's text goes through a JSON encoder. Knows no engine and no socket."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from functools import partial
+from types import coroutine
 from typing import Any
 
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
@@ -76,7 +76,7 @@ class EventPump:
     async def _finish(self, sending: Coroutine[Any, Any, None], first: Any) -> None:
         """Wait until the connection takes more, then go on with what came meanwhile."""
         try:
-            await _Started(sending, first)
+            await _resume(sending, first)
         except Exception as error:  # noqa: BLE001 - as above
             if isinstance(error, CLOSED):
                 error = DisconnectedError()
@@ -88,25 +88,12 @@ class EventPump:
             self._send(self._answer.take_changed())
 
 
-class _Started:
-    """A coroutine that was run up to its first wait, to be awaited from there."""
-
-    __slots__ = ("_coroutine", "_first")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], first: Any) -> None:
-        self._coroutine = coroutine
-        self._first = first
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        waits_for = self._first
-        while True:
-            try:
-                value = yield waits_for
-            except BaseException as error:  # noqa: BLE001 - cancellation too belongs to the coroutine
-                step: Callable[[], Any] = partial(self._coroutine.throw, error)
-            else:
-                step = partial(self._coroutine.send, value)
-            try:
-                waits_for = step()
-            except StopIteration:
-                return
+@coroutine
+def _resume(started: Coroutine[Any, Any, None], first: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was run up to its first wait, which is for `first`."""
+    try:
+        yield first
+    except BaseException:  # cancellation too
+        started.close()
+        raise
+    yield from started  # type: ignore[misc]

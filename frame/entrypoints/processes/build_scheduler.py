@@ -1,8 +1,5 @@
 """Builds the scheduler of a `Resolved` configuration: prefix cache, eviction and scheduling
-policies by name, limits.
-
-Used by `build_engine` and by tests. Imports no torch.
-"""
+policies by name, limits. Used by `build_engine` and by tests. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The groups of a rank's parallel plan: which ranks are members of each, and where they meet.
-
-Used by `build_engine`. Must not know a collective by name.
-"""
+"""The groups of a rank's parallel plan: which ranks are members of each, and where they meet. Used
+by `build_engine`. Must not know a collective by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """`frame serve --watch`: runs the server as a child process and restarts it when a plugin file or
-the configuration file changes. For plugin development; used by the command `serve`.
-"""
+the configuration file changes. For plugin development; used by the command `serve`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`RouterMetrics`: the router's counters and gauges, in the Prometheus text format.
-
-Used by the proxy. Must not know a request.
-"""
+"""`RouterMetrics`: the router's counters and gauges, in the Prometheus text format. Used by the
+proxy. Must not know a request."""
 
 from __future__ import annotations
 

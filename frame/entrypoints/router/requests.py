@@ -1,7 +1,5 @@
 """What the router reads of a request: the beginning of its prompt, and whether it may be repeated.
-
-Pure. Must not know a replica.
-"""
+Pure. Must not know a replica."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Runs the router: one asyncio loop, uvicorn in front, httpx behind, health checks beside.
-
-Used by `frame router`. Imports no torch. Must not know how replicas are chosen.
-"""
+"""Runs the router: one asyncio loop, uvicorn in front, httpx behind, health checks beside. Used by
+`frame router`. Imports no torch. Must not know how replicas are chosen."""
 
 from __future__ import annotations
 

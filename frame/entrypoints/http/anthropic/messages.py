@@ -1,8 +1,5 @@
 """The routes of the Anthropic API: `/v1/messages` and `/v1/messages/count_tokens`, as chat
-requests.
-
-Must not depend on the engine.
-"""
+requests. Must not depend on the engine."""
 
 from __future__ import annotations
 

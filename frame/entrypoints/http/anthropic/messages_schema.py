@@ -1,7 +1,5 @@
-"""The request bodies of the Anthropic API, and their translation into chat requests.
-
-A field that cannot be served raises ApiError 400 with its name. Must not depend on the engine.
-"""
+"""The request bodies of the Anthropic API, and their translation into chat requests. A field that
+cannot be served raises ApiError 400 with its name. Must not depend on the engine."""
 
 from __future__ import annotations
 

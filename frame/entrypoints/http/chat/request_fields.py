@@ -1,8 +1,5 @@
-"""Fields and checks that the request schemas of several chat APIs share.
-
-Used by the schemas of the Anthropic, Responses and Ollama APIs. Must not depend on a route or the
-engine.
-"""
+"""Fields and checks that the request schemas of several chat APIs share. Used by the schemas of the
+Anthropic, Responses and Ollama APIs. Must not depend on a route or the engine."""
 
 from __future__ import annotations
 

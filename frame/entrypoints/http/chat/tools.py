@@ -1,7 +1,5 @@
-"""Validates `tools`, `tool_choice` and `parallel_tool_calls`, and the JSON schemas of tools.
-
-Used by the request schemas. Must not depend on a parser plugin or the engine.
-"""
+"""Validates `tools`, `tool_choice` and `parallel_tool_calls`, and the JSON schemas of tools. Used
+by the request schemas. Must not depend on a parser plugin or the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The routes of the Ollama API: `/api/chat`, `/api/generate`, `/api/embed`, and model information.
-
-A streamed response is one JSON object per line. Must not depend on the engine.
-"""
+A streamed response is one JSON object per line. Must not depend on the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The routes of a SageMaker container: `/ping`, and `/invocations`, which runs the route that the
-body fits.
-
-Must not depend on the engine.
-"""
+body fits. Must not depend on the engine."""
 
 from __future__ import annotations
 

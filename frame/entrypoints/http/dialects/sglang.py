@@ -1,7 +1,5 @@
-"""Routes of SGLang: model information, and the server's output parsers for any text.
-
-Must not depend on the engine.
-"""
+"""Routes of SGLang: model information, and the server's output parsers for any text. Must not
+depend on the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The routes `/embed` and `/rerank` of Hugging Face's text-embeddings-inference.
-
-`/rerank` accepts the requests of `/v1/rerank` too. Must not depend on the engine.
-"""
+"""The routes `/embed` and `/rerank` of Hugging Face's text-embeddings-inference. `/rerank` accepts
+the requests of `/v1/rerank` too. Must not depend on the engine."""
 
 from __future__ import annotations
 

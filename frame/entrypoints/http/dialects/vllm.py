@@ -1,7 +1,5 @@
 """Routes of vLLM: batched chat, rendered prompts, pooling, version, load, tokenizer configuration.
-
-Must not depend on the engine.
-"""
+Must not depend on the engine."""
 
 from __future__ import annotations
 

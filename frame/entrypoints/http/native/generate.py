@@ -1,7 +1,5 @@
-"""The native API, that of SGLang: `/generate`, tokenizing, health, `/metrics`.
-
-Must not depend on the engine.
-"""
+"""The native API, that of SGLang: `/generate`, tokenizing, health, `/metrics`. Must not depend on
+the engine."""
 
 from __future__ import annotations
 

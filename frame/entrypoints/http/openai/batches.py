@@ -1,14 +1,12 @@
-"""The routes of OpenAI's Files and Batch APIs: a file of requests becomes a file of responses.
-
-Off without `batches.folder`. Must not depend on the engine.
-"""
+"""The routes of OpenAI's Files and Batch APIs: a file of requests becomes a file of responses. Off
+without `batches.folder`. Must not depend on the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
@@ -34,7 +32,7 @@ PIECE = 256 * 1024  # bytes that are read from a file at a time
 class BatchRequest(RequestBody):
     input_file_id: str
     endpoint: str
-    completion_window: str = "24h"
+    completion_window: Literal["24h"] = "24h"
     metadata: Metadata | None = None
 
 
@@ -109,8 +107,6 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
     runner = _batch_runner(services)
     if request.endpoint not in ENDPOINTS:
         raise ApiError(400, f"endpoint is {request.endpoint[:100]!r}; it must be one of {', '.join(ENDPOINTS)}", "endpoint")
-    if request.completion_window != "24h":
-        raise ApiError(400, f"completion_window is {request.completion_window[:50]!r}; it must be 24h", "completion_window")
     if runner.files.get(request.input_file_id, context.tenant) is None:
         raise ApiError(404, f"there is no file {request.input_file_id[:100]!r}; upload it to /v1/files", "input_file_id")
     batch = await _store(runner.start(request.input_file_id, request.endpoint, request.metadata, context.tenant))

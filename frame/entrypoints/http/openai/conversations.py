@@ -1,7 +1,5 @@
-"""The routes of OpenAI's `/v1/conversations`; the store and bounds are those of responses.
-
-Must not depend on the engine.
-"""
+"""The routes of OpenAI's `/v1/conversations`; the store and bounds are those of responses. Must not
+depend on the engine."""
 
 from __future__ import annotations
 

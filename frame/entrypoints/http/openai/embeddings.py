@@ -1,7 +1,5 @@
-"""The route `/v1/embeddings` of the OpenAI API, and what other embedding routes share with it.
-
-Used by the embedding routes of Cohere, Ollama, TEI and vLLM. Must not depend on the engine.
-"""
+"""The route `/v1/embeddings` of the OpenAI API, and what other embedding routes share with it. Used
+by the embedding routes of Cohere, Ollama, TEI and vLLM. Must not depend on the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Log-probabilities in OpenAI's shapes (chat, completions, Responses) and vLLM's `prompt_logprobs`.
-
-Used by the OpenAI routes. Must not depend on the engine.
-"""
+Used by the OpenAI routes. Must not depend on the engine."""
 
 from __future__ import annotations
 

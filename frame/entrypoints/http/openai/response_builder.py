@@ -1,8 +1,5 @@
 """Builds one response of the Responses API while it is generated: the object, its events, its
-stored form.
-
-Used by the routes of `responses`. Must not depend on a connection.
-"""
+stored form. Used by the routes of `responses`. Must not depend on a connection."""
 
 from __future__ import annotations
 

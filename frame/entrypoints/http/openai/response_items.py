@@ -1,7 +1,5 @@
-"""Items of the Responses API in stored form: ids, pages, references.
-
-Used by the routes of responses and conversations. Must not depend on a route or the engine.
-"""
+"""Items of the Responses API in stored form: ids, pages, references. Used by the routes of
+responses and conversations. Must not depend on a route or the engine."""
 
 from __future__ import annotations
 

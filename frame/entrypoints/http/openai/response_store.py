@@ -1,8 +1,5 @@
 """Stores responses and conversations in memory, bounded in number, bytes and age, in total and per
-tenant.
-
-Used by the routes of the Responses API. Must not depend on HTTP or the engine.
-"""
+tenant. Used by the routes of the Responses API. Must not depend on HTTP or the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The routes of OpenAI's Responses API. A response runs as a chat request and is stored.
-
-Used by the application and `conversations`. Must not depend on the engine.
-"""
+"""The routes of OpenAI's Responses API. A response runs as a chat request and is stored. Used by
+the application and `conversations`. Must not depend on the engine."""
 
 from __future__ import annotations
 

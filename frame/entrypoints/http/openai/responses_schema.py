@@ -7,7 +7,7 @@ with its name. Must not depend on the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -68,7 +68,7 @@ class ResponsesRequest(ExtensionFields):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
     user: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -140,8 +140,6 @@ class ResponsesRequest(ExtensionFields):
     def _check(self) -> None:
         if self.prompt:
             raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
-        if self.truncation not in (None, "disabled", "auto"):
-            raise ApiError(400, f"truncation is {quoted(self.truncation)}; it must be auto or disabled", "truncation")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ApiError(400, f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
         if self.max_tool_calls is not None and self.max_tool_calls < 1:

@@ -1,6 +1,5 @@
 """`ServerMetrics`: the counters and gauges of one server, for the stat loggers (`Metric`), and the
-throughput of the last seconds. Must not know a format.
-"""
+throughput of the last seconds. Must not know a format."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """What the listeners of the API and of operators share: a port that is taken before anything slow,
-and uvicorn with its guards.
-
-Knows no route.
-"""
+and uvicorn with its guards. Knows no route."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """`FormReader`: multipart/form-data (RFC 7578), read piece by piece as it comes. Holds no more than
-a part's head at a time.
-
-Used by the routes that take files. Knows no route and no disk.
-"""
+a part's head at a time. Used by the routes that take files. Knows no route and no disk."""
 
 from __future__ import annotations
 

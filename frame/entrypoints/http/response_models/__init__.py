@@ -1,3 +1,2 @@
 """The bodies of responses, as TypedDicts: what `/openapi.json` publishes. No response is validated
-against them at run time.
-"""
+against them at run time."""
