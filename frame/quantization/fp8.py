@@ -57,7 +57,7 @@ STATIC_SCALE = StoredTensor(torch.float32, (OUTPUTS,), scalar=True, optional=Tru
 
 def keep_static(scale: torch.Tensor | None) -> torch.Tensor | None:
     """The static scale of inputs; None if the checkpoint lacks one, which is zero then."""
-    return scale if scale is not None and bool((scale > 0).all()) else None
+    return scale if scale is not None and (scale.is_meta or bool((scale > 0).all())) else None
 
 
 def make_layer(stored: Fp8Format, kind: LayerKind) -> Fp8Layer:

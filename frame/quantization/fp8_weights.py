@@ -16,11 +16,12 @@ _SMALLEST = 1e-12
 
 def coarsen(scales: torch.Tensor, step: tuple[int, int], block: tuple[int, int]) -> tuple[torch.Tensor, tuple[int, int]]:
     """Scales [..., outputs / step, inputs / step] by blocks of `block`, if they are equal inside
-    each block; otherwise as they are. -> (scales, their block)."""
+    each block, as those on the meta device count; otherwise as they are. -> (scales, their
+    block)."""
     by_rows, by_columns = block[0] // step[0], block[1] // step[1]
     coarse = scales[..., ::by_rows, ::by_columns].contiguous()
     again = coarse.repeat_interleave(by_rows, -2).repeat_interleave(by_columns, -1)
-    is_equal = torch.equal(again[..., : scales.shape[-2], : scales.shape[-1]], scales)
+    is_equal = scales.is_meta or torch.equal(again[..., : scales.shape[-2], : scales.shape[-1]], scales)
     return (coarse, block) if is_equal else (scales, step)
 
 

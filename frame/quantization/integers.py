@@ -126,7 +126,8 @@ class Integers:
 def compact(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scales in a dtype of 16 bits that represents all of them, `dtype` first; else float32."""
     for kind in (dtype, torch.float16, torch.bfloat16):
-        if kind.itemsize == 2 and torch.equal(scales.to(kind).float(), scales.float()):
+        # the meta device has no values, and the memory plan counts the usual case
+        if kind.itemsize == 2 and (scales.is_meta or torch.equal(scales.to(kind).float(), scales.float())):
             return scales.to(kind).contiguous()
     return scales.float().contiguous()
 

@@ -6,8 +6,10 @@ kernel or a format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from frame.testing.packed_weights import make_weight
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
 ROUNDED = 0.1  # where a kernel rounds activations too
+COUNTED = 0.02  # relative error of counted bytes
 ROWS = (1, 2, 7, 17, 70)
 OUTPUTS, INPUTS = 128, 256
 SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per output or without
@@ -60,6 +63,8 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"values_replaced_in_place-{name}", case.check_update)
             yield Check(f"arguments_are_not_changed-{name}", case.check_arguments)
             yield Check(f"gated_product-{name}", case.check_gated)
+            cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.codes in codes]
+            yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
     yield Check("other_sizes", partial(_check_sizes, subject))
 
 
@@ -189,6 +194,28 @@ class Case:
             raise SkipCheck("it has no gated product for these rows")
         gate, up = self.reference(self.input(3), self.make()).chunk(2, -1)
         self.compare(out, torch.nn.functional.silu(gate) * up, "gated")
+
+
+def _check_bytes(cases: Sequence[Case]) -> None:
+    """The memory plan counts what products keep, by weights on the meta device."""
+    found = 0
+    for case in cases:
+        for experts in (0, 2):
+            try:
+                weight = case.make(OUTPUTS, 4 * INPUTS, experts)
+            except SkipCheck:
+                continue
+            meta: dict[str, Any] = {name: tensor.to("meta") for name, tensor in weight.tensors.items()}
+            planned = replace(weight, **meta)
+            assert find_kernel_obstacle(case.kernel, planned) is None, f"{case.scheme}: it refuses the weight on the meta device"
+            counted = case.kernel.count_bytes(planned)
+            product = case.kernel.prepare_experts(weight) if experts else case.kernel.prepare(weight)
+            kept = sum(tensor.numel() * tensor.element_size() for tensor in {id(each): each for each in product.tensors}.values())
+            what = f"{case.scheme}, {experts or 'no'} experts: count_bytes says {counted}, the product keeps {kept}"
+            assert abs(counted - kept) <= COUNTED * kept, what
+            found += 1
+    if not found:
+        raise SkipCheck("the kernel takes no such sizes")
 
 
 def _check_sizes(subject: Subject) -> None:

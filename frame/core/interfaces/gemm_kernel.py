@@ -128,6 +128,11 @@ class GemmKernel(ABC):
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         """The products with weights [experts, outputs, inputs]."""
 
+    def count_bytes(self, weight: PackedWeight) -> int:
+        """The bytes of the tensors that the products with this weight keep, for the memory plan:
+        those of its canonical form, unless overridden. The weight may be on the meta device."""
+        return sum(tensor.nbytes for tensor in weight.tensors.values())
+
 
 def find_kernel_obstacle(kernel: GemmKernel, weight: PackedWeight) -> str | None:
     """Why the kernel does not multiply this weight; None: it does."""

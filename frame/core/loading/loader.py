@@ -69,7 +69,7 @@ def load_model(
         model = make()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
-    report.planned = count_bytes(model)
+    report.planned = plan_bytes(model)
     layers = attention_layers(model)
     if context.attention is not None and layers:  # starts compiling kernels while the weights are read
         context.attention.prepare(layers)
@@ -89,6 +89,17 @@ def load_model(
 def count_bytes(model: nn.Module) -> int:
     """Bytes of the parameters and buffers, on the meta device too; a shared one counts once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in {*model.parameters(), *model.buffers()})
+
+
+def plan_bytes(model: nn.Module) -> int:
+    """The bytes that a model on the meta device takes once its weights are in the form that is
+    multiplied."""
+    found = count_bytes(model)
+    with torch.device("meta"):
+        for module in model.modules():
+            count_growth = getattr(getattr(module, "weights", None), "count_growth", None)
+            found += 0 if count_growth is None else count_growth()
+    return found
 
 
 def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections]:

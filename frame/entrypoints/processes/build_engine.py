@@ -59,7 +59,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         attention=attention[0],
         decode_attention=attention[1] if len(attention) > 1 else None,
         weight_format=only("weight_format"),
-        gemm_kernels=_load_kernels(resolved, registry),
+        gemm_kernels=load_kernels(resolved, registry),
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
@@ -83,7 +83,7 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
     return Loaded(registry.load(registry.get("weight_format", PLAIN_WEIGHTS)))
 
 
-def _load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel, ...]:
+def load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel, ...]:
     """The GEMM kernels that fit the device, the one that the user named among them."""
     found = []
     for choice in resolved.plugins.get("gemm_kernel", ()):

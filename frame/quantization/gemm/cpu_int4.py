@@ -20,7 +20,7 @@ class Int4CpuKernel(GemmKernel):
     minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        if weight.codes.device.type != "cpu":
+        if weight.codes.device.type not in ("cpu", "meta"):
             return "the weight is not on a CPU"
         if weight.scheme.group[0] != 1 or weight.scheme.group[1] not in _GROUPS:
             return f"it takes groups of {', '.join(map(str, _GROUPS))} inputs"
@@ -33,6 +33,10 @@ class Int4CpuKernel(GemmKernel):
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         return EachExpert([Int4Product(weight.expert(index)) for index in range(len(weight.codes))])
+
+    def count_bytes(self, weight: PackedWeight) -> int:
+        outputs = weight.codes.shape[:-1].numel()
+        return outputs * weight.columns // 2 + outputs * weight.columns // weight.scheme.group[1] * 4
 
 
 class Int4Product:

@@ -28,7 +28,7 @@ class Int8CpuKernel(GemmKernel):
     """int8 weights with one scale per output."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        if weight.codes.device.type != "cpu":
+        if weight.codes.device.type not in ("cpu", "meta"):
             return "the weight is not on a CPU"
         if weight.scheme.group != (1, 0) and weight.scheme.group != (1, weight.columns):
             return "it takes one scale per output"
@@ -37,12 +37,20 @@ class Int8CpuKernel(GemmKernel):
         return None
 
     def prepare(self, weight: PackedWeight) -> Product:
-        if self.context.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported():  # noqa: SLF001
-            return PackedInt8Product(weight)
-        return Int8Product(weight, self.context.dtype)
+        return PackedInt8Product(weight) if self._packs() else Int8Product(weight, self.context.dtype)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
+
+    def count_bytes(self, weight: PackedWeight) -> int:
+        copies = 2 if self._packs() and not weight.rounds_inputs else 1
+        scale = 4 if self._packs() else self.context.dtype.itemsize
+        return weight.codes.nbytes * copies + weight.codes.shape[:-1].numel() * scale
+
+    def _packs(self) -> bool:
+        """Whether products read oneDNN's layout."""
+        is_fast = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # noqa: SLF001
+        return self.context.dtype == torch.bfloat16 and bool(is_fast)
 
 
 class PackedInt8Product:

@@ -62,6 +62,13 @@ class HummingKernel(GemmKernel):
         few = WeightOnlyGroupedProduct(weight, self.context.limits.max_tokens_per_step) if self._keeps_codes else None
         return HummingGroupedProduct(weight, few)
 
+    def count_bytes(self, weight: PackedWeight) -> int:
+        outputs, inputs = (-(-size // _TILE) * _TILE for size in (weight.outputs, weight.inputs))
+        values = weight.codes.shape[:-2].numel() * outputs * inputs
+        groups = values // (weight.scheme.group[1] or inputs)
+        found = values // 2 + groups * self.context.dtype.itemsize + groups // 2 * (weight.zeros is not None) + 4 * _LOCKS
+        return found + (super().count_bytes(weight) if self._keeps_codes else 0)
+
 
 class HummingProduct:
     """x times one weight, whose tensors are in the library's layout. `few` multiplies few rows, by

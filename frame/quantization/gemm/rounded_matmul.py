@@ -124,7 +124,7 @@ class RoundedMatmul:
 def find_obstacle(weight: torch.Tensor, block: tuple[int, int]) -> str | None:
     """Why no kernel multiplies this weight on its device; None: one does."""
     device = weight.device
-    if not (kernels.can_use_triton(device) and (weight.dtype == torch.int8 or kernels.supports_fp8(device))):
+    if device.type != "meta" and not (kernels.can_use_triton(device) and (weight.dtype == torch.int8 or kernels.supports_fp8(device))):
         return f"the device has no {'int8' if weight.dtype == torch.int8 else 'fp8'} products by Triton"
     if any(size % _MULTIPLE for size in weight.shape):
         return f"its sizes are no multiples of {_MULTIPLE}"

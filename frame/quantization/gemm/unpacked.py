@@ -25,3 +25,6 @@ class UnpackedKernel(GemmKernel):
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         return PlainGroupedProduct(weight.dequantize(self.context.dtype))
+
+    def count_bytes(self, weight: PackedWeight) -> int:
+        return weight.codes.shape[:-1].numel() * weight.inputs * self.context.dtype.itemsize

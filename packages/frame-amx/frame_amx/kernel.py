@@ -43,7 +43,7 @@ class AmxKernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if self._library is None:
             return "this CPU or operating system has no AMX tiles with bfloat16"
-        if weight.codes.device.type != "cpu" or self.context.dtype != torch.bfloat16:
+        if weight.codes.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
             return "it takes bfloat16 activations on a CPU"
         if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MOST_INPUTS:
             return f"it takes multiples of {_OUTPUTS} outputs, and of {_INPUTS} inputs up to {_MOST_INPUTS}"

@@ -34,6 +34,15 @@ def test_weights_and_cache_are_as_planned(architecture: str, tmp_path: Path, cap
     check_plan({"path": architecture if architecture == MODELS[0] else str(make_checkpoint(architecture, tmp_path))}, caplog)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_in_the_form_of_their_kernel_are_planned(
+    method: str, architecture: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_plan({"path": str(make_checkpoint(architecture, tmp_path)), "quantization": method, "dtype": dtype}, caplog)
+
+
 def test_the_quantized_copy_of_a_tied_head_is_planned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint("LlamaForCausalLM", tmp_path, tie_word_embeddings=True)
     options = {"options": {"weight_format/int8": {"head": True}}}

@@ -187,3 +187,11 @@ class KeepsADequantizedCopy(Dequantized):
         copy = replace(weight, codes=weight.codes.clone())
         product.weight = copy
         return product
+
+
+@mutant
+class CountsUnquantizedWeights(Dequantized):
+    """Tells the memory plan the bytes of unquantized weights."""
+
+    def count_bytes(self, weight: PackedWeight) -> int:
+        return weight.codes.shape[:-1].numel() * weight.inputs * 4

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from frame.core.config.resolve_platform import get_capabilities
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.execution.components import Loaded, Parts, build_context, count_further_bytes, prepare_drafter
@@ -26,10 +27,10 @@ from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformC
 from frame.core.interfaces.rank_context import Pipeline, RankContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
-from frame.core.loading.loader import count_bytes
+from frame.core.loading.loader import plan_bytes
 from frame.core.loading.model_config import find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format
+from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format, load_kernels
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 
@@ -76,6 +77,12 @@ class PlannedRunner(MoERunner):
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         raise NotImplementedError
+
+
+class PlannedGpuRunner(PlannedRunner):
+    """Multiplies float8 experts as they are stored."""
+
+    takes_fp8 = ("block", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +264,14 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
     parts, context = _build_context(prepared, stage)
     with torch.device("meta"):
         model: Any = parts.model.build(ModelContext.from_build(context, resolved.model))
-    if not (weights := count_bytes(model)):
+    if not (weights := plan_bytes(model)):
         name = registry.get("model", resolved.choice("model").name).name
         raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
     draft: Any = None
     if (drafter := prepare_drafter(resolved, parts, model, context)) is not None:
         with torch.device("meta"):
             draft = drafter[0]()
-    draft_bytes = 0 if draft is None else count_bytes(draft)
+    draft_bytes = 0 if draft is None else plan_bytes(draft)
     uniform = kv_geometry(resolved.model, plan.attention_tp, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, draft)
     further = count_further_bytes(resolved, model, context, memory.total)
@@ -292,13 +299,15 @@ def _load_parts(resolved: Resolved, registry: Registry) -> Parts:
     def load(kind: str) -> Any:
         return Loaded(*registry.choose(resolved.choice(kind))) if resolved.plugins.get(kind) else None
 
+    runner = PlannedRunner if get_capabilities(registry.get("platform", resolved.choice("platform").name)).is_host else PlannedGpuRunner
     capabilities = registry.get("attention_backend", resolved.choice("attention_backend").name).capabilities
     return Parts(
         model=load("model"),
         weight_source=load("weight_source"),
         attention=Loaded(lambda context, _: PlannedAttention(context, capabilities)),
         weight_format=load("weight_format"),
-        moe_runner=Loaded(PlannedRunner) if resolved.plugins.get("moe_runner") else None,
+        gemm_kernels=load_kernels(resolved, registry),
+        moe_runner=Loaded(runner) if resolved.plugins.get("moe_runner") else None,
         moe_dispatcher=load("moe_dispatcher"),
         drafter=load_device_drafter(resolved, registry),
         head_format=load_head_format(registry),

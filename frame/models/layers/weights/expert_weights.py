@@ -15,7 +15,7 @@ from torch import nn
 from frame import kernels
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.expert_activation import activate
-from frame.models.layers.weights.layer_weight import describe_layer, register_tensors, replace_values
+from frame.models.layers.weights.layer_weight import count_growth, describe_layer, register_tensors, replace_values
 from frame.models.layers.weights.products import build_grouped, find_kernel
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 
@@ -62,6 +62,10 @@ class ExpertWeights:
             span = type(inner)(inner.full, inner.start, inner.size, part * inner.size)
             self.stored["gate_up"].bind(part, name, span, hidden, place)
         self.stored["down"].bind(0, down, hidden, inner, place)
+
+    def count_growth(self) -> int:
+        """As `LayerWeight.count_growth`. A runner that takes float8 multiplies what is stored."""
+        return count_growth(self.choices, list(self.stored.values()), self.prefix, kept="e4m3" if self.takes_fp8 else "plain")
 
     def finish(self) -> None:
         """Bring the weights that were loaded last into the form that is multiplied."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from frame.core.interfaces.weight_format import LayerFormat, LayerKind
-from frame.models.layers.weights.products import build_product
+from frame.core.interfaces.weight_format import Codes, LayerFormat, LayerKind
+from frame.models.layers.weights.products import build_product, count_bytes
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.gemm_kernel import Product
+    from frame.core.interfaces.gemm_kernel import GemmChoice, Product
     from frame.models.layers.parameter import Range
 
 
@@ -59,6 +59,11 @@ class LayerWeight:
         placed = type(output)(output.full, output.start, output.size, output.local - before)
         stored.bind(part - first, self.names[part], placed, input)
 
+    def count_growth(self) -> int:
+        """The bytes by which `finish` makes a layer on the meta device larger than its
+        parameters. 0 for formats that look at the values of a weight to decode it."""
+        return count_growth(self.choices, [stored for _, stored in self.stored], self.names[0])
+
     def finish(self) -> Product | None:
         """The product with the weights loaded last, at the addresses of the product before. None:
         it was freed, and nothing was loaded since."""
@@ -74,6 +79,18 @@ class LayerWeight:
         for _, stored in self.stored:
             stored.release(self.product.tensors)
         return self.product
+
+
+def count_growth(choices: Sequence[GemmChoice], stored: Sequence[StoredWeight], name: str, kept: Codes = "plain") -> int:
+    """The bytes that the products of all `stored` weights keep, minus those of their parameters, on
+    the meta device; 0 for codes that are `kept` as stored, and where a format looks at values."""
+    try:
+        weights = [weight for each in stored for weight in each.decode()]
+    except RuntimeError:  # the meta device has no values
+        return 0
+    if any(weight.scheme.codes == kept for weight in weights):
+        return 0
+    return count_bytes(choices, weights, name) - sum(each.num_bytes for each in stored)
 
 
 def replace_values(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:

@@ -42,6 +42,17 @@ def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) 
     return _choose(choices, weight, name)[-1][1]
 
 
+def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> int:
+    """The bytes that the products with these weights keep; `weights` may be on the meta device."""
+    found = 0
+    for weight in weights:
+        used = _choose(choices, weight, name)
+        if weight.codes.dim() > 2:
+            used = used[-1:]  # one kernel multiplies experts
+        found += sum(choice.kernel.count_bytes(weight) for choice in {choice.name: choice for _, choice in used}.values())
+    return found
+
+
 def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:
     obstacles = {choice.name: find_kernel_obstacle(choice.kernel, weight) for choice in choices if choice.multiplies(weight.scheme.codes)}
     for choice in choices:

@@ -59,6 +59,11 @@ class StoredWeight:
         """The number of loads."""
         return sum(parameter.version for parameter in self._parameters())
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameters."""
+        return sum(parameter.nbytes for parameter in self._parameters())
+
     def bind(self, part: int, name: str, output: Range, input: Range, expert: int | None = None) -> None:  # noqa: A002
         """Bind the tensors of the checkpoint layer `name` to merged part `part`, whose ranges are
         `output` and `input`."""
