@@ -3,14 +3,14 @@ and feed-forward in parallel, interleaved rotary embedding, scaled logits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder, ParallelLayer
-from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.norm import LayerNorm
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 
@@ -35,23 +35,15 @@ class CohereForCausalLM(Decoder):
         norm = self.build_norm(f"{prefix}.input_layernorm")
         return ParallelLayer(norm, self.build_attention(index, f"{prefix}.self_attn"), self.build_mlp(index, f"{prefix}.mlp"))
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
-        bias = bool(config.get("attention_bias", False))
         eps = config.get("layer_norm_eps", 1e-5) if config.get("use_qk_norm", False) else None
         window, rotates = None, True
         if self.model_config.architecture.startswith("Cohere2"):
             window = find_layer_window(self.model_config, layer, config.get("sliding_window_pattern", _DEFAULT_PATTERN))
             rotates = window is not None
-        options = AttentionOptions(
-            qkv_bias=bias, out_bias=bias, qk_norm=eps, qk_norm_kind="layer", sliding_window=window, rotates=rotates
-        )
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
-
-    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        activation = read_activation(config)
-        return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], activation=activation)
+        plain = super().get_attention_options(layer)
+        return replace(plain, qk_norm=eps, qk_norm_kind="layer", sliding_window=window, rotates=rotates)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden) * self.model_config.config.get("logit_scale", _DEFAULT_SCALE)

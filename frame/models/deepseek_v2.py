@@ -32,7 +32,7 @@ class DeepseekV2ForCausalLM(Decoder):
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         if layer < config.get("first_k_dense_replace", 0) or not config.get("n_routed_experts"):
-            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+            return super().build_mlp(layer, prefix)
         inner = config["moe_intermediate_size"]
         shared = None
         if config.get("n_shared_experts"):

@@ -6,12 +6,13 @@ Gemma 2 caps the scores; Gemma 3 norms queries and keys and has two rotary bases
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder, NormedOutputLayer
 from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.norm import RMSNorm
@@ -52,19 +53,16 @@ class Gemma3ForCausalLM(Decoder):
         attention, mlp = self.build_attention(index, f"{prefix}.self_attn"), self.build_mlp(index, f"{prefix}.mlp")
         return NormedOutputLayer(attention, mlp, (norms[0], norms[1]), (norms[2], norms[3]))
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
-        bias = bool(config.get("attention_bias", False))
-        options = AttentionOptions(
-            qkv_bias=bias,
-            out_bias=bias,
+        return replace(
+            super().get_attention_options(layer),
             qk_norm=None if self.is_gemma2 else config.get("rms_norm_eps", 1e-6),
             norm_offset=_OFFSET,
             sliding_window=self._window(layer),
             scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
             soft_cap=config.get("attn_logit_softcapping", 50.0) if self.is_gemma2 else None,
         )
-        return Attention(self.context, self.model_config, layer, prefix, self.get_rotary(layer), options)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config

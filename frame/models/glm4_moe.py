@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder, match_draft_layers
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
@@ -28,16 +28,15 @@ class Glm4MoeForCausalLM(Decoder):
         share = stored.get("partial_rotary_factor") or self.model_config.config.get("partial_rotary_factor") or _ROTATED
         return Rotary(self.context, int(self.model_config.head_dim * share), parameters)
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
         eps = config.get("rms_norm_eps", 1e-5) if config.get("use_qk_norm", False) else None
-        options = AttentionOptions(qkv_bias=bool(config.get("attention_bias", False)), qk_norm=eps)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+        return AttentionOptions(qkv_bias=bool(config.get("attention_bias", False)), qk_norm=eps)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         if layer < config.get("first_k_dense_replace", 1):
-            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+            return super().build_mlp(layer, prefix)
         inner = config["moe_intermediate_size"]
         rule = read_sigmoid_rule(config)
         shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config.get("n_shared_experts", 1))

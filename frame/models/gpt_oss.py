@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.router import RoutingRule
@@ -26,11 +26,10 @@ class GptOssForCausalLM(Decoder):
     """The checkpoint stores all experts of a layer in one tensor, with gate and up interleaved, and
     names the router `router`."""
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         bias = bool(self.model_config.config.get("attention_bias", True))
         window = find_layer_window(self.model_config, layer, _PATTERN)
-        options = AttentionOptions(qkv_bias=bias, out_bias=bias, sliding_window=window, sinks=True)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+        return AttentionOptions(qkv_bias=bias, out_bias=bias, sliding_window=window, sinks=True)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config

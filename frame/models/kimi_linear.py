@@ -43,7 +43,7 @@ class KimiLinearForCausalLM(Decoder):
         kinds = config.get("mlp_layer_types")
         is_dense = kinds[layer] == "dense" if kinds else layer < config.get("first_k_dense_replace", 1)
         if is_dense:
-            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+            return super().build_mlp(layer, prefix)
         inner = config["moe_intermediate_size"]
         rule = RoutingRule(
             top_k=config.get("num_experts_per_token") or config["num_experts_per_tok"],

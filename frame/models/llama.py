@@ -3,13 +3,11 @@ feed-forward, pre-norm."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
-from torch import nn
-
-from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder
-from frame.models.layers.mlp import GatedMLP
 
 _WINDOWED = ("Mistral", "Ministral")
 
@@ -20,16 +18,7 @@ class LlamaForCausalLM(Decoder):
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        bias = bool(config.get("attention_bias", False))
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         window = self.model_config.sliding_window if self.model_config.architecture.startswith(_WINDOWED) else None
         window = window and find_layer_window(self.model_config, layer)
-        options = AttentionOptions(qkv_bias=bias, out_bias=bias, sliding_window=window)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
-
-    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        return GatedMLP(
-            self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], bool(config.get("mlp_bias", False))
-        )
+        return replace(super().get_attention_options(layer), sliding_window=window)

@@ -4,12 +4,13 @@ expert of each token beside a shared one."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
@@ -33,19 +34,17 @@ class Llama4ForCausalLM(Decoder):
     def build_rotary(self) -> Rotary:
         return Rotary(self.context, self.model_config.head_dim, read_rope_parameters(self.model_config), interleaved=True)
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
         listed = config.get("no_rope_layers")
         rotates = bool(listed[layer]) if listed else bool((layer + 1) % (config.get("no_rope_layer_interval") or _INTERVAL))
         kinds = config.get("layer_types")
         is_chunked = kinds[layer] == "chunked_attention" if kinds else rotates
-        bias = bool(config.get("attention_bias", False))
         temperature = None
         if config.get("attn_temperature_tuning", True) and not rotates:
             temperature = (config.get("attn_scale", _TEMPERATURE[0]), config.get("floor_scale", _TEMPERATURE[1]), 1)
-        options = AttentionOptions(
-            qkv_bias=bias,
-            out_bias=bias,
+        return replace(
+            super().get_attention_options(layer),
             qk_norm=config.get("rms_norm_eps", 1e-5) if config.get("use_qk_norm", True) and rotates else None,
             qk_norm_kind="rotated",
             sliding_window=self.model_config.sliding_window if is_chunked else None,
@@ -53,7 +52,6 @@ class Llama4ForCausalLM(Decoder):
             rotates=rotates,
             temperature=temperature,
         )
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -34,11 +34,10 @@ class MiniMaxM2ForCausalLM(Decoder):
             rotated = self.model_config.head_dim * parameters["partial_rotary_factor"]
         return Rotary(self.context, int(rotated), parameters)
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
         eps = config.get("rms_norm_eps", 1e-6) if config.get("use_qk_norm", True) else None
-        options = AttentionOptions(qk_norm=eps, qk_norm_kind="projection")
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+        return AttentionOptions(qk_norm=eps, qk_norm_kind="projection")
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.router import RoutingRule
@@ -18,9 +18,8 @@ class MixtralForCausalLM(Decoder):
 
     mlp_name: ClassVar[str] = "block_sparse_moe"
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        options = AttentionOptions(sliding_window=self.model_config.sliding_window)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+    def get_attention_options(self, layer: int) -> AttentionOptions:
+        return AttentionOptions(sliding_window=self.model_config.sliding_window)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config

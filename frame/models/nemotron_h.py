@@ -4,12 +4,13 @@ feed-forward or experts, with squared ReLU."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder, DraftNames, MixerLayer
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.mamba2 import Mamba2, MambaSizes
@@ -75,10 +76,8 @@ class NemotronHForCausalLM(Decoder):
         part = self._build_experts(name) if kind == "moe" else self.build_mlp(index, name)
         return MixerLayer(norm, part, mixes_tokens=False)
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        bias = bool(self.model_config.config.get("attention_bias", False))
-        options = AttentionOptions(qkv_bias=bias, out_bias=bias, rotates=False)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+    def get_attention_options(self, layer: int) -> AttentionOptions:
+        return replace(super().get_attention_options(layer), rotates=False)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size

@@ -3,11 +3,12 @@ of all queries (keys) together; OLMo 3 adds sliding windows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder, NormedOutputLayer
-from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 
 _PATTERN = 4  # in OLMo 3 every fourth layer has full attention, unless the config lists the layers
@@ -32,18 +33,10 @@ class Olmo2ForCausalLM(Decoder):
         slides = self.sliding_rotary is not None and find_layer_window(self.model_config, layer, _PATTERN)
         return self.sliding_rotary if slides and self.sliding_rotary is not None else self.rotary
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        bias = bool(config.get("attention_bias", False))
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         window = find_layer_window(self.model_config, layer, _PATTERN)
-        eps = config.get("rms_norm_eps", 1e-5)
-        options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=eps, qk_norm_kind="projection", sliding_window=window)
-        return Attention(self.context, self.model_config, layer, prefix, self.get_rotary(layer), options)
-
-    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        activation = read_activation(config)
-        return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], activation=activation)
+        eps = self.model_config.config.get("rms_norm_eps", 1e-5)
+        return replace(super().get_attention_options(layer), qk_norm=eps, qk_norm_kind="projection", sliding_window=window)
 
     def _rope(self, kind: str) -> dict[str, object]:
         return read_rope_parameters(self.model_config, kind)

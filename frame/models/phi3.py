@@ -6,11 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder
-from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.weights.fused_tensors import split_layers
 
 if TYPE_CHECKING:
@@ -20,14 +17,8 @@ if TYPE_CHECKING:
 class Phi3ForCausalLM(Decoder):
     """LongRoPE uses the long factors if the context limit exceeds the original context."""
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        options = AttentionOptions(sliding_window=find_layer_window(self.model_config, layer))
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
-
-    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        activation = read_activation(config)
-        return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], activation=activation)
+    def get_attention_options(self, layer: int) -> AttentionOptions:
+        return AttentionOptions(sliding_window=find_layer_window(self.model_config, layer))
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         sizes, inner = self.model_config, self.model_config.config["intermediate_size"]

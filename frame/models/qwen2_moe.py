@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
-from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_moe_layer
 from frame.models.layers.router import RoutingRule
 
@@ -14,20 +13,19 @@ from frame.models.layers.router import RoutingRule
 class Qwen2MoeForCausalLM(Decoder):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+    def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
         window = None
         if config.get("use_sliding_window", False) and config.get("sliding_window"):
             kinds = config.get("layer_types")
             slides = kinds[layer] == "sliding_attention" if kinds else layer % 2 == 0 and layer < config.get("max_window_layers", 28)
             window = int(config["sliding_window"]) if slides else None
-        options = AttentionOptions(qkv_bias=bool(config.get("qkv_bias", True)), sliding_window=window)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+        return AttentionOptions(qkv_bias=bool(config.get("qkv_bias", True)), sliding_window=window)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         if not is_moe_layer(layer, config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()):
-            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+            return super().build_mlp(layer, prefix)
         sizes = ExpertSizes(config["num_experts"], hidden, config["moe_intermediate_size"])
         rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", False)))
         shared_size = config["shared_expert_intermediate_size"]

@@ -4,15 +4,15 @@ to one of attention with an output gate."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from frame.models.layers.attention import Attention, AttentionOptions
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder, DecoderLayer, DraftNames
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.gated_delta import DeltaSizes, GatedDeltaNet
-from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_moe_layer
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -65,18 +65,15 @@ class Qwen3NextForCausalLM(Decoder):
         norms = [self.build_norm(f"{prefix}.{name}") for name in ("input_layernorm", "post_attention_layernorm")]
         return DecoderLayer(norms[0], mixer, norms[1], self.build_mlp(index, f"{prefix}.mlp"))
 
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        config = self.model_config.config
-        bias = bool(config.get("attention_bias", False))
-        eps = config.get("rms_norm_eps", 1e-6)
-        options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=eps, norm_offset=_OFFSET, gated=True)
-        return Attention(self.context, self.model_config, layer, prefix, self.rotary, options)
+    def get_attention_options(self, layer: int) -> AttentionOptions:
+        eps = self.model_config.config.get("rms_norm_eps", 1e-6)
+        return replace(super().get_attention_options(layer), qk_norm=eps, norm_offset=_OFFSET, gated=True)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         is_moe = is_moe_layer(layer, config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ())
         if not (self.model_config.num_experts and is_moe):
-            return GatedMLP(self.context, prefix, hidden, config["intermediate_size"])
+            return super().build_mlp(layer, prefix)
         sizes = ExpertSizes(self.model_config.num_experts, hidden, config["moe_intermediate_size"])
         rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", True)))
         shared_size = config["shared_expert_intermediate_size"]

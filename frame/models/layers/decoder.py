@@ -1,14 +1,13 @@
 """The decoder that most architectures share: embedding, layers of attention and feed-forward, final
 norm, head.
 
-An architecture derives from `Decoder` and builds the attention and the feed-forward part of each
-layer, with their checkpoint names. The layers are pre-norm; `NormedOutputLayer` and `ParallelLayer`
-are the other forms.
+An architecture derives from `Decoder` and overrides what differs: options of the attention, the
+feed-forward part, checkpoint names. The layers are pre-norm; `NormedOutputLayer` and
+`ParallelLayer` are the other forms.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -18,8 +17,10 @@ from torch import nn
 
 from frame.core.interfaces.batch import HiddenStateTaps, SelectedTokens, StageInput
 from frame.core.interfaces.model import CausalLM, is_classifier
+from frame.models.layers.attention import Attention, AttentionOptions
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import HeadLinear, RankSum, add_up, defer_sum
+from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.moe import MoE
 from frame.models.layers.norm import LayerNorm, RMSNorm
 from frame.models.layers.parameter import load_parameters
@@ -186,8 +187,7 @@ class DraftNames:
 
 
 class Decoder(CausalLM, nn.Module):
-    """A causal decoder of `model_config.num_layers` layers. Subclasses implement `build_attention`
-    and `build_mlp`."""
+    """A causal decoder of `model_config.num_layers` layers, by default those of Llama."""
 
     supports_token_selection: ClassVar[bool] = True
     ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config
@@ -212,13 +212,24 @@ class Decoder(CausalLM, nn.Module):
         self.head = self._head() if self.is_last else None
         self.foreign_weights = tuple(self._find_foreign_weights(own))
 
-    @abstractmethod
-    def build_attention(self, layer: int, prefix: str) -> nn.Module:
-        """Build a layer's attention. `prefix` is "model.layers.N.self_attn"."""
+    def get_attention_options(self, layer: int) -> AttentionOptions:
+        """The options of a layer's attention; by default biases only if the config sets
+        `attention_bias`."""
+        bias = bool(self.model_config.config.get("attention_bias", False))
+        return AttentionOptions(qkv_bias=bias, out_bias=bias)
 
-    @abstractmethod
+    def build_attention(self, layer: int, prefix: str) -> nn.Module:
+        """Build a layer's attention; by default multi-head attention with `get_attention_options`.
+        `prefix` is "model.layers.N.self_attn"."""
+        options = self.get_attention_options(layer)
+        return Attention(self.context, self.model_config, layer, prefix, self.get_rotary(layer), options)
+
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
-        """Build a layer's feed-forward part. `prefix` is "model.layers.N." + `mlp_name`."""
+        """Build a layer's feed-forward part; by default a gated one, dense, of `intermediate_size`.
+        `prefix` is "model.layers.N." + `mlp_name`."""
+        config = self.model_config.config
+        bias, activation = bool(config.get("mlp_bias", False)), read_activation(config)
+        return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], bias, activation)
 
     def build_layer(self, index: int, prefix: str) -> nn.Module:
         """Build a layer. `prefix` is "model.layers.N"."""

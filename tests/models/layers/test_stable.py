@@ -39,6 +39,7 @@ ARGUMENTS = {
     "Decoder.embed": "self token_ids",
     "Decoder.find_draft_names": "self",
     "Decoder.forward": "self batch",
+    "Decoder.get_attention_options": "self layer",
     "Decoder.get_ignored": "self",
     "Decoder.get_rotary": "self layer",
     "Decoder.map_weights": "self weights",
