@@ -73,50 +73,50 @@ def suite(subject: Subject) -> Iterator[Check]:
 
 
 def _is_a_command(make: Callable[[], Any]) -> None:
-    _require(isinstance(make(), click.Command), "make_command() returns no click command; decorate the function with click.command")
+    assert isinstance(make(), click.Command), "make_command() returns no click command; decorate the function with click.command"
 
 
 def _is_made_anew(make: Callable[[], click.Command]) -> None:
     first, second = make(), make()
-    _require(first is not second, "make_command() returns the same command twice")
+    assert first is not second, "make_command() returns the same command twice"
     described = [command.to_info_dict(click.Context(command)) for command in (first, second)]
-    _require(described[0] == described[1], "make_command() returns another command the second time")
+    assert described[0] == described[1], "make_command() returns another command the second time"
     _invoke(first, "--help")
-    _require(first.to_info_dict(click.Context(first)) == described[0], "the help changes the command")
+    assert first.to_info_dict(click.Context(first)) == described[0], "the help changes the command"
 
 
 def _is_made_without_effect(make: Callable[[], click.Command]) -> None:
     before = _process_state()
     with contextlib.redirect_stdout(io.StringIO()) as output:
         command = make()
-    _require(not output.getvalue(), "making the command prints to standard output")
+    assert not output.getvalue(), "making the command prints to standard output"
     _invoke(command, "--help")
     _compare(before, "making the command and its help change")
 
 
 def _has_help_texts(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
-        _require(bool(command.help), f"{path} has no help text")
+        assert bool(command.help), f"{path} has no help text"
         short = command.get_short_help_str(WIDTH)
-        _require(not short.endswith("..."), f"the first sentence of {path}'s help has more than {WIDTH} characters")
+        assert not short.endswith("..."), f"the first sentence of {path}'s help has more than {WIDTH} characters"
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
-                _require(bool(parameter.help), f"{path}: the option {parameter.opts[0]} has no help text")
+                assert bool(parameter.help), f"{path}: the option {parameter.opts[0]} has no help text"
 
 
 def _shows_its_help(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
         result = _invoke(command, "--help")
-        _require(result.exit_code == 0, f"{path} --help ends with exit code {result.exit_code}")
+        assert result.exit_code == 0, f"{path} --help ends with exit code {result.exit_code}"
         first = (command.help or "").split()[:1]
-        _require(bool(first) and first[0] in result.output, f"{path} --help does not show the help text")
+        assert bool(first) and first[0] in result.output, f"{path} --help does not show the help text"
 
 
 def _has_no_parameter_twice(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
         flags = Counter(flag for each in command.params if isinstance(each, click.Option) for flag in (*each.opts, *each.secondary_opts))
         twice = [flag for flag, count in flags.items() if count > 1]
-        _require(not twice, f"{path} has the option {twice[0] if twice else ''} twice")
+        assert not twice, f"{path} has the option {twice[0] if twice else ''} twice"
 
 
 def _refuses_unknown_options(make: Callable[[], click.Command]) -> None:
@@ -124,8 +124,8 @@ def _refuses_unknown_options(make: Callable[[], click.Command]) -> None:
         if any(isinstance(each, click.Argument) and each.nargs == -1 and each.type is click.UNPROCESSED for each in command.params):
             continue  # it passes its arguments on
         result = _invoke(command, UNKNOWN)
-        _require(result.exit_code == 2, f"{path} ends with exit code {result.exit_code} for an unknown option, and not with 2")
-        _require(UNKNOWN in result.output, f"{path} does not name the unknown option")
+        assert result.exit_code == 2, f"{path} ends with exit code {result.exit_code} for an unknown option, and not with 2"
+        assert UNKNOWN in result.output, f"{path} does not name the unknown option"
 
 
 def _appears_at_once(subject: Subject) -> None:
@@ -135,10 +135,10 @@ def _appears_at_once(subject: Subject) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
     )
-    _require(done.returncode == 0, f"the command cannot be made in a process of its own: {(done.stderr.splitlines() or ['?'])[-1]}")
+    assert done.returncode == 0, f"the command cannot be made in a process of its own: {(done.stderr.splitlines() or ['?'])[-1]}"
     seconds, heavy = json.loads(done.stdout.splitlines()[-1])
-    _require(not heavy, f"the help imports {' and '.join(heavy)}; import it in the function of the command")
-    _require(seconds <= MAX_SECONDS, f"the help takes {seconds:.1f} s of CPU time")
+    assert not heavy, f"the help imports {' and '.join(heavy)}; import it in the function of the command"
+    assert seconds <= MAX_SECONDS, f"the help takes {seconds:.1f} s of CPU time"
 
 
 def _runs(subject: Subject, make: Callable[[], click.Command]) -> None:
@@ -149,7 +149,7 @@ def _runs(subject: Subject, make: Callable[[], click.Command]) -> None:
     for arguments in calls:
         results = [_invoke(command, *arguments) for command in (make(), make())]
         for result in results:
-            _require(result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}")
+            assert result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}"
     _compare(before, "a call changes")
 
 
@@ -160,7 +160,7 @@ def _walk(command: click.Command, path: str = "the command") -> Iterator[tuple[s
         context = click.Context(command)
         for name in command.list_commands(context):
             found = command.get_command(context, name)
-            _require(found is not None, f"{path} lists {name} and has no such command")
+            assert found is not None, f"{path} lists {name} and has no such command"
             assert found is not None
             yield from _walk(found, f"{path} {name}")
 
@@ -184,9 +184,4 @@ def _compare(before: dict[str, Any], subject: str) -> None:
     after = _process_state()
     changed = [what for what in before if before[what] != after[what]]
     os.chdir(before["working folder"])
-    _require(not changed, f"{subject} the process's {' and '.join(changed)}")
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)
+    assert not changed, f"{subject} the process's {' and '.join(changed)}"

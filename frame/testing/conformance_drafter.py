@@ -84,12 +84,12 @@ def _propose(drafter: Drafter, slots: Sequence[int], most: Sequence[int] | int =
     """The drafts as lists; checks their form."""
     limits = np.array([most] * len(slots) if isinstance(most, int) else most, np.int32)
     found = drafter.propose_tokens(np.array(slots, np.int64), limits)
-    _require(isinstance(found, Drafts), f"propose_tokens returns {type(found).__name__}, not Drafts")
-    _require(found.counts.dtype == found.token_ids.dtype == np.int32, "token ids and counts must be int32")
-    _require(found.counts.shape == (len(slots),), f"there are {found.counts.shape} counts for {len(slots)} slots")
-    _require(bool(((found.counts >= 0) & (found.counts <= limits)).all()), f"drafts of {found.counts} tokens, where {limits} may be")
-    _require(found.token_ids.shape == (int(found.counts.sum()),), "the number of token ids is not the sum of the counts")
-    _require(bool(((found.token_ids >= 0) & (found.token_ids < VOCAB)).all()), "a drafted token is outside of the vocabulary")
+    assert isinstance(found, Drafts), f"propose_tokens returns {type(found).__name__}, not Drafts"
+    assert found.counts.dtype == found.token_ids.dtype == np.int32, "token ids and counts must be int32"
+    assert found.counts.shape == (len(slots),), f"there are {found.counts.shape} counts for {len(slots)} slots"
+    assert bool(((found.counts >= 0) & (found.counts <= limits)).all()), f"drafts of {found.counts} tokens, where {limits} may be"
+    assert found.token_ids.shape == (int(found.counts.sum()),), "the number of token ids is not the sum of the counts"
+    assert bool(((found.token_ids >= 0) & (found.token_ids < VOCAB)).all()), "a drafted token is outside of the vocabulary"
     ends = np.cumsum(found.counts)
     return [found.token_ids[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)]
 
@@ -129,14 +129,14 @@ def _proposing_changes_nothing(make: Make) -> None:
     for slot in range(3):
         _add(drafter, slot, _text(slot, 120)[:80])
     first = _propose(drafter, [0, 1, 2])
-    _require(_propose(drafter, [0, 1, 2]) == first, "a second call of propose_tokens returns other drafts")
+    assert _propose(drafter, [0, 1, 2]) == first, "a second call of propose_tokens returns other drafts"
     expected = _follow(make, 1, _text(1, 120), 80)
     followed = []
     for place in range(80, 120):
         _propose(drafter, [0, 1, 2])
         followed += _propose(drafter, [1])
         _observe(drafter, {1: _text(1, 120)[place : place + 1]})
-    _require(followed == expected, "drafts depend on how often propose_tokens was called")
+    assert followed == expected, "drafts depend on how often propose_tokens was called"
 
 
 def _inputs_stay_as_they_are(make: Make) -> None:
@@ -154,7 +154,7 @@ def _inputs_stay_as_they_are(make: Make) -> None:
     before = kept.token_ids.tolist()
     drafter.observe_tokens(slots, tokens, counts)
     drafter.propose_tokens(np.array([1]), most)
-    _require(kept.token_ids.tolist() == before, "a later call changes drafts that were returned")
+    assert kept.token_ids.tolist() == before, "a later call changes drafts that were returned"
 
 
 def _drafts_for_some_slots(make: Make) -> None:
@@ -164,20 +164,20 @@ def _drafts_for_some_slots(make: Make) -> None:
         _add(drafter, slot, text)
     alone = {slot: _propose(drafter, [slot])[0] for slot in texts}
     for slots in ([5, 0, 3, 1], [1, 3], [3, 5, 1]):
-        _require(_propose(drafter, slots) == [alone[slot] for slot in slots], f"drafts of slots {slots} are those of other slots")
-    _require(_propose(drafter, []) == [], "there is a draft without a slot")
+        assert _propose(drafter, slots) == [alone[slot] for slot in slots], f"drafts of slots {slots} are those of other slots"
+    assert _propose(drafter, []) == [], "there is a draft without a slot"
 
 
 def _runs_count_as_single_tokens(make: Make) -> None:
     text = _text(3, 240)
     singles = _follow(make, 4, text, 60)
     for step in (2, 3, 5):
-        _require(_follow(make, 4, text, 60, step) == singles[::step], f"runs of {step} tokens give other drafts than single tokens")
+        assert _follow(make, 4, text, 60, step) == singles[::step], f"runs of {step} tokens give other drafts than single tokens"
     drafter = make()
     _add(drafter, 0, text[:60])
     _add(drafter, 1, text[:60])
     _observe(drafter, {0: text[60:61], 1: text[60:64]})  # of the first row one token of the array is valid
-    _require(_propose(drafter, [0, 1]) == [singles[1], singles[4]], "rows of different counts give other drafts than single tokens")
+    assert _propose(drafter, [0, 1]) == [singles[1], singles[4]], "rows of different counts give other drafts than single tokens"
 
 
 def _setup_counts_as_single_tokens(make: Make) -> None:
@@ -186,7 +186,7 @@ def _setup_counts_as_single_tokens(make: Make) -> None:
     for place in (41, 80, 150):
         drafter = make()
         _add(drafter, 0, text[:place])
-        _require(_propose(drafter, [0]) == [drafts[place - 40]], "tokens of a setup give other drafts than the same tokens observed")
+        assert _propose(drafter, [0]) == [drafts[place - 40]], "tokens of a setup give other drafts than the same tokens observed"
 
 
 def _slot_is_set_up_again(make: Make) -> None:
@@ -200,7 +200,7 @@ def _slot_is_set_up_again(make: Make) -> None:
     for place in range(90, 200):
         followed += _propose(drafter, [2])
         _observe(drafter, {2: text[place : place + 1]})
-    _require(followed == drafts[50:], "a slot that is set up again with more tokens gives other drafts")
+    assert followed == drafts[50:], "a slot that is set up again with more tokens gives other drafts"
 
 
 def _slot_is_used_again(make: Make, keeps_texts: bool) -> None:
@@ -219,7 +219,7 @@ def _slot_is_used_again(make: Make, keeps_texts: bool) -> None:
         for place in range(10, 90):
             followed += _propose(drafter, [1])
             _observe(drafter, {1: text[place : place + 1]})
-        _require(followed == expected, f"drafts depend on a request of {tenant!r} that had the slot before, for one of 'tenant 1'")
+        assert followed == expected, f"drafts depend on a request of {tenant!r} that had the slot before, for one of 'tenant 1'"
 
 
 def _fills_the_context(make: Make) -> None:
@@ -246,9 +246,4 @@ def _time_does_not_grow(make: Make) -> None:
             best = min(best, time.perf_counter() - began)
         seconds[count] = best
     limit = max(MIN_SECONDS, MAX_RATIO * seconds[SHORT])
-    _require(seconds[LONG] <= limit, f"a draft of {LONG} tokens of text takes {seconds[LONG] / seconds[SHORT]:.0f} x that of {SHORT}")
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)
+    assert seconds[LONG] <= limit, f"a draft of {LONG} tokens of text takes {seconds[LONG] / seconds[SHORT]:.0f} x that of {SHORT}"

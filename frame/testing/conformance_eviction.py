@@ -79,10 +79,10 @@ def example_nodes(count: int = 50) -> list[ExampleNode]:
 
 def key_is_an_ordered_tuple(policy: Make) -> None:
     keys = [policy().key(node) for node in example_nodes()]
-    _require(all(isinstance(key, tuple) and key for key in keys), "key must return a tuple that is not empty")
-    _require(len({len(key) for key in keys}) == 1, "key must return tuples of one length, or they cannot be compared")
-    _require(all(isinstance(value, int | float | np.number | np.bool_) for key in keys for value in key), "key must hold numbers alone")
-    _require(all(bool(value == value) for key in keys for value in key), "key holds a value that is not a number")
+    assert all(isinstance(key, tuple) and key for key in keys), "key must return a tuple that is not empty"
+    assert len({len(key) for key in keys}) == 1, "key must return tuples of one length, or they cannot be compared"
+    assert all(isinstance(value, int | float | np.number | np.bool_) for key in keys for value in key), "key must hold numbers alone"
+    assert all(bool(value == value) for key in keys for value in key), "key holds a value that is not a number"
 
 
 def key_depends_on_the_node_alone(policy: Make) -> None:
@@ -90,9 +90,9 @@ def key_depends_on_the_node_alone(policy: Make) -> None:
     node; it changes no node."""
     one, nodes = policy(), example_nodes()
     first = [one.key(node) for node in nodes]
-    _require([one.key(node) for node in nodes] == first, "key of an unchanged node changed: a heap cannot hold it")
-    _require([policy().key(replace(node)) for node in reversed(nodes)] == first[::-1], "equal nodes have different keys")
-    _require(nodes == example_nodes(), "key changed the node")
+    assert [one.key(node) for node in nodes] == first, "key of an unchanged node changed: a heap cannot hold it"
+    assert [policy().key(replace(node)) for node in reversed(nodes)] == first[::-1], "equal nodes have different keys"
+    assert nodes == example_nodes(), "key changed the node"
 
 
 def key_follows_the_node(policy: Make) -> None:
@@ -102,7 +102,7 @@ def key_follows_the_node(policy: Make) -> None:
     for change in ({"last_access": 9}, {"hits": 3}, {"priority": 4}, {"last_access": 12, "hits": 8}):
         for name, value in change.items():
             setattr(node, name, value)
-        _require(one.key(node) == policy().key(replace(node)), f"key of a node is stale after its {' and '.join(change)} changed")
+        assert one.key(node) == policy().key(replace(node)), f"key of a node is stale after its {' and '.join(change)} changed"
 
 
 def key_is_the_same_at_any_time(policy: Make) -> None:
@@ -113,7 +113,7 @@ def key_is_the_same_at_any_time(policy: Make) -> None:
         for name in CLOCKS:
             stack.enter_context(mock.patch.object(time, name, lambda: LATE))
         later = one.key(node)
-    _require(later == first, "key depends on the time of the call")
+    assert later == first, "key depends on the time of the call"
 
 
 def key_order_holds_for_a_late_clock(policy: Make) -> None:
@@ -124,7 +124,7 @@ def key_order_holds_for_a_late_clock(policy: Make) -> None:
         late = [one.key(replace(node, last_access=node.last_access + offset, created=node.created + offset)) for node in nodes]
         for i, j in product(range(len(nodes)), repeat=2):
             is_same = (early[i] < early[j]) == (late[i] < late[j])
-            _require(is_same, f"{nodes[i]} and {nodes[j]} change their order after {offset} accesses: the key rounds or wraps")
+            assert is_same, f"{nodes[i]} and {nodes[j]} change their order after {offset} accesses: the key rounds or wraps"
 
 
 def key_is_fast(policy: Make) -> None:
@@ -153,12 +153,12 @@ def cache_keeps_its_contract(policy: Make) -> None:
         if locked and rng.random() < 0.3:
             cache.unlock(locked.pop(rng.randrange(len(locked))))
         wanted = min(rng.randint(0, 4), cache.num_evictable)
-        _require(len(cache.evict(wanted)) == wanted, "evict freed another number of pages than it was asked for")
+        assert len(cache.evict(wanted)) == wanted, "evict freed another number of pages than it was asked for"
         cache.check_integrity()
     for handle in locked:
         cache.unlock(handle)
     cache.reset()
-    _require(cache.num_evictable == 0 and not sum(map(len, cache.audit())), "reset left pages in the cache")
+    assert cache.num_evictable == 0 and not sum(map(len, cache.audit())), "reset left pages in the cache"
 
 
 def runs_with_few_pages(policy: Make) -> None:
@@ -181,8 +181,3 @@ class _InOrder(SchedulingPolicy):
 
     def sort_waiting(self, waiting: Iterable[Request], view: SchedulerView) -> Iterable[Request]:
         return waiting
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)

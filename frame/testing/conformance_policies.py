@@ -98,26 +98,26 @@ def order_is_a_permutation(policy: Make) -> None:
         waiting = example_requests(count, seed=turn)
         given = list(waiting)
         ordered = list(one.sort_waiting(waiting, VIEW))
-        _require(len(ordered) == len(given), f"sort_waiting() returned {len(ordered)} of {len(given)} requests")
-        _require({id(r) for r in ordered} == {id(r) for r in given}, "sort_waiting() returned other requests than it was given")
+        assert len(ordered) == len(given), f"sort_waiting() returned {len(ordered)} of {len(given)} requests"
+        assert {id(r) for r in ordered} == {id(r) for r in given}, "sort_waiting() returned other requests than it was given"
 
 
 def order_changes_nothing(policy: Make) -> None:
     waiting = example_requests(50)
     before = _snapshot(waiting)
     list(policy().sort_waiting(waiting, VIEW))
-    _require(before == _snapshot(waiting), "sort_waiting() changed the requests, or the sequence that holds them")
+    assert before == _snapshot(waiting), "sort_waiting() changed the requests, or the sequence that holds them"
 
 
 def order_of_nothing(policy: Make) -> None:
-    _require(not list(policy().sort_waiting([], VIEW)), "sort_waiting() of no requests is not empty")
+    assert not list(policy().sort_waiting([], VIEW)), "sort_waiting() of no requests is not empty"
 
 
 def order_takes_any_view(policy: Make) -> None:
     """Views of an idle scheduler at its start, and of a full one after years."""
     for view in EDGE_VIEWS:
         waiting = example_requests(9)
-        _require(len(list(policy().sort_waiting(waiting, view))) == 9, f"sort_waiting() loses requests with {view}")
+        assert len(list(policy().sort_waiting(waiting, view))) == 9, f"sort_waiting() loses requests with {view}"
 
 
 def order_is_fast(policy: Make) -> None:
@@ -136,16 +136,16 @@ def victim_is_never_the_oldest(policy: Make) -> None:
         running = example_requests(8, seed)
         for count in range(1, 9):
             victim = policy().select_victim(running[:count], VIEW)
-            _require(victim is not running[0], "select_victim returned the oldest running request, so progress is not guaranteed")
-            _require(victim is None or any(victim is r for r in running[:count]), "select_victim returned a request that is not running")
-            _require(count == 1 or victim is not None, f"select_victim returned None for {count} requests when pages ran out")
+            assert victim is not running[0], "select_victim returned the oldest running request, so progress is not guaranteed"
+            assert victim is None or any(victim is r for r in running[:count]), "select_victim returned a request that is not running"
+            assert count == 1 or victim is not None, f"select_victim returned None for {count} requests when pages ran out"
 
 
 def preemption_has_no_cycle(policy: Make) -> None:
     requests = example_requests(30)
     for one, other in product(requests, repeat=2):
         both = policy().can_preempt(one, other) and policy().can_preempt(other, one)
-        _require(not both, "two requests may preempt each other, so neither would ever finish")
+        assert not both, "two requests may preempt each other, so neither would ever finish"
 
 
 def preemption_changes_nothing(policy: Make) -> None:
@@ -155,7 +155,7 @@ def preemption_changes_nothing(policy: Make) -> None:
     one.select_victim(running, VIEW)
     for request in waiting:
         one.can_preempt(request, running[-1])
-    _require(before == _snapshot([*running, *waiting]), "select_victim or can_preempt changed the requests, or their sequence")
+    assert before == _snapshot([*running, *waiting]), "select_victim or can_preempt changed the requests, or their sequence"
 
 
 def priorities_are_kept(policy: Make) -> None:
@@ -166,12 +166,12 @@ def priorities_are_kept(policy: Make) -> None:
         request.arrival = VIEW.now  # ageing has nothing to do
     first = next(iter(policy().sort_waiting(waiting, VIEW)))
     highest = max(request.priority for request in waiting)
-    _require(first.priority == highest, f"sort_waiting() puts priority {first.priority} before {highest}, though `by_priority` is set")
+    assert first.priority == highest, f"sort_waiting() puts priority {first.priority} before {highest}, though `by_priority` is set"
     victim = policy().select_victim(waiting, VIEW)
     lowest = min(request.priority for request in waiting[1:])
-    _require(victim is not None and victim.priority == lowest, "select_victim spares a request of the lowest priority")
+    assert victim is not None and victim.priority == lowest, "select_victim spares a request of the lowest priority"
     for one, other in product(waiting, repeat=2):
-        _require(one.priority >= other.priority or not policy().can_preempt(one, other), "can_preempt lets a lower priority preempt")
+        assert one.priority >= other.priority or not policy().can_preempt(one, other), "can_preempt lets a lower priority preempt"
 
 
 def requests_are_not_kept(policy: Make) -> None:
@@ -186,7 +186,7 @@ def requests_are_not_kept(policy: Make) -> None:
         if turn % 20 == 19:
             sizes.append(count_elements(one))
     grows = sizes[0] + 20 <= sizes[1] and sizes[1] + 20 <= sizes[2]  # at least by one in each step
-    _require(not grows, f"the policy holds {sizes} elements after 20, 40 and 60 steps: it keeps what it has seen")
+    assert not grows, f"the policy holds {sizes} elements after 20, 40 and 60 steps: it keeps what it has seen"
 
 
 # simulated queues ---------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def order_starves_no_request(policy: Make) -> None:
         waited = _simulate(policy(), odd, usual)
         what = f"a {'long' if long_prompt else 'short'} prompt, {'many' if long_output else 'few'} output tokens"
         what += f", {'a' if cached else 'no'} cached prefix{' and a low priority' if low else ''}"
-        _require(waited < MAX_WAIT, f"a request with {what} waits for {waited} s while later ones are admitted: see `late_first`")
+        assert waited < MAX_WAIT, f"a request with {what} waits for {waited} s while later ones are admitted: see `late_first`"
 
 
 Shape = tuple[bool, bool, bool, int]
@@ -245,7 +245,7 @@ def runs(policy: Make, page_size: int, overlap: bool) -> None:
             if rng.random() < 0.3:
                 rig.step()
         rig.run()
-    _require(not found, found[0] if found else "")
+    assert not found, found[0] if found else ""
     if not rig.scheduler.get_load()["preempted"]:
         raise SkipCheck("the pages never run out in this run, so no victim is asked for")
 
@@ -264,8 +264,8 @@ def a_busy_run_serves_the_oldest(policy: Make) -> None:
             rig.step()
             if rig.requests[oldest].finish is not None:
                 break
-    _require(rig.requests[oldest].finish is not None, f"a request is not done after {MAX_WAIT} steps, though others come and go")
-    _require(not found, found[0] if found else "")
+    assert rig.requests[oldest].finish is not None, f"a request is not done after {MAX_WAIT} steps, though others come and go"
+    assert not found, found[0] if found else ""
 
 
 def _config(page_size: int, overlap: bool) -> SchedulerConfig:
@@ -320,8 +320,3 @@ def _renamed(request: Request, rid: str, index: int) -> Request:
     found = copy(request)
     found.rid, found.index = rid, index
     return found
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)

@@ -140,7 +140,7 @@ class Sequences:
         """The pages of the longest cached prefix."""
         match = self.cache.match(self.tokens(numbers), namespace)
         size = len(match.pages) * self.page_size
-        _require(match.num_tokens == size, f"num_tokens of a match is {match.num_tokens}, its pages hold {size}")
+        assert match.num_tokens == size, f"num_tokens of a match is {match.num_tokens}, its pages hold {size}"
         return [int(page) for page in match.pages]
 
     def touch(self, numbers: Iterable[int]) -> None:
@@ -160,18 +160,18 @@ def _new(maker: Maker, policy: EvictionPolicy | None = None) -> Sequences:
 
 def _record_and_class_agree(maker: Maker) -> None:
     target, capabilities = maker.target, maker.capabilities
-    _require(target.reuses == capabilities.reuses, f"the record says reuses={capabilities.reuses}, the class says {target.reuses}")
+    assert target.reuses == capabilities.reuses, f"the record says reuses={capabilities.reuses}, the class says {target.reuses}"
 
 
 def _stores_nothing(maker: Maker) -> None:
     on = _new(maker)
     pages, inserted = on.insert(range(4))
-    _require(inserted.num_cached == len(pages) * on.page_size, "reuses is False, but insert keeps pages; all of them are duplicates")
+    assert inserted.num_cached == len(pages) * on.page_size, "reuses is False, but insert keeps pages; all of them are duplicates"
     on.cache.lock(inserted.handle)
     on.cache.unlock(inserted.handle)
-    _require(not on.find(range(4)), "reuses is False, but match finds a prefix")
+    assert not on.find(range(4)), "reuses is False, but match finds a prefix"
     left = [on.cache.num_evictable, on.cache.num_locked, len(on.cache.evict(4)), len(on.cache.reset()), len(_owned(on.cache))]
-    _require(not any(left), "reuses is False, but the cache owns pages")
+    assert not any(left), "reuses is False, but the cache owns pages"
 
 
 def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
@@ -198,7 +198,7 @@ def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
             rig.abort(rid)
     rig.run()
     cached = sum(request.cached or 0 for request in rig.requests.values())
-    _require(bool(cached) == maker.target.reuses, f"{cached} prompt tokens of 40 requests with common prefixes came from the cache")
+    assert bool(cached) == maker.target.reuses, f"{cached} prompt tokens of 40 requests with common prefixes came from the cache"
 
 
 # caches that store prefixes -----------------------------------------------------------------------
@@ -208,14 +208,14 @@ def _finds_what_was_inserted(maker: Maker) -> None:
     on = _new(maker)
     long = list(range(1000))
     pages, inserted = on.insert(long)
-    _require(inserted.num_cached == 0, f"num_cached is {inserted.num_cached} for tokens that were not cached")
-    _require(on.find(long) == pages.tolist(), "match does not find the pages of a sequence that was inserted")
-    _require(on.find([*long[:400], 5, 6]) == pages[:400].tolist(), "match does not find the first pages of a longer sequence")
+    assert inserted.num_cached == 0, f"num_cached is {inserted.num_cached} for tokens that were not cached"
+    assert on.find(long) == pages.tolist(), "match does not find the pages of a sequence that was inserted"
+    assert on.find([*long[:400], 5, 6]) == pages[:400].tolist(), "match does not find the first pages of a longer sequence"
     more, again = on.insert([*long[:700], 3, 2, 1])
-    _require(again.num_cached == 700 * on.page_size, f"num_cached is {again.num_cached} of {700 * on.page_size} cached tokens")
-    _require(on.find([*long[:700], 3, 2, 1]) == [*pages[:700], *more[700:]], "a sequence that branches off has the wrong pages")
-    _require(on.find(long) == pages.tolist(), "a branch changed the pages of the first sequence")
-    _require(on.find([9, *long]) == [], "match finds tokens that do not begin at the first cached token")
+    assert again.num_cached == 700 * on.page_size, f"num_cached is {again.num_cached} of {700 * on.page_size} cached tokens"
+    assert on.find([*long[:700], 3, 2, 1]) == [*pages[:700], *more[700:]], "a sequence that branches off has the wrong pages"
+    assert on.find(long) == pages.tolist(), "a branch changed the pages of the first sequence"
+    assert on.find([9, *long]) == [], "match finds tokens that do not begin at the first cached token"
     _check_counts(on.cache, owned=[*pages, *more[700:]], locked=0)
 
 
@@ -223,11 +223,11 @@ def _keeps_namespaces_apart(maker: Maker) -> None:
     on = _new(maker)
     spaces = ("", "one:", "one:salt", "two:salt", "salt")
     for space in spaces:
-        _require(on.find(range(8), space) == [], f"namespace {space!r} finds the prefixes of another one")
+        assert on.find(range(8), space) == [], f"namespace {space!r} finds the prefixes of another one"
         _, inserted = on.insert(range(8), space)
-        _require(inserted.num_cached == 0, f"insert into namespace {space!r} finds the prefixes of another one")
+        assert inserted.num_cached == 0, f"insert into namespace {space!r} finds the prefixes of another one"
     found = [page for space in spaces for page in on.find(range(8), space)]
-    _require(found == list(range(1, 41)), "a namespace has the pages of another one")
+    assert found == list(range(1, 41)), "a namespace has the pages of another one"
 
 
 def _keeps_whole_pages_only(maker: Maker) -> None:
@@ -238,7 +238,7 @@ def _keeps_whole_pages_only(maker: Maker) -> None:
     inserted = on.cache.insert(tokens, pages)
     _check_counts(on.cache, owned=pages[:whole].tolist(), locked=0)
     match = on.cache.match(np.append(tokens, np.int32(90)))
-    _require(match.num_tokens == whole * size, f"{match.num_tokens} tokens match, of {whole} cached pages of {size}")
+    assert match.num_tokens == whole * size, f"{match.num_tokens} tokens match, of {whole} cached pages of {size}"
     on.cache.lock(inserted.handle)
     _check_counts(on.cache, owned=pages[:whole].tolist(), locked=whole)
 
@@ -247,9 +247,9 @@ def _tells_large_token_ids_apart(maker: Maker) -> None:
     on = _new(maker)
     numbers = [1 << shift for shift in range(31)]
     every = [on.insert([number, number])[0].tolist() for number in numbers]
-    _require([on.find([number, number]) for number in numbers] == every, "two sequences with different token ids have the same pages")
+    assert [on.find([number, number]) for number in numbers] == every, "two sequences with different token ids have the same pages"
     on.insert([1, 2])
-    _require(len(on.find([2, 1])) == 1, "the order of tokens does not count")
+    assert len(on.find([2, 1])) == 1, "the order of tokens does not count"
 
 
 def _keeps_no_view_of_its_arguments(maker: Maker) -> None:
@@ -258,11 +258,11 @@ def _keeps_no_view_of_its_arguments(maker: Maker) -> None:
     expected = pages.tolist()
     on.cache.insert(tokens, pages)
     tokens[:], pages[:] = 99, 0
-    _require(on.find(range(6)) == expected, "insert keeps a view of its arguments, which the caller changes afterwards")
+    assert on.find(range(6)) == expected, "insert keeps a view of its arguments, which the caller changes afterwards"
     match = on.cache.match(on.tokens(range(6)))
     match.pages.setflags(write=True)
     match.pages[:] = 0
-    _require(on.find(range(6)) == expected, "match returns the cache's own array, which the caller may change")
+    assert on.find(range(6)) == expected, "match returns the cache's own array, which the caller may change"
     on.cache.check_integrity()
 
 
@@ -273,7 +273,7 @@ def _takes_its_own_pages_again(maker: Maker) -> None:
     fresh = on.new_pages(4)
     tokens = on.tokens(range(8))
     again = on.cache.insert(tokens, np.concatenate((first, fresh)))
-    _require(again.num_cached == 4 * on.page_size, "num_cached of a prefix that grew by the cache's own pages is wrong")
+    assert again.num_cached == 4 * on.page_size, "num_cached of a prefix that grew by the cache's own pages is wrong"
     on.cache.lock(again.handle)
     on.cache.unlock(inserted.handle)
     _check_counts(on.cache, owned=[*first, *fresh], locked=8)
@@ -292,8 +292,8 @@ def _nests_locks(maker: Maker) -> None:
     _check_counts(on.cache, pages.tolist(), locked=6)
     on.cache.unlock(inserted.handle)
     _check_counts(on.cache, pages.tolist(), locked=6)
-    _require(len(on.cache.evict(6)) == 0, "evict returns pages that are locked twice and were unlocked once")
-    _require(len(on.cache.reset()) == 0, "reset returns locked pages")
+    assert len(on.cache.evict(6)) == 0, "evict returns pages that are locked twice and were unlocked once"
+    assert len(on.cache.reset()) == 0, "reset returns locked pages"
     on.cache.unlock(short.handle)
     _check_counts(on.cache, pages.tolist(), locked=6)
     nothing = on.cache.match(on.tokens([77])).handle
@@ -311,20 +311,20 @@ def _keeps_matches_valid_while_others_are_locked(maker: Maker) -> None:
     _check_counts(on.cache, pages.tolist(), locked=8)
     on.cache.unlock(handles[1])
     _check_counts(on.cache, pages.tolist(), locked=5)
-    _require(sorted(on.cache.evict(8)) == sorted(pages[5:]), "evict frees other pages than the unlocked ones")
+    assert sorted(on.cache.evict(8)) == sorted(pages[5:]), "evict frees other pages than the unlocked ones"
 
 
 def _evicts_the_longest_first(maker: Maker) -> None:
     on = _new(maker)
     on.insert(range(10))
     on.insert([*range(5), 50, 51])
-    _require(len(on.cache.evict(0)) == 0, "evict(0) returns pages")
+    assert len(on.cache.evict(0)) == 0, "evict(0) returns pages"
     for _ in range(6):
         freed = on.cache.evict(2)
-        _require(len(freed) >= min(2, 12), f"evict(2) returned {len(freed)} pages, though more were evictable")
+        assert len(freed) >= min(2, 12), f"evict(2) returned {len(freed)} pages, though more were evictable"
         reachable = {*on.find(range(10)), *on.find([*range(5), 50, 51])}
-        _require(reachable == set(_owned(on.cache)), "evict left pages that no sequence reaches: free a prefix from its end")
-        _require(not reachable & set(freed.tolist()), "match finds pages that evict returned")
+        assert reachable == set(_owned(on.cache)), "evict left pages that no sequence reaches: free a prefix from its end"
+        assert not reachable & set(freed.tolist()), "match finds pages that evict returned"
 
 
 def _evicts_in_the_order_of_its_policy(maker: Maker) -> None:
@@ -335,7 +335,7 @@ def _evicts_in_the_order_of_its_policy(maker: Maker) -> None:
             for _ in range(uses):
                 on.touch([number])
         freed = [on.cache.evict(1).tolist() for _ in range(4)]
-        _require(freed == [pages[number] for number in order], f"the order of eviction by {field} is not the policy's")
+        assert freed == [pages[number] for number in order], f"the order of eviction by {field} is not the policy's"
 
 
 def _passes_priorities_to_its_policy(maker: Maker) -> None:
@@ -344,7 +344,7 @@ def _passes_priorities_to_its_policy(maker: Maker) -> None:
     on.insert([1], priority=5)
     on.insert([1], priority=1)
     freed = [on.cache.evict(1).tolist() for _ in range(3)]
-    _require(freed == [pages[0], pages[2], pages[1]], "the priority of a prefix is not the highest of its insertions")
+    assert freed == [pages[0], pages[2], pages[1]], "the priority of a prefix is not the highest of its insertions"
 
 
 def _evicts_everything_that_is_unlocked(maker: Maker) -> None:
@@ -352,14 +352,14 @@ def _evicts_everything_that_is_unlocked(maker: Maker) -> None:
     kept, inserted = on.insert(range(5))
     on.cache.lock(inserted.handle)
     free = [page for number in range(100, 110) for page in on.insert([number, number], f"tenant{number % 3}:")[0]]
-    _require(on.cache.num_evictable == len(free), f"{on.cache.num_evictable} pages are evictable, {len(free)} are unlocked")
-    _require(sorted(on.cache.reset().tolist()) == sorted(free), "reset returns other pages than the unlocked ones")
+    assert on.cache.num_evictable == len(free), f"{on.cache.num_evictable} pages are evictable, {len(free)} are unlocked"
+    assert sorted(on.cache.reset().tolist()) == sorted(free), "reset returns other pages than the unlocked ones"
     _check_counts(on.cache, kept.tolist(), locked=5)
-    _require(on.find(range(5)) == kept.tolist(), "reset removed a locked prefix")
+    assert on.find(range(5)) == kept.tolist(), "reset removed a locked prefix"
     on.cache.unlock(inserted.handle)
-    _require(sorted(on.cache.evict(1000)) == sorted(kept), "evict of more pages than there are does not return all that are evictable")
+    assert sorted(on.cache.evict(1000)) == sorted(kept), "evict of more pages than there are does not return all that are evictable"
     _check_counts(on.cache, [], locked=0)
-    _require(on.find(range(5)) == [], "match finds a prefix of an empty cache")
+    assert on.find(range(5)) == [], "match finds a prefix of an empty cache"
 
 
 def _outlines_parents_before_children(maker: Maker) -> None:
@@ -368,13 +368,13 @@ def _outlines_parents_before_children(maker: Maker) -> None:
     on.insert([*range(3), 9, 9], "one:")
     on.insert([*range(3), 9, 9])
     runs = on.cache.outline(100)
-    _require(bool(runs), "the outline of a cache with prefixes is empty")
-    _require(sum(run.tokens for run in runs) == len(_owned(on.cache)) * on.page_size, "the outline shows another number of tokens")
+    assert bool(runs), "the outline of a cache with prefixes is empty"
+    assert sum(run.tokens for run in runs) == len(_owned(on.cache)) * on.page_size, "the outline shows another number of tokens"
     for place, run in enumerate(runs):
-        _require(-1 <= run.parent < place, "a run of the outline stands before its parent")
+        assert -1 <= run.parent < place, "a run of the outline stands before its parent"
         start = 0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens
-        _require(run.start == start, "a run of the outline does not begin where its parent ends")
-    _require(len(on.cache.outline(2)) <= 2, "the outline has more runs than its limit")
+        assert run.start == start, "a run of the outline does not begin where its parent ends"
+    assert len(on.cache.outline(2)) <= 2, "the outline has more runs than its limit"
 
 
 def _repairs_its_locks(maker: Maker) -> None:
@@ -404,12 +404,7 @@ def _owned(cache: PrefixCache) -> list[int]:
 def _check_counts(cache: PrefixCache, owned: Iterable[int], locked: int) -> None:
     cache.check_integrity()
     expected, found = sorted(owned), sorted(_owned(cache))
-    _require(found == expected, f"audit yields {len(found)} pages, the cache owns {len(expected)}, or others")
-    _require(cache.num_locked == locked, f"num_locked is {cache.num_locked}, {locked} pages are locked")
+    assert found == expected, f"audit yields {len(found)} pages, the cache owns {len(expected)}, or others"
+    assert cache.num_locked == locked, f"num_locked is {cache.num_locked}, {locked} pages are locked"
     evictable = len(expected) - locked
-    _require(cache.num_evictable == evictable, f"num_evictable is {cache.num_evictable}, {evictable} pages are unlocked")
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)
+    assert cache.num_evictable == evictable, f"num_evictable is {cache.num_evictable}, {evictable} pages are unlocked"

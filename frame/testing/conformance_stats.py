@@ -93,7 +93,7 @@ def _returns_at_once(make: Any) -> None:
         _run(logger, 30)
         seconds.append((time.perf_counter() - start) / 40)
     logger.close()
-    _require(min(seconds) <= MAX_SECONDS, f"a record takes {min(seconds):.4f} s, which every request waits for")
+    assert min(seconds) <= MAX_SECONDS, f"a record takes {min(seconds):.4f} s, which every request waits for"
 
 
 def _keeps_a_bounded_amount(make: Any) -> None:
@@ -101,7 +101,7 @@ def _keeps_a_bounded_amount(make: Any) -> None:
     _run(logger, MANY)
     kept = count_elements(logger)
     logger.close()
-    _require(kept <= MAX_KEPT, f"the logger holds {kept} elements after {MANY} steps: it keeps records")
+    assert kept <= MAX_KEPT, f"the logger holds {kept} elements after {MANY} steps: it keeps records"
 
 
 def _renders_metrics(make: Any) -> None:
@@ -113,13 +113,13 @@ def _renders_metrics(make: Any) -> None:
         start = time.perf_counter()
         found = logger.render_metrics()
         seconds.append(time.perf_counter() - start)
-    _require(isinstance(found, RenderedMetrics), "render_metrics() returns no RenderedMetrics")
-    _require(isinstance(found.body, bytes) and "/" in found.content_type, "the rendered metrics have no bytes, or no content type")
+    assert isinstance(found, RenderedMetrics), "render_metrics() returns no RenderedMetrics"
+    assert isinstance(found.body, bytes) and "/" in found.content_type, "the rendered metrics have no bytes, or no content type"
     found.content_type.encode("ascii")
     found.body.decode()
-    _require(min(seconds) <= MAX_RENDER_SECONDS, f"render_metrics() takes {min(seconds):.2f} s, which every request waits for")
+    assert min(seconds) <= MAX_RENDER_SECONDS, f"render_metrics() takes {min(seconds):.2f} s, which every request waits for"
     logger.close()
-    _require(logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers")
+    assert logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers"
 
 
 def _renders_without_effect(make: Any) -> None:
@@ -130,8 +130,8 @@ def _renders_without_effect(make: Any) -> None:
     for _ in range(2):
         _run(logger, 60)
         texts += [_read_samples(logger.render_metrics()) for _ in range(2)]
-    _require(texts[0] == texts[1] and texts[2] == texts[3], "the metrics change when they are read")
-    _require(texts[0] != texts[2], "60 records do not change the metrics")
+    assert texts[0] == texts[1] and texts[2] == texts[3], "the metrics change when they are read"
+    assert texts[0] != texts[2], "60 records do not change the metrics"
 
 
 def _read_samples(found: RenderedMetrics) -> list[bytes]:
@@ -143,7 +143,7 @@ def _prints_nothing(make: Any) -> None:
         logger = make()
         _run(logger, 20)
         logger.close()
-    _require(not output.getvalue(), "the logger writes to standard output, which is the server's")
+    assert not output.getvalue(), "the logger writes to standard output, which is the server's"
 
 
 def _closes_twice(make: Any) -> None:
@@ -163,7 +163,7 @@ def _changes_nothing_of_the_process(make: Any) -> None:
     logger.close()
     after = _process_state()
     for what in before:
-        _require(before[what] == after[what], f"the logger changes the process's {what}")
+        assert before[what] == after[what], f"the logger changes the process's {what}"
 
 
 def _process_state() -> dict[str, Any]:
@@ -174,8 +174,3 @@ def _process_state() -> dict[str, Any]:
         "threads that keep it alive": [thread.name for thread in threading.enumerate() if not thread.daemon],
         "garbage collection": gc.isenabled(),
     }
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)

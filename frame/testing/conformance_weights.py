@@ -97,11 +97,11 @@ def _has_every_tensor(maker: Maker) -> None:
     tensors = _tensors()
     with maker.folder(tensors) as folder, maker.open(folder, shapes={"other": (3, 3)}) as source:
         names = list(source.list_names())
-        _require(len(set(names)) == len(names), "list_names names a tensor twice")
-        _require(set(names) == set(tensors), f"list_names differs from the checkpoint in {sorted(set(names) ^ set(tensors))[:4]}")
+        assert len(set(names)) == len(names), "list_names names a tensor twice"
+        assert set(names) == set(tensors), f"list_names differs from the checkpoint in {sorted(set(names) ^ set(tensors))[:4]}"
         for name, tensor in tensors.items():
             opened = source.open_tensor(name)
-            _require(tuple(opened.shape) == tuple(tensor.shape), f"{name} has the shape {tuple(opened.shape)}, not {tuple(tensor.shape)}")
+            assert tuple(opened.shape) == tuple(tensor.shape), f"{name} has the shape {tuple(opened.shape)}, not {tuple(tensor.shape)}"
             _require_equal(opened[...], tensor, f"the values of {name}")
 
 
@@ -141,7 +141,7 @@ def _opens_two_checkpoints(maker: Maker) -> None:
     with maker.folder(one) as first, maker.folder(other) as second, maker.open(first) as source, maker.open(second) as update:
         _require_equal(update.open_tensor("a")[...], other["a"], "the tensor of the second checkpoint")
         _require_equal(source.open_tensor("a")[...], one["a"], "the tensor of the first checkpoint")
-        _require(list(update.list_names()) == ["a"], "the second checkpoint has tensors of the first")
+        assert list(update.list_names()) == ["a"], "the second checkpoint has tensors of the first"
         if maker.capabilities.several_ranks:
             with maker.open(first) as rank:
                 _require_equal(rank.open_tensor("a")[1:3], one["a"][1:3], "the tensor of a second rank")
@@ -157,7 +157,7 @@ def _reads_ahead(maker: Maker) -> None:
             cut = rows.get(name)
             index: Any = Ellipsis if cut is None else (cut, slice(1, 4))
             _require_equal(tensor[index], tensors[name][index], f"{name}, read from find_range,")
-            _require(tuple(tensor.shape) == tuple(tensors[name].shape), f"the shape of {name}, read from find_range, differs")
+            assert tuple(tensor.shape) == tuple(tensors[name].shape), f"the shape of {name}, read from find_range, differs"
 
 
 def _takes_many_tensors(maker: Maker) -> None:
@@ -165,7 +165,7 @@ def _takes_many_tensors(maker: Maker) -> None:
     with maker.folder(tensors) as folder, maker.open(folder) as source:
         found = {name: float(tensor[...].sum()) / 4 for name, tensor in read_weights(source)}
     wrong = [name for name, tensor in tensors.items() if found.get(name) != float(tensor[0, 0])]
-    _require(not wrong, f"{len(wrong)} of {len(tensors)} tensors are missing or wrong, such as {wrong[:1]}")
+    assert not wrong, f"{len(wrong)} of {len(tensors)} tensors are missing or wrong, such as {wrong[:1]}"
 
 
 def _refuses_an_empty_folder(maker: Maker) -> None:
@@ -199,7 +199,7 @@ def _runs_no_pickle(maker: Maker) -> None:
         torch.save({"a": _Payload(proof)}, folder / "consolidated.pth")
         with contextlib.suppress(CheckpointError), maker.open(folder) as source:
             _read_all(source)
-        _require(not proof.exists(), "the source unpickles a file of the checkpoint, which runs code")
+        assert not proof.exists(), "the source unpickles a file of the checkpoint, which runs code"
 
 
 # sources that make weights up ---------------------------------------------------------------------
@@ -211,9 +211,9 @@ INTEGERS: Mapping[str, torch.dtype] = {"codes": torch.int32, "bytes": torch.uint
 def _has_expected_shapes(maker: Maker) -> None:
     with maker.folder() as folder, maker.open(folder, shapes=SHAPES) as source:
         found = {name: tuple(source.open_tensor(name).shape) for name in source.list_names()}
-        _require(found == dict(SHAPES), "the names or shapes differ from those that the model expects")
+        assert found == dict(SHAPES), "the names or shapes differ from those that the model expects"
         for name, shape in SHAPES.items():
-            _require(tuple(source.open_tensor(name)[...].shape) == shape, f"the values of {name} have another shape than it says")
+            assert tuple(source.open_tensor(name)[...].shape) == shape, f"the values of {name} have another shape than it says"
 
 
 def _agrees_between_ranks(maker: Maker) -> None:
@@ -223,13 +223,13 @@ def _agrees_between_ranks(maker: Maker) -> None:
             whole = one.open_tensor(name)[...].clone()
             _require_equal(other.open_tensor(name)[...], whole, f"{name} on another rank")
             _require_equal(other.open_tensor(name)[1:2], whole[1:2], f"a slice of {name} on another rank")
-        _require(not torch.equal(one.open_tensor("experts")[0:1], one.open_tensor("experts")[1:2]), "all rows of a tensor are equal")
+        assert not torch.equal(one.open_tensor("experts")[0:1], one.open_tensor("experts")[1:2]), "all rows of a tensor are equal"
 
 
 def _depends_on_the_seed(maker: Maker) -> None:
     with maker.folder() as folder, maker.open(folder, 0, SHAPES) as one, maker.open(folder, 1, SHAPES) as other:
         name = "model.embed.weight"
-        _require(not torch.equal(one.open_tensor(name)[...], other.open_tensor(name)[...]), "two seeds have the same values")
+        assert not torch.equal(one.open_tensor(name)[...], other.open_tensor(name)[...]), "two seeds have the same values"
 
 
 def _makes_finite_values(maker: Maker) -> None:
@@ -237,7 +237,7 @@ def _makes_finite_values(maker: Maker) -> None:
         for name in source.list_names():
             value = source.open_tensor(name)[...].float()
             is_small = bool(torch.isfinite(value).all()) and float(value.abs().max()) < 1e3
-            _require(is_small, f"{name} has values that are large or not finite")
+            assert is_small, f"{name} has values that are large or not finite"
 
 
 def _makes_integers(maker: Maker) -> None:
@@ -245,7 +245,7 @@ def _makes_integers(maker: Maker) -> None:
     with maker.folder() as folder, maker.open(folder, shapes=shapes) as one, maker.open(folder, shapes=shapes) as other:
         for name, dtype in INTEGERS.items():
             value = one.open_tensor(name)[...]
-            _require(value.dtype == dtype, f"a tensor of {dtype} has the dtype {value.dtype}")
+            assert value.dtype == dtype, f"a tensor of {dtype} has the dtype {value.dtype}"
             _require_equal(other.open_tensor(name)[...], value, f"{name} on another rank")
 
 
@@ -262,19 +262,14 @@ def _require_refused(maker: Maker, folder: Path, what: str) -> None:
         with maker.open(folder) as source:
             _read_all(source)
     except CheckpointError as error:
-        _require("\n" not in str(error), f"the error for {what} has several lines")
-        _require(folder.name in str(error), f"the error for {what} does not name the folder or file: {error}")
+        assert "\n" not in str(error), f"the error for {what} has several lines"
+        assert folder.name in str(error), f"the error for {what} does not name the folder or file: {error}"
         return
     raise AssertionError(f"{what} is not refused")
 
 
 def _require_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    _require(found.dtype == expected.dtype, f"{what} have the dtype {found.dtype}, not {expected.dtype}")
-    _require(found.shape == expected.shape, f"{what} have the shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    assert found.dtype == expected.dtype, f"{what} have the dtype {found.dtype}, not {expected.dtype}"
+    assert found.shape == expected.shape, f"{what} have the shape {tuple(found.shape)}, not {tuple(expected.shape)}"
     same = torch.equal(found.contiguous().reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8))
-    _require(same, f"{what} differ from what was written")
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)
+    assert same, f"{what} differ from what was written"

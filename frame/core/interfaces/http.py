@@ -24,7 +24,6 @@ class HttpContext:
     served_name: str  # the model's name in the API
     task: str = "generate"  # generate, embed or classify
     max_context: int = 0  # tokens of a sequence, prompt and output
-    has_keys: bool = False  # requests need an API key of the server
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ class Kind:
     `frame.core.interfaces` and `frame.testing`."""
 
     name: str
-    plural: str
     version: int  # of the interface that this core supports
     summary: str  # what its plugins are, a noun phrase
     interface: str  # the class to derive from
@@ -33,6 +32,10 @@ class Kind:
     @property
     def api(self) -> str:
         return f"{self.name}/{self.version}"
+
+    @property
+    def plural(self) -> str:
+        return f"{self.name[:-1]}ies" if self.name.endswith("y") else f"{self.name}s"
 
     @property
     def hook(self) -> str:
@@ -57,7 +60,6 @@ class Kind:
 _ALL = (
     Kind(
         name="platform",
-        plural="platforms",
         version=1,
         summary="platforms: devices with their memory, streams and graphs",
         interface="platform:Platform",
@@ -67,7 +69,6 @@ _ALL = (
     ),
     Kind(
         name="collective",
-        plural="collectives",
         version=1,
         summary="collectives: operations on tensors of several ranks",
         interface="collective:Collective",
@@ -77,7 +78,6 @@ _ALL = (
     ),
     Kind(
         name="launcher",
-        plural="launchers",
         version=1,
         summary="launchers: places and processes of the ranks",
         interface="launcher:Launcher",
@@ -87,7 +87,6 @@ _ALL = (
     ),
     Kind(
         name="model",
-        plural="models",
         version=3,
         summary="model architectures",
         interface="model:Model",
@@ -97,7 +96,6 @@ _ALL = (
     ),
     Kind(
         name="attention_backend",
-        plural="attention_backends",
         version=3,
         summary="attention backends",
         interface="attention:AttentionBackend",
@@ -107,7 +105,6 @@ _ALL = (
     ),
     Kind(
         name="weight_format",
-        plural="weight_formats",
         version=1,
         summary="formats of stored weights",
         interface="weight_format:WeightFormat",
@@ -117,7 +114,6 @@ _ALL = (
     ),
     Kind(
         name="gemm_kernel",
-        plural="gemm_kernels",
         version=1,
         summary="matrix products with stored weights",
         interface="gemm_kernel:GemmKernel",
@@ -127,7 +123,6 @@ _ALL = (
     ),
     Kind(
         name="moe_runner",
-        plural="moe_runners",
         version=2,
         summary="expert GEMMs",
         interface="moe:MoERunner",
@@ -137,7 +132,6 @@ _ALL = (
     ),
     Kind(
         name="moe_dispatcher",
-        plural="moe_dispatchers",
         version=3,
         summary="exchanges of tokens between the ranks of an expert layer",
         interface="moe:MoEDispatcher",
@@ -147,7 +141,6 @@ _ALL = (
     ),
     Kind(
         name="weight_source",
-        plural="weight_sources",
         version=1,
         summary="weight sources",
         interface="weights:WeightSource",
@@ -157,7 +150,6 @@ _ALL = (
     ),
     Kind(
         name="scheduling_policy",
-        plural="scheduling_policies",
         version=4,
         summary="scheduling policies",
         interface="scheduling:SchedulingPolicy",
@@ -167,7 +159,6 @@ _ALL = (
     ),
     Kind(
         name="prefix_cache",
-        plural="prefix_caches",
         version=1,
         summary="prefix caches",
         interface="cache:PrefixCache",
@@ -177,7 +168,6 @@ _ALL = (
     ),
     Kind(
         name="eviction_policy",
-        plural="eviction_policies",
         version=2,
         summary="eviction policies of the prefix cache",
         interface="cache:EvictionPolicy",
@@ -187,7 +177,6 @@ _ALL = (
     ),
     Kind(
         name="logits_processor",
-        plural="logits_processors",
         version=3,
         summary="logits processors",
         interface="sampling:LogitsProcessor",
@@ -198,7 +187,6 @@ _ALL = (
     ),
     Kind(
         name="grammar_backend",
-        plural="grammar_backends",
         version=3,
         summary="grammar backends",
         interface="sampling:GrammarBackend",
@@ -208,7 +196,6 @@ _ALL = (
     ),
     Kind(
         name="drafter",
-        plural="drafters",
         version=1,
         summary="drafters of speculative decoding",
         interface="drafter:Drafter",
@@ -218,7 +205,6 @@ _ALL = (
     ),
     Kind(
         name="http_extension",
-        plural="http_extensions",
         version=1,
         summary="routes, middleware and request hooks of the HTTP server",
         interface="http:HttpExtension",
@@ -229,7 +215,6 @@ _ALL = (
     ),
     Kind(
         name="reasoning_parser",
-        plural="reasoning_parsers",
         version=3,
         summary="reasoning parsers",
         interface="parsing:ReasoningParser",
@@ -239,7 +224,6 @@ _ALL = (
     ),
     Kind(
         name="tool_call_parser",
-        plural="tool_call_parsers",
         version=3,
         summary="tool-call parsers",
         interface="parsing:ToolCallParser",
@@ -249,7 +233,6 @@ _ALL = (
     ),
     Kind(
         name="stat_logger",
-        plural="stat_loggers",
         version=1,
         summary="stat loggers",
         interface="stats:StatLogger",
@@ -260,7 +243,6 @@ _ALL = (
     ),
     Kind(
         name="cli_command",
-        plural="cli_commands",
         version=1,
         summary="subcommands of `frame`",
         interface="cli:CliCommand",

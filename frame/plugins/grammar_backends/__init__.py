@@ -1,8 +1,4 @@
-"""Manifest of the in-tree grammar backends: records only. Must not import the plugins.
-
-A record names its target as "module:Class"; the registry imports it when the configuration selects
-it.
-"""
+"""Manifest of the in-tree grammar backends: records only. Must not import the plugins."""
 
 from __future__ import annotations
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.native import classify, generate, rerank
-
-if TYPE_CHECKING:
-    from fastapi import APIRouter
+from frame.plugins.http_extensions.built_in import BuiltInRoutes
 
 
-class NativeRoutes(HttpExtension):
-    """Returns the routers of the API."""
+class NativeRoutes(BuiltInRoutes):
+    """The routers of the API."""
 
-    def make_routers(self) -> Sequence[APIRouter]:
-        return (generate.router, rerank.router, classify.router)
+    routers = (generate.router, rerank.router, classify.router)

@@ -51,7 +51,7 @@ def device_checks(subject: Subject) -> Iterator[Check]:
 
 
 def _drafts_of_the_device(subject: Subject) -> None:
-    _require(issubclass(subject.target, DeviceDrafter), "it derives no `DeviceDrafter`")
+    assert issubclass(subject.target, DeviceDrafter), "it derives no `DeviceDrafter`"
     drafter: DeviceDrafter = subject.target(DrafterContext(vocab_size=37, max_slots=6, max_context=64, num_steps=STEPS), subject.options)
 
     def propose(slots: list[int], most: int = STEPS) -> list[list[int]]:
@@ -61,28 +61,28 @@ def _drafts_of_the_device(subject: Subject) -> None:
 
     for slot in (0, 2, 5):
         drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, 2, np.array([3, 4], np.int32)))
-    _require(propose([0, 2, 5]) == [[], [], []], "it drafts before the device did")
+    assert propose([0, 2, 5]) == [[], [], []], "it drafts before the device did"
     stored = np.array([[slot, slot + 1, slot + 2] for slot in (0, 5, 2)], np.int32)
     drafter.store_drafts(np.array([0, 5, 2]), stored)
     stored[:] = 7
-    _require(propose([2, 0]) == [[2, 3, 4], [0, 1, 2]] and propose([5], 1) == [[5]], "drafts differ from those of the device")
+    assert propose([2, 0]) == [[2, 3, 4], [0, 1, 2]] and propose([5], 1) == [[5]], "drafts differ from those of the device"
     drafter.observe_tokens(np.array([2]), np.array([[9, 9]], np.int32), np.array([1], np.int32))
     drafter.remove_slot(0)
     drafter.add_slot(SlotSetup(0, SamplingParams(), 0, 1, np.array([6], np.int32)))
-    _require(propose([0, 2, 5]) == [[], [], [5, 6, 7]], "a draft is used after other tokens than those that it follows")
+    assert propose([0, 2, 5]) == [[], [], [5, 6, 7]], "a draft is used after other tokens than those that it follows"
     drafter.store_drafts(np.array([2]), np.array([[1, 2]], np.int32))
-    _require(propose([2]) == [[1, 2]], "a draft that is shorter than the longest one is not used")
+    assert propose([2]) == [[1, 2]], "a draft that is shorter than the longest one is not used"
 
 
 def _output_is_that_without_drafts(subject: Subject) -> None:
     loop = _make_loop(subject)
     found = _watch(loop)
     outputs = loop.generate(PROMPTS, PARAMS)
-    _require(outputs == _make_loop(None).generate(PROMPTS, PARAMS), "the output differs from that without drafts")
-    _require(bool(found), "it drafted nothing")
+    assert outputs == _make_loop(None).generate(PROMPTS, PARAMS), "the output differs from that without drafts"
+    assert bool(found), "it drafted nothing"
     loop.scheduler.check_integrity()
     loop.scheduler.flush_cache()
-    _require(loop.scheduler.get_load()["used_pages"] == 0, "pages are not freed")
+    assert loop.scheduler.get_load()["used_pages"] == 0, "pages are not freed"
 
 
 def _drafts_do_not_depend_on_chunks(subject: Subject) -> None:
@@ -106,10 +106,10 @@ def _drafts_do_not_depend_on_their_length(subject: Subject) -> None:
 
 def _compare(one: Found, other: Found, problem: str) -> None:
     common = one.keys() & other.keys()
-    _require(len(common) >= len(PROMPTS), "too few drafts follow the same tokens")
+    assert len(common) >= len(PROMPTS), "too few drafts follow the same tokens"
     for tokens in common:
         left = min(STEPS, next(len(prompt) for prompt in PROMPTS if tokens[: len(prompt)] == tuple(prompt)) + LENGTH - len(tokens))
-        _require(one[tokens][:left] == other[tokens][:left], f"the draft {problem}")  # the rest cannot be output
+        assert one[tokens][:left] == other[tokens][:left], f"the draft {problem}"  # the rest cannot be output
 
 
 def _list_drafts(subject: Subject, chunk: int = 512, rows: slice = slice(0, None), steps: int = STEPS) -> Found:
@@ -160,8 +160,3 @@ def _make_loop(subject: Subject | None, chunk: int = 512, steps: int = STEPS) ->
     if subject is not None:
         scheduler.enable_speculation(subject.target(resolved.drafter_context, subject.options), steps)
     return LocalLoop(scheduler, runner)
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)

@@ -23,7 +23,6 @@ from frame.entrypoints.http.extensions.plugin_routes import make_plugin_routes
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.operations import admin, page
 from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter
-from frame.entrypoints.keys import load_keys
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
@@ -74,7 +73,7 @@ class Extensions:
 
 def load_extensions(resolved: Resolved, registry: Registry) -> Extensions:
     """The extensions that were selected. Raises PluginError that names the one that fails."""
-    context = HttpContext(resolved.served_name, resolved.task, resolved.max_context, load_keys(resolved.user.server) is not None)
+    context = HttpContext(resolved.served_name, resolved.task, resolved.max_context)
     with blaming("at the start"):
         return Extensions([registry.create(choice, context) for choice in resolved.plugins.get(KIND, ())])
 
