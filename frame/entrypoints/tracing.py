@@ -38,6 +38,16 @@ CLOSE_TIMEOUT = 2.0  # seconds for sending the last spans
 MAX_REQUESTS = 65536  # traced at once in a text process or follower
 
 
+def check_tracing(server: ServerSection) -> None:
+    """Raise ConfigurationError for `server.otlp_endpoint` without OpenTelemetry."""
+    if server.otlp_endpoint is not None and not _is_installed():
+        raise ConfigurationError("server.otlp_endpoint needs OpenTelemetry; run pip install 'frame-serve[tracing]'")
+
+
+def _is_installed() -> bool:
+    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.exporter") is not None
+
+
 def open_tracing(server: ServerSection, process: str) -> Tracing | None:
     """The tracing of a process; None unless `server.otlp_endpoint` or an OpenTelemetry variable
     names a collector. Raises ConfigurationError."""
@@ -46,11 +56,10 @@ def open_tracing(server: ServerSection, process: str) -> Tracing | None:
         return None
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
-        if server.otlp_endpoint is None:
-            log.warning("%s is set, but OpenTelemetry is not installed; run pip install 'frame-serve[tracing]'", VARIABLES[1])
-            return None
-        raise ConfigurationError("server.otlp_endpoint needs OpenTelemetry; run pip install 'frame-serve[tracing]'")
+    check_tracing(server)
+    if not _is_installed():
+        log.warning("%s is set, but OpenTelemetry is not installed; run pip install 'frame-serve[tracing]'", VARIABLES[1])
+        return None
     return Tracing(_exporter(server.otlp_endpoint), process)
 
 

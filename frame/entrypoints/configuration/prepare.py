@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 from frame.core.config.hardware import Hardware
@@ -16,7 +18,7 @@ from frame.core.config.resolve import resolve
 from frame.core.config.resolve_drafter import find_drafter, resolve_draft_model
 from frame.core.config.resolve_moves import find_moves
 from frame.core.config.resolved import Resolved
-from frame.core.config.schema import FrameConfig
+from frame.core.config.schema import FrameConfig, ServerSection
 from frame.core.config.selection import ResolveError, UnknownPluginError, join_conflicts
 from frame.core.errors import ConfigError, ConfigurationError, PluginError
 from frame.core.interfaces.model import ModelCapabilities
@@ -28,6 +30,8 @@ from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.http.protocol.origin import read_cors
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
+from frame.entrypoints.tls import load_certificate
+from frame.entrypoints.tracing import check_tracing
 from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
 
@@ -52,8 +56,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     user.
     """
     if is_served:
-        check_exposure(config.server)
-        read_cors(config.server)  # raises for invalid origins
+        _check_server(config.server)
     if OWN_DISTRIBUTION in config.plugins.deny:
         raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
     registry = load_configured(config.plugins, classes)
@@ -86,6 +89,20 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     if resolved.draft is not None:
         _check_code(resolved.draft, registry)
     return Prepared(resolved, registry, machine)
+
+
+def _check_server(server: ServerSection) -> None:
+    """Raise ConfigurationError for settings that a start of the server would refuse."""
+    check_exposure(server)
+    read_cors(server)
+    load_certificate(server)
+    check_tracing(server)
+    if server.grpc_port is not None and any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
+        raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
+    ports = {"port": server.port, "admin_port": server.admin_port, "grpc_port": server.grpc_port}
+    for first, second in combinations([name for name, port in ports.items() if port], 2):
+        if ports[first] == ports[second]:
+            raise ConfigurationError(f"server.{second} is {ports[second]}, as is server.{first}; choose another port")
 
 
 def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:

@@ -165,10 +165,14 @@ def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, str]]:
-    """The settings in variables `FRAME_SECTION__FIELD`; others are no settings."""
+    """The settings in variables `FRAME_SECTION__FIELD`; others are no settings, but those that
+    lack an underscore alone are refused."""
     known = by_key()
+    short = {key.replace(".", "_").upper(): key.replace(".", "__").upper() for key in known}
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name in short:
+            raise ConfigError(f"The environment variable {variable} names no setting; did you mean {ENV_PREFIX}{short[name]}?")
         if name == variable or "__" not in name:
             continue
         source = f"environment {variable}"

@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from frame.core.config.resolved import Resolved
-from frame.core.config.schema import LogSection, ServerSection
-from frame.core.errors import ConfigurationError
+from frame.core.config.schema import LogSection
 from frame.core.interfaces.parsing import ParserContext
 from frame.core.interfaces.stats import StatLoggerContext
 from frame.core.text.detokenizer import Detokenizer
@@ -75,7 +73,6 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     resolved = prepared.resolved
     started = time.perf_counter()
     certificate = load_certificate(resolved.user.server)
-    check_grpc(resolved.user.server)
     extensions = load_extensions(resolved, prepared.registry)
     if (folder := resolved.user.batches.folder) is not None:
         make_folder(Path(folder))
@@ -190,12 +187,6 @@ def load_stat_loggers(resolved: Resolved, registry: Registry, services: Services
     chosen = resolved.plugins.get("stat_logger", ())
     loggers = {f"{each.name!r} ({each.distribution} {each.version})": registry.create(each, context) for each in chosen}
     return StatLoggers(resolved.served_name, loggers, lambda: services.client.load) if loggers else None
-
-
-def check_grpc(server: ServerSection) -> None:
-    """Raise ConfigurationError for a gRPC port without its libraries."""
-    if server.grpc_port is not None and any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
-        raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
 
 
 def open_grpc(services: Services) -> GrpcServer | None:

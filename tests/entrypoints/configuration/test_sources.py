@@ -128,6 +128,8 @@ def test_a_missing_file_is_named() -> None:
 def test_environment_errors_name_the_variable() -> None:
     with pytest.raises(ConfigError, match=r"FRAME_CACHE__PAGESIZE names no setting; did you mean FRAME_CACHE__PAGE_SIZE\?"):
         load_config(environ={"FRAME_CACHE__PAGESIZE": "1"})
+    with pytest.raises(ConfigError, match=r"FRAME_MODEL_PATH names no setting; did you mean FRAME_MODEL__PATH\?"):
+        load_config(environ={"FRAME_MODEL_PATH": "/model"})
     with pytest.raises(ConfigError, match=r"environment FRAME_PARALLEL__TP: parallel\.tp is 'x'"):
         load_config(environ={"FRAME_PARALLEL__TP": "x"})
 
