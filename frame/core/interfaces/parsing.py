@@ -148,5 +148,8 @@ class ToolCallParser(ABC):
 
 
 def held_back(text: str, *marks: str) -> int:
-    """The number of characters at the end of `text` that may be the start of one of `marks`."""
-    return max(next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0) for mark in marks)
+    """The number of characters at the end of `text` that may be the start of one of `marks`, a part
+    of a character (U+FFFD) included."""
+    whole = text.removesuffix("\ufffd")
+    size = max(next((size for size in range(min(len(mark) - 1, len(whole)), 0, -1) if whole.endswith(mark[:size])), 0) for mark in marks)
+    return size and size + len(text) - len(whole)

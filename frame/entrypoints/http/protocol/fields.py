@@ -104,6 +104,8 @@ _TRUE_BY_DEFAULT = (
     "return_mm_kwargs", "include_reasoning", "stream_reasoning", "separate_reasoning", "add_generation_prompt", "add_special_tokens",
     "skip_special_tokens", "spaces_between_special_tokens", "log_metrics", "normalize", "softmax", "use_activation",
 )  # fmt: skip
+# Of these, the ones with which false asks for something.
+FALSE_ASKS = frozenset({"include_reasoning", "add_special_tokens", "normalize", "softmax", "use_activation"})
 # Values, besides null, false and empty ones, with which a refused field asks for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("length_penalty", "n", "best_of", "stream_interval"), (1,)),
@@ -146,7 +148,7 @@ def ignored_header(names: Iterable[str]) -> tuple[bytes, bytes]:
 
 def _refuse(name: str, value: Any) -> None:
     """Raise ApiError 400 unless the value asks for nothing."""
-    if value is None or value is False or value in ("", [], {}):
+    if value is None or (value is False and name not in FALSE_ASKS) or value in ("", [], {}):
         return
     if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())):
         return

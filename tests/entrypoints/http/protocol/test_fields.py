@@ -11,7 +11,7 @@ import pytest
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
+from frame.entrypoints.http.protocol.fields import FALSE_ASKS, MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
 from tests.entrypoints.inprocess import InProcess, Response, serving
 from tests.entrypoints.published import ROUTES
 
@@ -102,10 +102,14 @@ async def test_values_that_ask_for_nothing_are_taken(path: str) -> None:
         unknown = {name: None for name in REFUSED if name not in names_of(path)}
         neutral = {name: values[0] for name, values in NEUTRAL.items() if name in unknown}
         more: dict[str, Any]
-        for more in (unknown, dict.fromkeys(unknown, False), dict.fromkeys(unknown, ""), {name: [] for name in unknown}, neutral):
+        false = dict.fromkeys(unknown.keys() - FALSE_ASKS, False)
+        for more in (unknown, false, dict.fromkeys(unknown, ""), {name: [] for name in unknown}, neutral):
             answer = await server.post(path, {**BODIES[path], **more})
             assert answer.status == 200, answer.body
             assert "x-frame-ignored-fields" not in answer.headers
+        for name in unknown.keys() & FALSE_ASKS:
+            answer = await server.post(path, {**BODIES[path], name: False})
+            assert (answer.status, answer.json()["error"]["message"].split()[0]) == (400, name)
 
 
 async def test_unknown_names_are_suggested_or_reported() -> None:
