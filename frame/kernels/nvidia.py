@@ -34,6 +34,11 @@ def get_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def get_stream(index: int) -> int:
+    """The handle of the current stream of a CUDA device."""
+    return int(torch._C._cuda_getCurrentRawStream(index))  # noqa: SLF001 - the object of the public function takes microseconds to make
+
+
 def is_capturing() -> bool:
     """Whether the current stream of this thread is being captured."""
     return torch.cuda.is_current_stream_capturing()

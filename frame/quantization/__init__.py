@@ -126,11 +126,14 @@ _WEIGHT_ONLY_SPEEDS = (
     *(Speed("e2m1", 2, 1.8), Speed("e2m1", 16, 0.8), Speed("e2m1", 64, 0.5), Speed("e2m1", 0, 0.7)),
     Speed("e4m3", 0, 0.9),
 )
-# As above (2026-11-22-humming-h200.json), without layers so small that their launch is what costs.
+# As above. int4: geometric means over the layers of Qwen3-14B, small ones included
+# (2026-11-23-int4-kernels-h200.json). Above 64 rows the two are equally fast; the figures differ so
+# that `auto` keeps one copy of a weight.
 _HUMMING_SPEEDS = (
-    *(Speed("int4", 16, 2.2), Speed("int4", 64, 1.6), Speed("int4", 0, 0.97)),
+    *(Speed("int4", 16, 1.5), Speed("int4", 64, 1.28), Speed("int4", 0, 0.91)),
     *(Speed("e2m1", 16, 1.9), Speed("e2m1", 64, 1.5), Speed("e2m1", 0, 0.93)),
 )
+_CUDA_INT4_SPEEDS = (Speed("int4", 8, 2.5), Speed("int4", 16, 2.0), Speed("int4", 64, 1.31), Speed("int4", 0, 0.92))
 
 
 @hookimpl
@@ -154,12 +157,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
     registry.add(
         "weight_only",
         "frame.quantization.gemm.weight_only:WeightOnlyKernel",
-        capabilities=TritonCapabilities(
-            devices=("cuda",),
-            speeds=_WEIGHT_ONLY_SPEEDS,
-            dtypes=_LOW,
-            min_compute_capability=(8, 0),
-        ),
+        capabilities=TritonCapabilities(devices=("cuda",), speeds=_WEIGHT_ONLY_SPEEDS, dtypes=_LOW, min_compute_capability=(8, 0)),
         requires=("triton>=3.4",),
         rank=80,
         summary="4-bit and 8-bit weights, unquantized activations: Triton kernels that dequantize in registers, dense and for experts.",
@@ -174,6 +172,13 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         summary="4-bit weights, unquantized activations: CUDA kernels of humming-kernels, compiled on first use.",
     )
     registry.add(
+        "cuda_int4",
+        "frame.quantization.gemm.cuda_int4:CudaInt4Kernel",
+        capabilities=GemmCapabilities(devices=("cuda",), speeds=_CUDA_INT4_SPEEDS, dtypes=_LOW, min_compute_capability=(9, 0)),
+        rank=85,
+        summary="int4 weights, unquantized activations: CUDA kernels for compute capability 9.0, compiled at the start by NVRTC.",
+    )
+    registry.add(
         "int8",
         "frame.quantization.gemm.int8:Int8Kernel",
         capabilities=TritonCapabilities(
@@ -182,20 +187,6 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         requires=("triton>=3.4",),
         rank=90,
         summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's products. Activations are rounded per token.",
-    )
-    registry.add(
-        "cpu_int8",
-        "frame.quantization.gemm.cpu_int8:Int8CpuKernel",
-        capabilities=GemmCapabilities(devices=("cpu",), speeds=(Speed("int8", 8, 1.5), Speed("int8", 32, 1.0), Speed("int8", 0, 0.6))),
-        rank=70,
-        summary="int8 weights with one scale per output, by oneDNN's integer products; faster than bfloat16 for up to eight rows.",
-    )
-    registry.add(
-        "cpu_int4",
-        "frame.quantization.gemm.cpu_int4:Int4CpuKernel",
-        capabilities=GemmCapabilities(devices=("cpu",), speeds=(Speed("int4", 8, 1.3), Speed("int4", 256, 0.3)), dtypes=("bfloat16",)),
-        rank=70,
-        summary="int4 weights in groups, by PyTorch's packed kernel; faster than bfloat16 for up to eight rows.",
     )
     registry.add(
         "unpacked",
@@ -216,3 +207,12 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         rank=10,
         summary="The reference: dequantizes the weight in every product, with PyTorch.",
     )
+
+    int8 = GemmCapabilities(devices=("cpu",), speeds=(Speed("int8", 8, 1.5), Speed("int8", 32, 1.0), Speed("int8", 0, 0.6)))
+    int4 = GemmCapabilities(devices=("cpu",), speeds=(Speed("int4", 8, 1.3), Speed("int4", 256, 0.3)), dtypes=("bfloat16",))
+    for name, capabilities, summary in (
+        ("int8", int8, "int8 weights with one scale per output, by oneDNN's integer products; faster than bfloat16 for up to eight rows."),
+        ("int4", int4, "int4 weights in groups, by PyTorch's packed kernel; faster than bfloat16 for up to eight rows."),
+    ):
+        target = f"frame.quantization.gemm.cpu_{name}:{name.capitalize()}CpuKernel"
+        registry.add(f"cpu_{name}", target, capabilities=capabilities, rank=70, summary=summary)

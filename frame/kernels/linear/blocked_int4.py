@@ -1,0 +1,237 @@
+"""Products with int4 weights in groups by CUDA kernels for compute capability 9.0, in a layout of
+their own.
+
+Three kernels share the layout (`cuda/common.cuh` describes it): for up to 16 rows, for more, and
+the dequantization for PyTorch's product of very many. Depends on no layer and no checkpoint format.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+from frame.kernels import cuda_source, nvidia
+from frame.kernels.cuda_source import CudaLaunch, TensorMap
+from frame.kernels.launch import ceil_div
+
+UNIT, TILE, BLOCK = 64, 16, 128  # inputs of a unit, outputs of a tile and of a block
+MOST_FEW_ROWS = 16  # of the kernel for few rows
+MOST_ROWS = 2048  # above which the product of the dequantized weight is faster
+_ARCHITECTURE = "90a"
+_MOST_ROWS_OF_TILE, _ROW_STEP = 256, 32
+_MOST_ROW_TILES = MOST_ROWS // _MOST_ROWS_OF_TILE
+_OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # what a code in the mantissa adds to it
+_POINTERS = {"rows": 5, "tiles": 6, "dequantize": 3}
+_MEMORY = 227 << 10  # bytes of shared memory of a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedWeight:
+    """A weight [outputs, inputs] in the kernels' layout: `codes` uint8 [blocks, units, 8, 32, 16],
+    `scales` [blocks, groups, 8, 8, 4] in the type of the activations. `group`: units that share a
+    scale; 0: all."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    outputs: int
+    inputs: int
+    group: int
+
+
+def find_obstacle(weight: PackedWeight, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not multiply this weight by activations of `dtype`; None: they do."""
+    scheme = weight.scheme
+    if weight.codes.dim() > 2:
+        return "it multiplies no experts"
+    if scheme.codes != "int4" or weight.scales is None or weight.outer is not None:
+        return f"it multiplies int4 codes with one scale, not {scheme}"
+    if weight.scales.dtype != dtype:
+        return f"scales are not in the model's dtype, {dtype}"
+    if scheme.group[0] != 1 or scheme.group[1] % UNIT:
+        return f"it takes scales for multiples of {UNIT} inputs of one output, not for {scheme.group}"
+    if weight.outputs % TILE or weight.columns % (scheme.group[1] or UNIT) or weight.columns % UNIT:
+        return f"its sizes are not multiples of {TILE} outputs and of {UNIT} inputs or a group"
+    return None
+
+
+def pack_weight(weight: PackedWeight) -> BlockedWeight:
+    """The weight in the kernels' layout, without its order."""
+    scales, columns = weight.scales, weight.columns
+    assert scales is not None
+    rows = ceil_div(weight.outputs, BLOCK) * BLOCK
+    codes = unpack_nibbles(weight.codes)[:, :columns]
+    zeros = weight.zeros if weight.zeros is not None else torch.full_like(scales, 8)
+    both = torch.stack((scales, zeros.to(scales.dtype) + _OFFSETS[scales.dtype]))
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, rows - len(codes)))
+    both = torch.nn.functional.pad(both, (0, 0, 0, rows - both.shape[1]))
+    return BlockedWeight(_pack_codes(codes), _pack_scales(both), weight.outputs, columns, weight.scheme.group[1] // UNIT)
+
+
+def count_bytes(outputs: int, inputs: int, group: int) -> int:
+    """The bytes of a weight in the kernels' layout, and of what its products keep beside."""
+    blocks, groups = ceil_div(outputs, BLOCK), inputs // (group or inputs)
+    return blocks * (BLOCK * inputs // 2 + groups * BLOCK * 4 + _MOST_ROW_TILES * 4)
+
+
+def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [rows, columns] -> uint8 [blocks, units, 8, 32, 16]."""
+    rows, columns = codes.shape
+    # block, tile, half of its outputs, g, unit, word, half of its inputs, t, input
+    parts = codes.view(rows // BLOCK, 8, 2, 8, columns // UNIT, 4, 2, 4, 2)
+    # a word's nibbles: inputs, then halves of the inputs, then halves of the outputs
+    words = parts.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(rows // BLOCK, columns // UNIT, 8, 32, 16, 2)
+    return words[..., 0] | words[..., 1] << 4
+
+
+def _pack_scales(both: torch.Tensor) -> torch.Tensor:
+    """Scales and zero points [2, rows, groups] -> [blocks, groups, 8, 8, 4]."""
+    _, rows, groups = both.shape
+    return both.view(2, rows // BLOCK, 8, 2, 8, groups).permute(1, 5, 2, 4, 0, 3).reshape(rows // BLOCK, groups, 8, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """Tiles of 16 outputs a pass, warps, and stages of each warp, of the kernel for few rows."""
+
+    tiles: int
+    stages: int
+    warps: int = 12
+
+
+def choose_rows_plan(outputs: int, rows: int, is_gated: bool, processors: int) -> RowsPlan:
+    """The plan for a weight with so many outputs: the one whose passes leave the fewest tiles idle.
+    Measured on an H200."""
+    halves = 2 if is_gated else 1
+    each = ceil_div(outputs // TILE // halves, processors)
+    passes = (1, 2, 3) if is_gated else (2, 3, 4, 6)
+    tiles = halves * min(passes, key=lambda tiles: (ceil_div(each, tiles) * tiles, -tiles))
+    return RowsPlan(tiles, 3 if rows <= 8 else 2)
+
+
+def count_shared_bytes(plan: RowsPlan, rows: int) -> int:
+    """Shared memory of a block for few rows: more than half of a multiprocessor's, so that no two
+    blocks share one while others have none."""
+    columns = ceil_div(rows, 8)
+    needed = plan.warps * (plan.stages * (plan.tiles * 576 + columns * 1024) + plan.tiles * columns * 512)
+    return max(needed, _MEMORY // 2)
+
+
+def choose_tile_rows(rows: int) -> int:
+    """The rows of a tile of the kernel for many rows."""
+    each = ceil_div(rows, ceil_div(rows, _MOST_ROWS_OF_TILE))
+    return ceil_div(each, _ROW_STEP) * _ROW_STEP
+
+
+class BlockedProducts:
+    """The kernels for one weight. `partial` sums of the kernel for many rows are as large as two
+    tiles a multiprocessor."""
+
+    def __init__(self, weight: BlockedWeight) -> None:
+        self.weight, device = weight, weight.codes.device
+        self._processors = nvidia.count_multiprocessors(device)
+        self._counter = torch.zeros(ceil_div(weight.outputs, BLOCK) * _MOST_ROW_TILES, dtype=torch.int32, device=device)
+        self._traits = ("HALF", int(weight.scales.dtype == torch.float16)), ("GROUP", weight.group)
+        self._launches: dict[tuple[str, tuple[tuple[str, int], ...]], CudaLaunch] = {}
+        for rows in range(_ROW_STEP, _MOST_ROWS_OF_TILE + 1, _ROW_STEP):
+            self._start("tiles", self._list_tile_constants(rows, False))
+        for rows in (1, MOST_FEW_ROWS):
+            self._start("rows", self._list_row_constants(rows, False, False)[1])
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight.codes, self.weight.scales, self._counter]
+
+    def multiply_few(self, x: torch.Tensor, bias: torch.Tensor | None, is_gated: bool = False) -> torch.Tensor:
+        """x [rows, inputs], up to MOST_FEW_ROWS -> [rows, outputs]; gated: SiLU of the first half
+        of the outputs times the second."""
+        weight, rows = self.weight, len(x)
+        plan, constants = self._list_row_constants(rows, is_gated, bias is not None)
+        columns = weight.outputs // TILE // (2 if is_gated else 1)
+        out = x.new_empty(rows, columns * TILE)
+        launch = self._prepare("rows", constants, plan.warps * 32, count_shared_bytes(plan, rows))
+        x = _align(x)
+        grid = min(self._processors, columns), 1
+        launch(grid, x, weight.codes, weight.scales, x if bias is None else bias, out, rows, weight.outputs, weight.inputs, x.stride(0))
+        return out
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [rows, inputs], up to MOST_ROWS -> [rows, outputs]."""
+        weight, rows = self.weight, len(x)
+        tile_rows = choose_tile_rows(rows)
+        constants = self._list_tile_constants(tile_rows, bias is not None)
+        launch = self._prepare("tiles", constants, 384, dict(constants)["STAGES"] * (tile_rows * 128 + 5120) + 8 * 512 + 1024)
+        out, x = x.new_empty(rows, weight.outputs), _align(x)
+        partial = torch.empty(2 * self._processors * BLOCK * tile_rows, dtype=torch.float32, device=x.device)
+        units = ceil_div(rows, tile_rows) * ceil_div(weight.outputs, BLOCK) * (weight.inputs // UNIT)
+        grid = min(self._processors, units), 1  # the sums of a tile are counted by blocks, so none is without work
+        box = cuda_source.make_tensor_map(x, tile_rows, UNIT)
+        others = weight.codes, weight.scales, x if bias is None else bias, out, partial, self._counter
+        launch(grid, box, *others, rows, weight.outputs, weight.inputs)
+        return out
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [outputs, inputs] in the type of its scales."""
+        weight = self.weight
+        out = weight.scales.new_empty(weight.outputs, weight.inputs)
+        launch = self._prepare("dequantize", self._traits, 256, 0)
+        launch((weight.outputs // TILE, max(1, min(8, weight.inputs // 512))), weight.codes, weight.scales, out, weight.inputs)
+        return out
+
+    def _list_row_constants(self, rows: int, is_gated: bool, has_bias: bool) -> tuple[RowsPlan, tuple[tuple[str, int], ...]]:
+        plan = choose_rows_plan(self.weight.outputs, rows, is_gated, self._processors)
+        sizes = ("TILES", plan.tiles), ("WARPS", plan.warps), ("STAGES", plan.stages)
+        return plan, (*self._traits, *sizes, ("COLUMNS", ceil_div(rows, 8)), ("GATED", int(is_gated)), ("BIAS", int(has_bias)))
+
+    def _list_tile_constants(self, tile_rows: int, has_bias: bool) -> tuple[tuple[str, int], ...]:
+        stages = 5 if tile_rows > 192 else 6
+        return (*self._traits, ("ROWS", tile_rows), ("STAGES", stages), ("BIAS", int(has_bias)))
+
+    def _start(self, kind: str, constants: tuple[tuple[str, int], ...]) -> Future[bytes]:
+        return cuda_source.start_compilation(read_source(kind, constants), constants, _ARCHITECTURE)
+
+    def _prepare(self, kind: str, constants: tuple[tuple[str, int], ...], threads: int, shared_bytes: int) -> CudaLaunch:
+        found = self._launches.get((kind, constants))
+        if found is None:
+            device = self.weight.codes.device
+            function = cuda_source.load_function(self._start(kind, constants), f"int4_{kind}", shared_bytes, nvidia.get_index(device))
+            numbers = {"rows": 4, "tiles": 3, "dequantize": 1}[kind]
+            kinds = [*([TensorMap] if kind == "tiles" else []), *([c_void_p] * _POINTERS[kind]), *([c_int] * numbers)]
+            found = self._launches[kind, constants] = CudaLaunch(function, kinds, threads, shared_bytes, device)
+        return found
+
+
+def read_source(kind: str, constants: tuple[tuple[str, int], ...]) -> str:
+    """The text of a kernel: `rows`, `tiles` or `dequantize`."""
+    middle = _write_multiply(dict(constants)["ROWS"]) if kind == "tiles" else ""
+    return _read("common.cuh") + middle + _read(f"int4_{kind}.cu")
+
+
+@cache
+def _read(name: str) -> str:
+    return (files("frame.kernels.linear") / "cuda" / name).read_text()
+
+
+def _write_multiply(rows: int) -> str:
+    """`multiply` of the tiles: an MMA of m64n`rows`k16. Its sums are operands of the instruction,
+    so that their number is part of the text."""
+    count = rows // 2
+    sums = ", ".join(f"%{number}" for number in range(count))
+    operands = ", ".join(f'"+f"(sums[{number // 4}][{number % 4}])' for number in range(count))
+    left = ", ".join(f"%{count + number}" for number in range(4))
+    return (
+        "__device__ __forceinline__ void multiply(float (*sums)[4], const u32* left, u64 right, int keeps) {\n"
+        f'  asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0;\\n"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32." TYPE "." TYPE " {{{sums}}}, {{{left}}}, %{count + 4}, p, 1, 1, 0;}}"\n'
+        f'    : {operands} : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));\n}}\n'
+    )
+
+
+def _align(x: torch.Tensor) -> torch.Tensor:
+    """x with rows that can be read by 16 bytes."""
+    return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 8 or x.data_ptr() % 16 else x
