@@ -112,7 +112,9 @@ class Service:
             raise ApiError(400, "send text, token_ids or chat", "prompt")
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
-        params, _ = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
+        params, prompts_only = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
+        if prompts_only:
+            raise ApiError(400, "max_tokens is 0; it must be at least 1", "max_tokens")
         salt, limit = request.cache_salt, caller.time_left()
         options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
         state = await start_request(caller, self._services, [prompt], params, options)
