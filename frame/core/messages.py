@@ -96,8 +96,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ranks: list[int | None] = []  # of prompt tokens: 1 + the number of likelier tokens
 
 
-class StepTokens(Message, frozen=True):
-    """The tokens of one step, for all its requests. `rids` and `token_ids` are parallel lists; the
+class StepOutput(Message, frozen=True, kw_only=True):
+    """What one step yields for all its requests. `rids` and `token_ids` are parallel lists; the
     dicts have entries for some of their indices."""
 
     rids: list[str]
@@ -108,6 +108,11 @@ class StepTokens(Message, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}  # sent once
     drafts: dict[int, tuple[int, int]] = {}  # drafted tokens that were accepted, and those that were rejected
+
+
+class StepTokens(StepOutput, frozen=True):
+    """The tokens of one step."""
+
     pooled: dict[int, bytes] = {}  # float32 vector of an embedding or classification request
 
 
@@ -200,18 +205,10 @@ class StartDetokenize(Message, frozen=True):
     trace: str = ""
 
 
-class StepText(Message, frozen=True):
-    """The text of a `StepTokens`: the same fields, with the text of each request's new tokens."""
+class StepText(StepOutput, frozen=True):
+    """A `StepTokens` with the text of each request's new tokens."""
 
-    rids: list[str]
     texts: list[str]
-    token_ids: list[list[int]]
-    finishes: dict[int, Finish] = {}
-    num_cached_tokens: dict[int, int] = {}
-    queue_times: dict[int, float] = {}
-    logprobs: dict[int, TokenLogprobs] = {}
-    prompt_logprobs: dict[int, TokenLogprobs] = {}
-    drafts: dict[int, tuple[int, int]] = {}
     stopped: list[int] = []  # indices that hit a stop string: the client aborts them in the engine
 
 

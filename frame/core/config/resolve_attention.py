@@ -8,7 +8,7 @@ Pure; it must not import or name a plugin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from frame.core.config.resolve_plugins import KEYS, Choices
 from frame.core.config.section import phase_backends
@@ -41,24 +41,12 @@ def choose_attention(
     if best is None and (prefill is not None or decode is not None):
         _refuse(prefill, decode, parts, next((r for r in sorted(candidates, key=by_rank) if not objections(r, requirements)), None))
     if best is None or (best[0].record.name == best[1].record.name and prefill is None and decode is None):
-        _one(
-            chosen,
-            candidates,
-            None if best is None else best[0].record.name,
-            requirements,
-            subject,
-            None if best is None else best[0].reason,
-        )
+        name, why = (None, None) if best is None else (best[0].record.name, best[0].reason)
+        _one(chosen, candidates, name, requirements, subject, why)
         return
     _note(chosen, best, named)
     taken = [candidate.record.name for candidate in best]
     chosen.reject(KEY, KIND, {KIND: [record for record in candidates if record.name not in taken]}, requirements)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    record: PluginRecord
-    reason: str
 
 
 def _of_phase(requirements: AttentionRequirements, phase: Phase) -> AttentionRequirements:
@@ -82,22 +70,22 @@ def _one(
 
 def _fitting(
     chosen: Choices, candidates: Sequence[PluginRecord], name: str | None, requirements: AttentionRequirements, phase: Phase
-) -> list[_Candidate]:
+) -> list[Selection]:
     """The candidates for a phase, best first; only the named one, if there is one, which must
     fit."""
     if name is not None:
         found = select(KEY, candidates, requirements, name, None, chosen.impossible)
-        return [_Candidate(found.record, "set by the user")] if found is not None else []
+        return [Selection(found.record, "set by the user")] if found is not None else []
     fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, requirements, chosen.impossible)]
     card, speeds = _comparable(fits, requirements, phase)
     if fits and fits[0].name not in speeds:  # without a measurement of the best-ranked one, ranks decide
         reason = f"the best-ranked of {len(fits)} that fit" if len(fits) > 1 else "the only one that fits"
-        return [_Candidate(record, reason) for record in fits]
+        return [Selection(record, reason) for record in fits]
     order = sorted((record for record in fits if record.name in speeds), key=lambda record: -speeds[record.name])
     listed = ", ".join(f"{record.name} {speeds[record.name]:g}" for record in order)
     where = f"this card ({card})" if card == requirements.device_name else f"{card}, a card of the same compute capability"
     reason = f"the fastest as measured on {where}, in {UNITS[phase]}: {listed}"
-    return [_Candidate(record, reason) for record in order] + [_Candidate(r, "not measured here") for r in fits if r.name not in speeds]
+    return [Selection(record, reason) for record in order] + [Selection(r, "not measured here") for r in fits if r.name not in speeds]
 
 
 def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirements, phase: Phase) -> tuple[str | None, dict[str, float]]:
@@ -112,7 +100,7 @@ def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirem
     return None, {}
 
 
-def _pair(extends: Sequence[_Candidate], decodes: Sequence[_Candidate]) -> tuple[_Candidate, _Candidate] | None:
+def _pair(extends: Sequence[Selection], decodes: Sequence[Selection]) -> tuple[Selection, Selection] | None:
     """The first backend for prefill with the first one for decode that can use the same KV
     cache."""
     for extend in extends:
@@ -146,7 +134,7 @@ def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None
     return shared
 
 
-def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[_Candidate]], single: PluginRecord | None) -> None:
+def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[Selection]], single: PluginRecord | None) -> None:
     """`single`: the best-ranked backend that computes both phases."""
     pairs = [(extend.record, other.record) for extend in parts[0] for other in parts[1]]
     rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_find_conflict(extend, other)}"),)) for extend, other in pairs]
@@ -155,8 +143,8 @@ def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[_C
     raise ResolveError(sentence, rejected, f"{KEY}: {single.name}" if single is not None else None)
 
 
-def _note(chosen: Choices, pair: tuple[_Candidate, _Candidate], named: Mapping[str, str]) -> None:
+def _note(chosen: Choices, pair: tuple[Selection, Selection], named: Mapping[str, str]) -> None:
     for candidate in pair:
-        chosen.note(KIND, KEY, Selection(candidate.record, candidate.reason), is_open=False)
+        chosen.note(KIND, KEY, candidate, is_open=False)
     if len(named) < len(PHASES):
         chosen.reasons[KEY] = "; ".join(f"{user}: {c.record.name} is {c.reason}" for user, c in zip(PHASES, pair, strict=True))

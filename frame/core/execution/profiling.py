@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
+from frame.core.interfaces.runner import ProfileError, ProfileRequest, WrappedRunner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from frame.core.interfaces.batch import ScheduledBatch
-    from frame.core.interfaces.runner import PendingStep
+    from frame.core.interfaces.runner import ModelRunner, PendingStep
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ def step_label(batch: ScheduledBatch) -> str:
     return f"step {batch.step}: {batch.num_decodes} decodes of {len(batch.slots)} rows, {int(batch.num_scheduled.sum())} tokens"
 
 
-class ProfiledRunner(ModelRunner):
+class ProfiledRunner(WrappedRunner):
     """Traces are written to FOLDER/NAME-rankRANK.json.gz, for Perfetto or chrome://tracing."""
 
     def __init__(self, runner: ModelRunner, folder: Path, rank: int, activities: Sequence[Any]) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._folder = folder
         self._rank = rank
         self._activities = activities
@@ -52,13 +52,6 @@ class ProfiledRunner(ModelRunner):
             with torch.profiler.record_function(step_label(batch)):
                 return self._runner.launch(batch)
         return self._runner.launch(batch)
-
-    @property
-    def can_switch_backend(self) -> bool:
-        return self._runner.can_switch_backend
-
-    def switch_backend(self) -> None:
-        self._runner.switch_backend()
 
     def profile(self, request: ProfileRequest | None) -> str:
         """Start a recording, or stop it if `request` is None. -> the trace's path. Raises

@@ -88,3 +88,26 @@ class ModelRunner(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the device and stop other ranks."""
+
+
+class WrappedRunner(ModelRunner):
+    """Another runner, of which a subclass changes some methods; the others call it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        return self._runner.launch(batch)
+
+    @property
+    def can_switch_backend(self) -> bool:
+        return self._runner.can_switch_backend
+
+    def switch_backend(self) -> None:
+        self._runner.switch_backend()
+
+    def profile(self, request: ProfileRequest | None) -> str:
+        return self._runner.profile(request)
+
+    def close(self) -> None:
+        self._runner.close()

@@ -14,13 +14,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
+from frame.core.interfaces.runner import DeviceLost, UnsampledStep, WrappedRunner
 from frame.core.ipc.transport import GrammarMask
 from frame.core.parallel.rank_watch import RankWatch
 from frame.core.parallel.tp_follower import LeadingRunner, watch_wait
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.runner import PendingStep, ProfileRequest
+    from frame.core.interfaces.runner import ModelRunner, PendingStep
     from frame.core.ipc.results import ResultReceiver
     from frame.core.ipc.transport import BatchSender
 
@@ -72,30 +72,17 @@ def _add_rows(batch: ScheduledBatch, slot: int, lengths: np.ndarray, *, is_decod
     )
 
 
-class GroupRunner(ModelRunner):
+class GroupRunner(WrappedRunner):
     """One rank's runner of group `number`."""
 
     def __init__(self, runner: ModelRunner, number: int, padding_slot: int, max_context: int) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._number = number
         self._padding_slot = padding_slot
         self._max_context = max_context
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        return self._runner.launch(pad_group(batch.groups, self._number, self._padding_slot, self._max_context))
-
-    @property
-    def can_switch_backend(self) -> bool:
-        return self._runner.can_switch_backend
-
-    def switch_backend(self) -> None:
-        self._runner.switch_backend()
-
-    def profile(self, request: ProfileRequest | None) -> str:
-        return self._runner.profile(request)
-
-    def close(self) -> None:
-        self._runner.close()
+        return super().launch(pad_group(batch.groups, self._number, self._padding_slot, self._max_context))
 
 
 class LeadingGroupRunner(LeadingRunner):

@@ -13,14 +13,14 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from frame.core.blame import explain
-from frame.core.interfaces.runner import DeviceLost, ModelRunner, ProfileError, UnsampledStep
+from frame.core.interfaces.runner import DeviceLost, ProfileError, UnsampledStep, WrappedRunner
 from frame.core.ipc.transport import GrammarMask, Profile, SwitchBackend, Traced
 
 if TYPE_CHECKING:
     import numpy as np
 
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
-    from frame.core.interfaces.runner import PendingStep, ProfileRequest
+    from frame.core.interfaces.runner import ModelRunner, PendingStep, ProfileRequest
     from frame.core.ipc.results import ResultReceiver, ResultSender
     from frame.core.ipc.transport import BatchReceiver, BatchSender
     from frame.core.parallel.rank_watch import RankWatch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class LeadingRunner(ModelRunner):
+class LeadingRunner(WrappedRunner):
     """Rank 0's runner. It sends each batch to the followers before its own launch, so that all
     ranks compute at the same time.
 
@@ -40,7 +40,7 @@ class LeadingRunner(ModelRunner):
     def __init__(
         self, runner: ModelRunner, followers: BatchSender, results: ResultReceiver | None = None, watch: RankWatch | None = None
     ) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._followers = followers
         self._results = results
         self._watch = watch
@@ -57,10 +57,6 @@ class LeadingRunner(ModelRunner):
             return LedUnsampledStep(step, self._watch) if isinstance(step, UnsampledStep) else LedStep(step, self._watch)
         except Exception as error:
             raise DeviceLost(f"rank 0 failed beside its followers: {error}") from error
-
-    @property
-    def can_switch_backend(self) -> bool:
-        return self._runner.can_switch_backend
 
     def switch_backend(self) -> None:
         self._followers.send_order(SwitchBackend())

@@ -7,12 +7,12 @@ one sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from frame.core.ipc.inflight_file import hash_request
-from frame.core.messages import Finish, StartDetokenize, StepText, StepTokens, TokenLogprobs
+from frame.core.messages import Finish, StartDetokenize, StepOutput, StepText, StepTokens, TokenLogprobs
 from frame.core.text.incremental_decoder import FAILED, ByteDecoder, TextStream, WindowDecoder
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # fields that only some requests of a step have, by index
 BY_INDEX = tuple(name for name in StepTokens.__struct_fields__ if name not in ("rids", "token_ids"))
+SHARED = tuple(name for name in StepOutput.__struct_fields__ if name in BY_INDEX)  # those that its text has too
 
 
 class Detokenizer:
@@ -188,15 +189,14 @@ def _leave_out(tokens: StepTokens, texts: list[str], ended: dict[int, Finish], s
     gone = set(left_out)
     kept = [index for index in range(len(texts)) if index not in gone]
     place = {index: new for new, index in enumerate(kept)}
+    entries: dict[str, dict[int, Any]] = {name: getattr(tokens, name) for name in SHARED} | {"finishes": ended}
+    by_index: dict[str, Any] = {
+        name: {place[i]: value for i, value in values.items() if i in place} for name, values in entries.items()
+    }
     return StepText(
         rids=[tokens.rids[i] for i in kept],
         texts=[texts[i] for i in kept],
         token_ids=[tokens.token_ids[i] for i in kept],
-        finishes={place[i]: value for i, value in ended.items() if i in place},
-        num_cached_tokens={place[i]: value for i, value in tokens.num_cached_tokens.items() if i in place},
-        queue_times={place[i]: value for i, value in tokens.queue_times.items() if i in place},
-        logprobs={place[i]: value for i, value in tokens.logprobs.items() if i in place},
-        prompt_logprobs={place[i]: value for i, value in tokens.prompt_logprobs.items() if i in place},
-        drafts={place[i]: value for i, value in tokens.drafts.items() if i in place},
+        **by_index,
         stopped=[place[i] for i in stopped],
     )

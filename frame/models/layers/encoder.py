@@ -1,12 +1,11 @@
 """The post-norm encoder of BERT and similar models: bidirectional attention, a two-layer
 feed-forward part, absolute positions.
 
-An architecture derives from `Encoder` and defines its first position and its classification head.
+An architecture derives from `Encoder` and names its first position and its classification head.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,7 +18,7 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import TokenTypes
 from frame.core.interfaces.model import Model
 from frame.models.layers.embedding import VocabEmbedding
-from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
+from frame.models.layers.linear import ColumnLinear, HeadLayout, HeadLinear, QKVLinear, RowLinear
 from frame.models.layers.norm import LayerNorm
 from frame.models.layers.parameter import ShardedParameter, load_parameters
 
@@ -96,11 +95,24 @@ class EncoderLayer(nn.Module):
         return self.output_norm(x + self.down_proj(self.activation(self.up_proj(x))))
 
 
+class EncoderHead(nn.Module):
+    """Hidden states of the first tokens [n, hidden] -> [n, labels]: dense, tanh, projection."""
+
+    def __init__(self, context: BuildContext, names: tuple[str, str], hidden_size: int, num_labels: int) -> None:
+        super().__init__()
+        self.dense = HeadLinear(context, names[0], hidden_size, hidden_size)
+        self.projection = HeadLinear(context, names[1], hidden_size, num_labels)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.projection(torch.tanh(self.dense(hidden)))
+
+
 class Encoder(Model, nn.Module):
     """An encoder for embeddings, or for classification with a head. Checkpoints may put `prefix`
     before the names of the body."""
 
     prefix: ClassVar[str]  # e.g. "bert.": precedes the body's names in checkpoints with a head
+    head_names: ClassVar[tuple[str, str]]  # of the classification head's two layers
     first_position: int = 0
     # heads that the model does not load
     ignored_weights: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")
@@ -119,12 +131,7 @@ class Encoder(Model, nn.Module):
         self.types = LearnedEmbedding(context, "embeddings.token_type_embeddings", self.num_types, hidden)
         self.norm = LayerNorm(context, "embeddings.LayerNorm", hidden, config.get("layer_norm_eps", 1e-12))
         self.layers = nn.ModuleList(EncoderLayer(model_config, context, index) for index in range(model_config.num_layers))
-        self.head = self.build_head() if context.task == "classify" else None
-
-    @abstractmethod
-    def build_head(self) -> nn.Module:
-        """Build the classification head: hidden states [n, hidden] of the first tokens -> [n,
-        labels]."""
+        self.head = EncoderHead(context, self.head_names, hidden, model_config.num_labels) if context.task == "classify" else None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x = self.words(batch.token_ids) + self._types(batch) + self.positions(batch.positions + self.first_position)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from frame.core.interfaces.sampling import LogitsProcessor
 from frame.plugins.logits_processors.addition import add_to
-from frame.plugins.logits_processors.slot_state import Column, SlotState
+from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,7 +25,7 @@ _NEVER = -2  # padding of a row shorter than the prefix: matches no token
 _NONE = -3  # padding of the list of sequences
 
 
-class BadWords(LogitsProcessor):
+class BadWords(SlotProcessor):
     """State per request: the sequences' last tokens [words], their prefixes [length, words] and the
     row's last tokens [length], both in reverse order, int64."""
 
@@ -37,7 +36,7 @@ class BadWords(LogitsProcessor):
             "before": Column(torch.int64, _ANY, (0, 0)),
             "history": Column(torch.int64, _NEVER, (0,)),
         }
-        self._state = SlotState(context.max_slots, context.device, columns)
+        super().__init__(context, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return any(params.bad_words_ids)
@@ -69,6 +68,3 @@ class BadWords(LogitsProcessor):
         if history.shape[1]:
             at = self._state.rows(slots)
             history[at] = torch.cat([token_ids.unsqueeze(1), history[at][:, :-1]], dim=1)
-
-    def remove_slot(self, slot: int) -> None:
-        self._state.release(slot)

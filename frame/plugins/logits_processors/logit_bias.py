@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from frame.core.interfaces.sampling import LogitsProcessor
 from frame.plugins.logits_processors.addition import add_to
-from frame.plugins.logits_processors.slot_state import Column, SlotState
+from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
 
 
-class LogitBias(LogitsProcessor):
+class LogitBias(SlotProcessor):
     """State: ids and biases, [requests, maximum number of biases]. Padding adds 0 to token 0."""
 
     def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None:
         columns = {"ids": Column(torch.int64, shape=(0,)), "values": Column(torch.float32, shape=(0,))}
-        self._state = SlotState(context.max_slots, context.device, columns)
+        super().__init__(context, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.logit_bias)
@@ -35,9 +34,3 @@ class LogitBias(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         at = self._state.rows(slots)
         add_to(logits, rows, self._state["ids"][at], self._state["values"][at])
-
-    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        return
-
-    def remove_slot(self, slot: int) -> None:
-        self._state.release(slot)

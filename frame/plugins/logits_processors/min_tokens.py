@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from frame.core.interfaces.sampling import LogitsProcessor
 from frame.plugins.logits_processors.addition import add_to
-from frame.plugins.logits_processors.slot_state import Column, SlotState
+from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
 
 
-class MinTokens(LogitsProcessor):
+class MinTokens(SlotProcessor):
     """State: the position from which the end is allowed, and the end ids [requests, maximum number
     of ids], padded with -1."""
 
@@ -27,7 +26,7 @@ class MinTokens(LogitsProcessor):
         self._vocab_size = context.vocab_size
         self._eos_token_ids = context.eos_token_ids
         columns = {"until": Column(torch.int64), "ids": Column(torch.int64, -1, (0,))}
-        self._state = SlotState(context.max_slots, context.device, columns)
+        super().__init__(context, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0 and (not params.ignore_eos or bool(params.stop_token_ids))
@@ -43,9 +42,3 @@ class MinTokens(LogitsProcessor):
         banned = (ids >= 0) & (positions < self._state["until"][at]).unsqueeze(1)
         change = logits.new_zeros(ids.shape).masked_fill_(banned, -torch.inf)
         add_to(logits, rows, ids.clamp(min=0), change)
-
-    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        return
-
-    def remove_slot(self, slot: int) -> None:
-        self._state.release(slot)

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from frame import kernels
-from frame.core.interfaces.sampling import LogitsProcessor
-from frame.plugins.logits_processors.slot_state import Column, SlotState
+from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 _IN_PROMPT = 1 << 30  # set if the prompt contains the token; the bits below count the output
 
 
-class Penalties(LogitsProcessor):
+class Penalties(SlotProcessor):
     """State: token counts, int32 [requests, vocab]."""
 
     def __init__(self, context: ProcessorContext, options: BaseModel | None = None) -> None:
         self._vocab_size = context.vocab_size
         scalar, counts = Column(torch.float32), Column(torch.int32, shape=(context.vocab_size,))
         columns = {"counts": counts, "frequency": scalar, "presence": scalar, "repetition": scalar}
-        self._state = SlotState(context.max_slots, context.device, columns)
+        super().__init__(context, columns)
 
     def applies_to(self, params: SamplingParams) -> bool:
         return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0 or params.repetition_penalty != 1.0
@@ -71,6 +70,3 @@ class Penalties(LogitsProcessor):
 
     def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         self._state["counts"][self._state.rows(slots), token_ids] += 1
-
-    def remove_slot(self, slot: int) -> None:
-        self._state.release(slot)

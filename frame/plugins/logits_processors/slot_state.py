@@ -1,5 +1,5 @@
 """Compact device state of logits processors: tensors with one row per request that uses the
-processor, indexed by slot.
+processor, indexed by slot; and `SlotProcessor`, the base of the processors that have one.
 
 Allocated with the first such request; rows grow by doubling, and all memory is freed with the last
 row. Must not know a processor: tensors are declared by name, trailing shape, dtype and fill value.
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from frame.core.interfaces.sampling import LogitsProcessor, ProcessorContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,17 @@ class SlotState:
 
     def _filled(self, column: Column, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full(shape, column.fill, dtype=column.dtype, device=self._device)
+
+
+class SlotProcessor(LogitsProcessor):
+    """A processor whose state, `SlotState`, does not change with sampled tokens unless a subclass
+    observes them."""
+
+    def __init__(self, context: ProcessorContext, columns: Mapping[str, Column]) -> None:
+        self._state = SlotState(context.max_slots, context.device, columns)
+
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        return
+
+    def remove_slot(self, slot: int) -> None:
+        self._state.release(slot)
