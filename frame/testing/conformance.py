@@ -10,11 +10,15 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import os
+import signal
+import threading
 import types
 import unittest
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +85,19 @@ def checks(kind: str, subject: Subject) -> list[Check]:
     if not found:
         raise PluginError(f"No conformance check of {kind!r} fits {subject.record.name!r} on {subject.setting.device}.")
     return found
+
+
+def read_process_state() -> dict[str, Any]:
+    """What a plugin must leave as it is in its process, by name. Suites compare two states."""
+    root = logging.getLogger()
+    return {
+        "logging": (root.level, list(root.handlers), logging.root.manager.disable),
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+        "threads that keep it alive": {thread.name for thread in threading.enumerate() if not thread.daemon},
+        "garbage collection": gc.isenabled(),
+        "working folder": Path.cwd(),
+        "environment": dict(os.environ),
+    }
 
 
 def count_elements(plugin: object, most: int = 100_000) -> int:

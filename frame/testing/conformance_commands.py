@@ -10,23 +10,19 @@ import contextlib
 import inspect
 import io
 import json
-import logging
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 from click.testing import CliRunner, Result
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, read_process_state
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
 HEAVY = ("torch", "transformers")
@@ -86,7 +82,7 @@ def _is_made_anew(make: Callable[[], click.Command]) -> None:
 
 
 def _is_made_without_effect(make: Callable[[], click.Command]) -> None:
-    before = _process_state()
+    before = read_process_state()
     with contextlib.redirect_stdout(io.StringIO()) as output:
         command = make()
     assert not output.getvalue(), "making the command prints to standard output"
@@ -145,7 +141,7 @@ def _runs(subject: Subject, make: Callable[[], click.Command]) -> None:
     calls = getattr(subject.target, "conformance_arguments", ())
     if not calls:
         raise SkipCheck("the class has no conformance_arguments; list calls that end soon")
-    before = _process_state()
+    before = read_process_state()
     for arguments in calls:
         results = [_invoke(command, *arguments) for command in (make(), make())]
         for result in results:
@@ -169,19 +165,8 @@ def _invoke(command: click.Command, *arguments: str) -> Result:
     return CliRunner().invoke(command, arguments, prog_name="frame x")
 
 
-def _process_state() -> dict[str, Any]:
-    root = logging.getLogger()
-    return {
-        "logging": (root.level, list(root.handlers), logging.root.manager.disable),
-        "signal handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
-        "threads that keep it alive": {thread.name for thread in threading.enumerate() if not thread.daemon},
-        "working folder": Path.cwd(),
-        "environment": dict(os.environ),
-    }
-
-
 def _compare(before: dict[str, Any], subject: str) -> None:
-    after = _process_state()
+    after = read_process_state()
     changed = [what for what in before if before[what] != after[what]]
     os.chdir(before["working folder"])
     assert not changed, f"{subject} the process's {' and '.join(changed)}"

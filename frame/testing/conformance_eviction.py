@@ -20,12 +20,10 @@ import numpy as np
 
 from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, Subject
-from frame.testing.contexts import EVICTION, SCHEDULING
-from frame.testing.scheduler_rig import SchedulerRig, load_cache_class
+from frame.testing.contexts import EVICTION
+from frame.testing.scheduler_rig import InOrder, SchedulerRig, load_cache_class
 
 MAX_SECONDS = 1e-4  # of one key; a cache computes thousands in one eviction
 LATE = 1 << 40  # accesses of a cache that has run for years
@@ -165,19 +163,9 @@ def runs_with_few_pages(policy: Make) -> None:
     """Requests whose prefixes do not all fit yield what an unconstrained run yields."""
     rng = random.Random(0)
     config = SchedulerConfig(page_size=2, num_pages=33, max_running=4, token_budget=12, max_context=60, vocab_size=97, eos_ids=(3,))
-    rig = SchedulerRig(config, _InOrder(), policy())
+    rig = SchedulerRig(config, InOrder(), policy())
     stems = [[rng.randrange(97) for _ in range(rng.randint(4, 24))] for _ in range(6)]
     for i in range(30):
         rig.add([*rng.choice(stems), i], SamplingParams(max_tokens=rng.randint(1, 12), temperature=0.0), priority=rng.randint(0, 2))
         rig.step()
     rig.run()
-
-
-class _InOrder(SchedulingPolicy):
-    """First come, first served."""
-
-    def __init__(self, *_: object) -> None:
-        super().__init__(SCHEDULING)
-
-    def sort_waiting(self, waiting: Iterable[Request], view: SchedulerView) -> Iterable[Request]:
-        return waiting

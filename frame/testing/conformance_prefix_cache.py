@@ -7,7 +7,7 @@ Used by `frame.testing.conformance`. Must not know a plugin by name.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,10 @@ from frame.core.interfaces.cache import (
     PrefixCacheContext,
 )
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, Subject
-from frame.testing.contexts import EVICTION, SCHEDULING
-from frame.testing.scheduler_rig import OldestFirst, SchedulerRig
+from frame.testing.contexts import EVICTION
+from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig
 
 NUM_PAGES = 4096
 VOCAB = 97
@@ -43,13 +41,6 @@ class Keyed(EvictionPolicy):
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (getattr(node, self._field), node.created)
-
-
-class InOrder(SchedulingPolicy):
-    """Schedules requests in the order of their arrival."""
-
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return waiting
 
 
 class Maker:
@@ -186,7 +177,7 @@ def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
         eos_ids=(3,),
         overlap=overlap,
     )
-    rig = SchedulerRig(config, InOrder(SCHEDULING), prefix_cache=maker.make(page_size))
+    rig = SchedulerRig(config, InOrder(), prefix_cache=maker.make(page_size))
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(page_size + 1, 24 + page_size))] for _ in range(4)]
     for number in range(40):
         params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=number)

@@ -7,11 +7,7 @@ Used by `frame.testing.conformance`. Must not know a plugin by name.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
-import logging
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from frame.core.interfaces.stats import Metric, RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
-from frame.testing.conformance import Check, Subject, count_elements
+from frame.testing.conformance import Check, Subject, count_elements, read_process_state
 
 MANY = 6000  # records
 MAX_SECONDS = 1e-3  # of one record
@@ -157,20 +153,10 @@ def _closes_twice(make: Any) -> None:
 
 
 def _changes_nothing_of_the_process(make: Any) -> None:
-    before = _process_state()
+    before = read_process_state()
     logger = make()
     _run(logger, 20)
     logger.close()
-    after = _process_state()
+    after = read_process_state()
     for what in before:
         assert before[what] == after[what], f"the logger changes the process's {what}"
-
-
-def _process_state() -> dict[str, Any]:
-    root = logging.getLogger()
-    return {
-        "logging": (root.level, list(root.handlers), logging.root.manager.disable),
-        "signal handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
-        "threads that keep it alive": [thread.name for thread in threading.enumerate() if not thread.daemon],
-        "garbage collection": gc.isenabled(),
-    }

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ import numpy as np
 
 from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.batch import StepResult
-from frame.core.interfaces.runner import ModelRunner
+from frame.core.interfaces.runner import ModelRunner, WrappedRunner
 from frame.core.ipc.inflight_file import INFLIGHT
 from frame.core.messages import Ready
 from frame.core.text.detokenizer import Detokenizer
@@ -34,7 +33,7 @@ from frame.entrypoints.processes import worker
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.tracing import open_tracing
 from frame.plugins.loader import load_configured
-from frame.testing.fake_runner import FakeRunner
+from frame.testing.fake_runner import DoneStep, FakeRunner
 
 if TYPE_CHECKING:
     import argparse
@@ -50,16 +49,6 @@ if TYPE_CHECKING:
 HEARTBEAT = 0.2  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class DoneStep:
-    """A step that is done already."""
-
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
 class PlainRunner(ModelRunner):
     """Tokens at no cost: the same few, in turn."""
 
@@ -73,13 +62,13 @@ class PlainRunner(ModelRunner):
         return
 
 
-class PacedRunner(ModelRunner):
+class PacedRunner(WrappedRunner):
     """Another runner, slowed down to `seconds` a step, that fails once at step `fails_at`. `busy`
     is the processor time of the other."""
 
     def __init__(self, runner: ModelRunner, seconds: float, fails_at: int = -1) -> None:
         self.busy = 0.0
-        self._runner = runner
+        super().__init__(runner)
         self._seconds = seconds
         self._fails_at = fails_at
         self._due = 0.0
@@ -95,16 +84,13 @@ class PacedRunner(ModelRunner):
         time.sleep(max(0.0, self._due - now))
         return step
 
-    def close(self) -> None:
-        self._runner.close()
 
-
-class PoisonedRunner(ModelRunner):
+class PoisonedRunner(WrappedRunner):
     """Another runner, for requests that end or stop the engine: `kills` and `hangs` are the first
     token ids of prompts that do so."""
 
     def __init__(self, runner: ModelRunner, kills: int, hangs: int) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._kills = kills
         self._hangs = hangs
 
@@ -116,16 +102,13 @@ class PoisonedRunner(ModelRunner):
             time.sleep(1.0)
         return self._runner.launch(batch)
 
-    def close(self) -> None:
-        self._runner.close()
 
-
-class LeakingRunner(ModelRunner):
+class LeakingRunner(WrappedRunner):
     """Another runner, with something in its steps that keeps what it takes: 8 MB of `memory`, one
     of `threads`, or one of `files`."""
 
     def __init__(self, runner: ModelRunner, what: str) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._leak: Callable[[], object] = {
             "memory": lambda: b"x" * (8 << 20),
             "threads": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
@@ -136,9 +119,6 @@ class LeakingRunner(ModelRunner):
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         self._kept.append(self._leak())
         return self._runner.launch(batch)
-
-    def close(self) -> None:
-        self._runner.close()
 
 
 class KillingDecoder:

@@ -27,13 +27,14 @@ from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.core.interfaces.scheduling import SchedulerView, SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
+from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
-from frame.testing.contexts import EVICTION
+from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.fake_groups import GroupedFakeRunner
 from frame.testing.fake_runner import FakeRunner, continuation
@@ -63,6 +64,16 @@ class OldestFirst(EvictionPolicy):
 
     def key(self, node: EvictableNode) -> tuple[float, ...]:
         return (node.last_access,)
+
+
+class InOrder(SchedulingPolicy):
+    """Schedules requests in the order of their arrival."""
+
+    def __init__(self, context: SchedulingContext = SCHEDULING, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Sequence[Request]:
+        return waiting
 
 
 @dataclass(slots=True)
@@ -129,8 +140,7 @@ class SchedulerRig:
         rid = f"request-{len(self.requests)}"
         message = Generate(rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline)
         refused = self.scheduler.add_request(message, grammar() if grammar is not None else None)
-        if refused is not None:
-            raise AssertionError(f"{rid} was refused: {refused.error}")
+        assert refused is None, f"{rid} was refused: {refused.error}"
         self.requests[rid] = Expected(message, self._whole(tokens, params, grammar() if grammar is not None else None))
         return rid
 
@@ -183,8 +193,7 @@ class SchedulerRig:
         for _ in range(max_steps):
             if self.scheduler.is_idle:
                 break
-            if not self.step():
-                raise AssertionError("requests wait, but nothing is scheduled and nothing is in flight")
+            assert self.step(), "requests wait, but nothing is scheduled and nothing is in flight"
         else:
             raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.get_load()}")
         self.check()
@@ -195,33 +204,29 @@ class SchedulerRig:
             self._check_request(rid, request)
         self.scheduler.check_integrity()
         self.scheduler.flush_cache()
-        if lost := len(self.allocator.pages_out()):
-            raise AssertionError(f"{lost} pages did not come back")
+        lost = len(self.allocator.pages_out())
+        assert not lost, f"{lost} pages did not come back"
 
     def _check_request(self, rid: str, request: Expected) -> None:
-        if request.finish is None:
-            raise AssertionError(f"{rid} never finished")
-        if request.got != request.whole[: len(request.got)]:
-            raise AssertionError(f"{rid} yielded {request.got}, an unconstrained run yields {request.whole}")
+        assert request.finish is not None, f"{rid} never finished"
+        assert request.got == request.whole[: len(request.got)], f"{rid} yielded {request.got}, an unconstrained run yields {request.whole}"
         ended_early = request.finish.reason == "abort" or request.finish.code in (
             "non_finite_logits",
             "invalid_request",
             "deadline_exceeded",
         )
-        if not ended_early and len(request.got) != len(request.whole):
-            raise AssertionError(f"{rid} ended after {len(request.got)} of {len(request.whole)} tokens: {request.finish}")
-        if request.got and request.cached is None:
-            raise AssertionError(f"{rid} was not told how many tokens were cached")
+        count, wanted = len(request.got), len(request.whole)
+        assert ended_early or count == wanted, f"{rid} ended after {count} of {wanted} tokens: {request.finish}"
+        assert not request.got or request.cached is not None, f"{rid} was not told how many tokens were cached"
         if request.message.params.logprobs is not None:
             told = [token for each in request.logprobs for token in each.token_ids]
-            if told != request.got:
-                raise AssertionError(f"{rid} has log-probabilities of {told} for {request.got}")
+            assert told == request.got, f"{rid} has log-probabilities of {told} for {request.got}"
         if request.message.params.prompt_logprobs is not None and request.got:
             given = request.prompt_logprobs
-            if given is None or given.token_ids != list(request.message.token_ids) or given.logprobs[0] is not None:
-                raise AssertionError(f"{rid} has no log-probabilities of its prompt")
-            if None in given.logprobs[1:]:
-                raise AssertionError(f"{rid} lacks the log-probability of prompt token {given.logprobs.index(None, 1)}")
+            assert given is not None, f"{rid} has no log-probabilities of its prompt"
+            is_of_prompt = given.token_ids == list(request.message.token_ids) and given.logprobs[0] is None
+            assert is_of_prompt, f"{rid} has log-probabilities of {given.token_ids} for its prompt"
+            assert None not in given.logprobs[1:], f"{rid} lacks the log-probability of prompt token {given.logprobs.index(None, 1)}"
 
     def _whole(self, tokens: Sequence[int], params: SamplingParams, grammar: Grammar | None) -> list[int]:
         limit = min(self.config.max_context, self.config.capacity + 1) - len(tokens)
@@ -233,8 +238,8 @@ class SchedulerRig:
 
     def _check_budget(self, batch: ScheduledBatch) -> None:
         prompt_tokens = _count_prompt_tokens(batch)
-        if prompt_tokens > self.config.token_budget or len(batch.slots) > self.config.max_running:
-            raise AssertionError(f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows")
+        is_within = prompt_tokens <= self.config.token_budget and len(batch.slots) <= self.config.max_running
+        assert is_within, f"step {batch.step} has {prompt_tokens} prompt tokens in {len(batch.slots)} rows"
 
     def _check_admission(self, batch: ScheduledBatch | None, has_preempted: bool) -> None:
         """The scheduler is work-conserving: with budget, slots and pages left, it admits a waiting
@@ -251,21 +256,18 @@ class SchedulerRig:
                 kept = {request.rid: self._kept_waiting.get(request.rid, 0) + 1 for request in waiting}
         self._kept_waiting = kept
         for rid, steps in kept.items():
-            if steps > PATIENCE:
-                raise AssertionError(f"{rid} waits for the {steps}th step in a row, though there is room for it")
+            assert steps <= PATIENCE, f"{rid} waits for the {steps}th step in a row, though there is room for it"
 
     def _receive(self, tokens: StepTokens | None) -> None:
         if tokens is None:
             return
         for i, rid in enumerate(tokens.rids):
             request = self.requests[rid]
-            if request.finish is not None:
-                raise AssertionError(f"{rid} got tokens after its end")
+            assert request.finish is None, f"{rid} got tokens after its end"
             request.got += tokens.token_ids[i]
             request.finish = tokens.finishes.get(i)
             if i in tokens.num_cached_tokens:
-                if request.cached is not None:
-                    raise AssertionError(f"{rid} was told twice how many tokens were cached")
+                assert request.cached is None, f"{rid} was told twice how many tokens were cached"
                 request.cached = tokens.num_cached_tokens[i]
             if i in tokens.logprobs:
                 request.logprobs.append(tokens.logprobs[i])

@@ -36,12 +36,9 @@ class Vocabulary:
         backend = tokenizer.backend
         special = backend.get_added_tokens_decoder()
         tokenizer.eos_token_ids = (*tokenizer.eos_token_ids, max(special))
-        byte_of = _byte_by_letter()
-        count = backend.get_vocab_size()
-        letters = {i: letter for letter, i in backend.get_vocab().items() if i not in special}
-        tokens = {i: bytes(map(byte_of.__getitem__, letters[i])) for i in sorted(letters)}
+        tokens = {i: text for i, text in enumerate(tokenizer.pieces or ()) if text and i not in special}
         single = {i: text for i, text in tokens.items() if len(text) == 1}
-        return Vocabulary(tokenizer, count + PADDING, tokens, single, tuple(tokenizer.eos_token_ids))
+        return Vocabulary(tokenizer, backend.get_vocab_size() + PADDING, tokens, single, tuple(tokenizer.eos_token_ids))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, False))
@@ -58,13 +55,6 @@ class Vocabulary:
     def show(self, token: int) -> str:
         text = self.tokens.get(token)
         return repr(text.decode(errors="replace")) if text is not None else "an end token" if token in self.ends else "not a text"
-
-
-def _byte_by_letter() -> dict[str, int]:
-    """The letters in which byte-level tokenizers write bytes (GPT-2's `bytes_to_unicode`)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
