@@ -21,11 +21,15 @@ from gpu_clock import seconds
 from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
 from frame.quantization.gemm.rounded_matmul import RoundedMatmul
 
-LAYERS = {  # outputs, inputs of Llama 3.1 8B
+LAYERS = {  # outputs, inputs of Llama 3.1 8B and Qwen3 14B
     "qkv": (6144, 4096),
     "o": (4096, 4096),
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
+    "14b qkv": (7168, 5120),
+    "14b o": (5120, 5120),
+    "14b gate_up": (34816, 5120),
+    "14b down": (5120, 17408),
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)
 SPREAD = 200 << 20  # bytes of weights that launches go through, so that none is found in the L2 cache

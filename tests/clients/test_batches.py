@@ -53,6 +53,11 @@ def test_good_and_bad_lines(client: openai.OpenAI) -> None:
     assert next(e for e in errors if e["custom_id"] == "hot")["response"]["status_code"] == 400
     assert "stream" in next(e for e in errors if e["custom_id"] == "stream")["error"]["message"]
     assert client.batches.list(limit=1).data[0].id == batch.id
+    newest, oldest = ([file.id for file in client.files.list(order=order)] for order in ("desc", "asc"))
+    assert newest == oldest[::-1] == [file.id for file in client.files.list(limit=1)]
+    for wrong in ({"after": "file-0"}, {"extra_query": {"limit": "²"}}):
+        with pytest.raises(openai.BadRequestError, match=r"after is 'file-0'|limit is '²'"):
+            client.files.list(**wrong)
     assert batch.metadata == {"of": "a test"}
 
 
@@ -61,6 +66,8 @@ def test_completions_and_responses(client: openai.OpenAI) -> None:
     for endpoint, body in asked.items():
         batch = finished(client, begin(client, line("one", body, endpoint), endpoint))
         assert batch.request_counts.completed == 1, records(client, batch.error_file_id)
+    batch = finished(client, begin(client, line("one", {"input": "a", "background": True}, endpoint), endpoint))
+    assert "background is not supported in a batch" in records(client, batch.error_file_id)[0]["error"]["message"]
 
 
 def test_cancelling_keeps_what_was_done(client: openai.OpenAI, quick_server: RunningServer) -> None:

@@ -10,9 +10,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
+    from frame.kernels.linear.fp8_quantize import quantize_rows
     from frame.kernels.linear.linear_plan import Plan
     from frame.kernels.linear.linear_stream import stream_linear
     from frame.models.layers.plain_matmul import PlainMatmul
+    from frame.quantization.fp8_weights import quantize_outputs
     from tests.kernels.linear import UNIT, random, reference
 
     pytestmark.append(pytest.mark.skipif(not kernels.supports_tma_streaming(torch.device("cuda")), reason="needs compute capability 9.0"))
@@ -74,3 +76,20 @@ def test_replays_are_the_same() -> None:
     for _ in range(50):
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_float8(gated: bool) -> None:
+    """Quantized rows times quantized weights, against the products of their values."""
+    for rows, inputs, plan, biased in ((1, 5120, Plan("stream", 4, 6, 40, 8), False), (11, 2000, Plan("stream", 8, 4, 136, 4), True)):
+        outputs = plan.outputs * 128 * (2 if gated else 1)
+        x = random(rows, inputs, dtype=torch.bfloat16)
+        weight, by_output = quantize_outputs(random(outputs, inputs, dtype=torch.bfloat16) / inputs**0.5)
+        bias = random(outputs, dtype=torch.bfloat16) if biased else None
+        rounded, by_row = quantize_rows(x)
+        scales = by_row, by_output
+        got = [stream_linear(rounded, weight, bias, plan, gated, scales, x.dtype) for _ in range(5)]
+        want = reference(rounded.double() * by_row, weight.double() * by_output[:, None], bias, gated)
+        # the tensor cores keep 13 bits or more of each product of float8 inputs
+        torch.testing.assert_close(got[0].double(), want, rtol=4 * UNIT[x.dtype], atol=4 * UNIT[x.dtype])
+        assert all(torch.equal(each, got[0]) for each in got)

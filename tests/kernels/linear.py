@@ -16,7 +16,7 @@ from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.linear.linear import skinny_linear
-from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_plan, choose_plans
+from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_float8_stream, choose_plan, choose_plans
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.plain_matmul import PlainMatmul
@@ -141,6 +141,20 @@ def test_large_weights_are_streamed_where_supported(rows: int) -> None:
     # unequal slices, too few weights, short slices, too many slices
     for outputs, inner in ((4096 + 8, 4096), (1024, 1024), (1024, 16384), (128 * 1187, 4096)):
         assert choose_plans(outputs, inner, streams=True) == choose_plans(outputs, inner)
+
+
+@pytest.mark.parametrize("rows", [1, 11])
+def test_large_float8_weights_are_streamed_for_few_rows(rows: int) -> None:
+    for outputs, inner, gated in ((34816, 5120, True), (7168, 5120, False), (5120, 17408, False), (28672, 4096, True)):
+        some = choose_float8_stream(rows, outputs, inner, gated)
+        assert some is not None
+        assert (outputs // 2 if gated else outputs) % some.outputs == 0
+        assert 32 * some.chunks <= 256  # inputs that the MMA sums with few bits
+        assert some.depth >= 2
+        assert (some.outputs * (2 if gated else 1) + max(8, rows)) * 32 * some.chunks * some.depth < 227 << 10
+        assert choose_float8_stream(17, outputs, inner, gated) is None
+    for outputs, inner in ((4096, 4096), (5120 + 8, 5120)):  # too few weights, unequal slices
+        assert choose_float8_stream(rows, outputs, inner) is None
 
 
 def test_one_row_is_streamed_where_the_cuda_cores_are_slower() -> None:

@@ -15,6 +15,8 @@ MAX_ROWS = 64
 _SMALL = 12 << 20  # weights (elements); larger weights and more rows use the kernels that go through shared memory
 _TINY = 4 << 20  # the same limit for nine rows and more
 _STREAMED = 8 << 20  # weights (elements) that `stream` takes at least; of gate and up, more than _SMALL
+_FLOAT8_STREAMED = 17 << 20  # the same limit for float8
+_FLOAT8_ROWS = 16  # that `stream` takes at most of float8; the sums of more rows spill from registers
 _FEW = 2304  # outputs of small projections
 _SHORT = 1024  # inputs
 _LONG = 4096
@@ -122,23 +124,38 @@ def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
 
 
 def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
-    """The `stream` plan: equal slices of outputs, in one wave or in whole waves. `outputs` counts
-    those of the result."""
+    """The `stream` plan of 16-bit weights. `outputs` counts those of the result."""
     parts = 2 if gated else 1
-    if outputs * inner * parts < (_SMALL + 1 if gated else _STREAMED) or outputs % _SLICES:
+    if outputs * inner * parts < (_SMALL + 1 if gated else _STREAMED):
         return None
     # e.g. Qwen3-14B: the `vector` kernel already reaches the memory bandwidth for one row
-    if rows == 1 and inner % 2048:
+    if rows == 1 and (inner % 2048 or (_share(outputs // _SLICES) or 0) < 24):
         return None
-    share = _share(outputs // _SLICES)
-    if share is None or (rows == 1 and share < 24):
+    return _slice(rows, outputs, parts, 2)
+
+
+def choose_float8_stream(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | None:
+    """The `stream` plan of float8 weights with one scale per output; None where the kernel of
+    `fp8_linear` is faster. `outputs` counts gate and up together."""
+    parts = 2 if gated else 1
+    if rows > _FLOAT8_ROWS or outputs * inner < _FLOAT8_STREAMED:
+        return None
+    return _slice(rows, outputs // parts, parts, 1)
+
+
+def _slice(rows: int, outputs: int, parts: int, size: int) -> Plan | None:
+    """Equal slices of the outputs of a result, in one wave or in whole waves; `size`: bytes of a
+    weight."""
+    share = None if outputs % _SLICES else _share(outputs // _SLICES)
+    if share is None:
         return None
     warps = 4 if share <= 64 else 8
-    chunks = 2 if warps == 8 else 4 if rows > 32 or gated else 8
+    # by 64 bytes; the MMA sums float8 with 14 bits, so it sums no more than 256 inputs
+    chunks = 4 if size == 1 else 2 if warps == 8 else 4 if rows > 32 or parts == 2 else 8
     boxes = parts * share + max(8, 1 << (rows - 1).bit_length())  # rows of all boxes of one pipeline item
     beyond = (1 << (share - 1).bit_length()) if share > 64 else 64
     depth = (_UNDER_WAY - 128 * (beyond - share)) // (boxes * 64 * chunks)
-    return Plan("stream", warps, min(16, depth), share, chunks)
+    return Plan("stream", warps, min(16, depth), share, chunks * 2 // size)
 
 
 def _share(outputs: int) -> int | None:

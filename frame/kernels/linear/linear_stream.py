@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""Skinny GEMM for large weights on compute capability 9.0: up to 64 rows, weights streamed by TMA.
+"""Skinny GEMM for large weights on compute capability 9.0: up to 64 rows, weights streamed by TMA;
+16-bit, or float8 with one scale per row and per output.
 
 Written in Gluon, because Triton's pipelined loops start no copy before the PDL wait; it does not
 run under the interpreter. `linear_plan` selects the sizes. Depends on no layer.
@@ -28,8 +29,8 @@ from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, ne
 from frame.kernels.linear.linear_plan import PROCESSORS, Plan
 
 _LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # the smallest MMA: rows, outputs
-_COLUMNS = 64  # inputs per TMA box
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_BOX_BYTES = 128  # of one row of a TMA box
+_LAYOUTS = {size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)}
 # registers per thread; fewer registers let more small kernels run beside this one
 _FEW_REGISTERS, _MANY_REGISTERS = 96, 168
 
@@ -40,7 +41,7 @@ def fetch_box(box, w, barrier, place, row, column, SLICE: gl.constexpr):
     first."""
     HEIGHT: gl.constexpr = box.block_shape[0]
     ABOVE: gl.constexpr = SLICE // (2 * HEIGHT) * (2 * HEIGHT)
-    tma.async_copy_global_to_shared(box, [row + ABOVE, column], barrier, view(w, place + ABOVE // 8, HEIGHT, 64))
+    tma.async_copy_global_to_shared(box, [row + ABOVE, column], barrier, view(w, place + ABOVE // 8, HEIGHT, w.shape[2]))
 
 
 @gluon.jit
@@ -49,17 +50,18 @@ def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SLI
     inputs."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
+    COLUMNS: gl.constexpr = x.shape[2]
     stage = item % STAGES
     barrier = ready.index(stage)
     mbarrier.expect(barrier, (PARTS * SLICE + x.shape[1]) * CHUNKS * 128)
     for c in gl.static_range(CHUNKS):
         for p in gl.static_range(PARTS):
             place = ((stage * CHUNKS + c) * PARTS + p) * (SLICE // 8)
-            fetch_box(large, w, barrier, place, first + p * N, column + c * 64, SLICE)
+            fetch_box(large, w, barrier, place, first + p * N, column + c * COLUMNS, SLICE)
             if BOXES > 1:
-                fetch_box(medium, w, barrier, place, first + p * N, column + c * 64, SLICE)
+                fetch_box(medium, w, barrier, place, first + p * N, column + c * COLUMNS, SLICE)
             if BOXES > 2:
-                fetch_box(small, w, barrier, place, first + p * N, column + c * 64, SLICE)
+                fetch_box(small, w, barrier, place, first + p * N, column + c * COLUMNS, SLICE)
 
 
 @gluon.jit
@@ -68,7 +70,7 @@ def fetch_inputs(inputs, x, ready, item, column):
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
     stage = item % STAGES
-    target = view(x, stage * CHUNKS, x.shape[1], CHUNKS * 64)
+    target = view(x, stage * CHUNKS, x.shape[1], CHUNKS * x.shape[2])
     tma.async_copy_global_to_shared(inputs, [0, column], ready.index(stage), target)
 
 
@@ -80,7 +82,7 @@ def produce(
     """The producer warp: load all items in turn, each when its stage is free. Weights of the first
     items are loaded before the PDL wait, their inputs after it."""
     STAGES: gl.constexpr = ready.shape[0]
-    WIDTH: gl.constexpr = x.shape[0] // STAGES * 64
+    WIDTH: gl.constexpr = x.shape[0] // STAGES * x.shape[2]
     for item in range(min(STAGES, total)):
         first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SLICE
         fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PARTS, BOXES)
@@ -116,19 +118,25 @@ def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PARTS: gl
 
 @gluon.jit
 def consume(
-    w, x, ready, free, bias, out, M, N, slices, steps,
+    w, x, ready, free, by_row, by_output, bias, out, M, N, slices, steps,
     SLICE: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: multiply each item when it is ready, and store each slice."""
+    """The consumer warps: multiply each item when it is ready, and store each slice. Products of
+    float8 items are summed outside the MMA, whose float8 sums have too few bits."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES
     ROWS: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    COLUMNS: gl.constexpr = x.shape[2]
+    SCALED: gl.constexpr = COLUMNS == 128  # float8
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, COLUMNS // 4])
     wait_for_previous(PDL)
     item = 0
     for cut in range(gl.program_id(0), slices, gl.num_programs(0)):
         gate = gl.zeros([TILE, ROWS], gl.float32, layout)
         up = gl.zeros([TILE, ROWS], gl.float32, layout)
+        if SCALED:
+            factors = load_factors(by_row, by_output + cut * SLICE, M, SLICE, TILE, layout)
+            factors_up = load_factors(by_row, by_output + (PARTS - 1) * N + cut * SLICE, M, SLICE, TILE, layout)
         for _ in range(steps):
             stage = item % STAGES
             mbarrier.wait(ready.index(stage), item // STAGES & 1)
@@ -137,21 +145,37 @@ def consume(
             for c in gl.static_range(CHUNKS):
                 right = x.index(stage * CHUNKS + c).permute((1, 0))
                 place = (stage * CHUNKS + c) * PARTS * (SLICE // 8)
-                gates = warpgroup_mma(view(w, place, TILE, 64), right, gates, is_async=True)
+                gates = warpgroup_mma(view(w, place, TILE, COLUMNS), right, gates, use_acc=c > 0 or not SCALED, is_async=True)
                 if PARTS == 2:
-                    ups = warpgroup_mma(view(w, place + SLICE // 8, TILE, 64), right, ups, is_async=True)
-            gate, up = warpgroup_mma_wait(0, deps=(gates, ups))
+                    ups = warpgroup_mma(view(w, place + SLICE // 8, TILE, COLUMNS), right, ups, use_acc=c > 0 or not SCALED, is_async=True)
+            sums, sums_up = warpgroup_mma_wait(0, deps=(gates, ups))
             mbarrier.arrive(free.index(stage), count=1)
+            gate = gate + sums if SCALED else sums
+            up = up + sums_up if SCALED else sums_up
             item += 1
+        if SCALED:
+            gate *= factors
+            up *= factors_up
         store_slice(gate, up, bias, out, M, N, cut * SLICE, SLICE, PARTS, HAS_BIAS)
+
+
+@gluon.jit
+def load_factors(by_row, by_output, M, SLICE: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
+    """The products of the scales of a slice's outputs and of the rows."""
+    outputs = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, layout.instr_shape[1], gl.SliceLayout(0, layout))
+    of_outputs = gl.load(by_output + outputs, mask=outputs < SLICE, other=0.0)
+    return of_outputs[:, None] * gl.load(by_row + rows, mask=rows < M, other=0.0)[None, :]
 
 
 @gluon.jit(do_not_specialize=["M", "N", "slices", "steps"])
 def stream_kernel(
-    inputs,  # TMA descriptor of [M, K], box [ROWS, CHUNKS * 64]
-    large,  # TMA descriptor of the weights [PARTS * N, K], box [a power of two, 64]
+    inputs,  # TMA descriptor of [M, K], box [ROWS, CHUNKS * 128 bytes]
+    large,  # TMA descriptor of the weights [PARTS * N, K], box [a power of two, 128 bytes]
     medium,
     small,
+    by_row,  # float8: scales [M]; else not read
+    by_output,  # float8: scales [PARTS * N]; else not read
     bias,  # [PARTS * N]
     out,  # [M, N]
     M,
@@ -161,7 +185,7 @@ def stream_kernel(
     ROWS: gl.constexpr,  # at least M
     SLICE: gl.constexpr,  # outputs per slice
     TILE: gl.constexpr,  # SLICE rounded up to a power of two
-    CHUNKS: gl.constexpr,  # chunks of 64 inputs per item
+    CHUNKS: gl.constexpr,  # chunks of 128 bytes of inputs per item
     PARTS: gl.constexpr,  # 2: gate and up
     BOXES: gl.constexpr,  # boxes per slice
     STAGES: gl.constexpr,  # pipeline stages
@@ -178,15 +202,16 @@ def stream_kernel(
     after it, and those results are dropped.
     """
     BEYOND: gl.constexpr = (TILE - SLICE) // 8  # rows past the last slice that its MMA reads
-    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SLICE // 8 + BEYOND, 8, 64], large.layout)
-    x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, 64], large.layout)
+    COLUMNS: gl.constexpr = large.block_shape[1]
+    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SLICE // 8 + BEYOND, 8, COLUMNS], large.layout)
+    x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, COLUMNS], large.layout)
     ready, free = allocate_barriers(STAGES, 1, 1)
     fence_async_shared()
     total = gl.cdiv(slices - gl.program_id(0), gl.num_programs(0)) * steps
     launch_dependents(PDL)
     gl.warp_specialize(
         [
-            (consume, (w, x, ready, free, bias, out, M, N, slices, steps, SLICE, TILE, PARTS, HAS_BIAS, PDL, num_warps)),
+            (consume, (w, x, ready, free, by_row, by_output, bias, out, M, N, slices, steps, SLICE, TILE, PARTS, HAS_BIAS, PDL, num_warps)),
             (produce, (inputs, large, medium, small, w, x, ready, free, steps, total, N, SLICE, PARTS, BOXES, PDL)),
         ],
         [1],
@@ -194,18 +219,29 @@ def stream_kernel(
     )
 
 
-def stream_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False) -> torch.Tensor:
+def stream_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    gated: bool = False,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """As `linear.skinny_linear`, for a `stream` plan, whose `outputs` divide those of the result.
 
-    Rows of `x` and of the weight start at multiples of 16 bytes.
+    Rows of `x` and of the weight start at multiples of 16 bytes. Both may be e4m3: then `scales`
+    are float32 of the rows and of the weight's outputs, contiguous, `dtype` is the result's, and
+    `plan.chunks` is a multiple of four.
     """
     rows, inner = x.shape
     parts = 2 if gated else 1
     outputs = weight.shape[0] // parts
     slices = outputs // plan.outputs
-    shape = _Shape(next_power_of_2(max(rows, _LEAST_ROWS)), parts, bias is not None, x.dtype)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tensors = (*_boxes(x, weight, shape.rows, plan), weight if bias is None else bias, out)
+    dtype = dtype or x.dtype
+    shape = _Shape(next_power_of_2(max(rows, _LEAST_ROWS)), parts, bias is not None, x.dtype, dtype)
+    out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
+    tensors = (*_boxes(x, weight, shape.rows, plan), *(scales or (out, out)), out if bias is None else bias, out)
     programs = ceil_div(slices, ceil_div(slices, PROCESSORS))
     _prepared(shape, plan, x.device)((programs, 1, 1), tensors, (rows, outputs, slices, ceil_div(inner, 32 * plan.chunks)))
     return out
@@ -218,7 +254,8 @@ class _Shape:
     rows: int  # rows of the box of inputs
     parts: int
     has_bias: bool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the rows and weights
+    result: torch.dtype
 
 
 def _heights(share: int) -> list[int]:
@@ -230,19 +267,24 @@ def _boxes(x: torch.Tensor, weight: torch.Tensor, rows: int, plan: Plan) -> tupl
     boxes repeats them."""
     size, strides = list(weight.shape), [weight.stride(0), 1]
     heights = (_heights(plan.outputs) * 3)[:3]
+    layout, columns = _LAYOUTS[weight.itemsize], _BOX_BYTES // weight.itemsize
     return (
-        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, 32 * plan.chunks], _LAYOUT),
-        *(TensorDescriptor(weight, size, strides, [height, _COLUMNS], _LAYOUT) for height in heights),
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, 32 * plan.chunks], layout),
+        *(TensorDescriptor(weight, size, strides, [height, columns], layout) for height in heights),
     )
 
 
 @lru_cache(maxsize=256)
 def _prepared(shape: _Shape, plan: Plan, device: torch.device) -> PreparedLaunch:
     x = torch.empty((shape.rows, 32 * plan.chunks), dtype=shape.dtype, device=device)
-    example = (*_boxes(x, x.new_empty((plan.outputs, _COLUMNS)), shape.rows, plan), shape.dtype, shape.dtype, 0, 0, 0, 0)
+    columns = _BOX_BYTES // x.itemsize
+    boxes = _boxes(x, x.new_empty((plan.outputs, columns)), shape.rows, plan)
+    scale = torch.float32 if x.itemsize == 1 else shape.result
+    example = (*boxes, scale, scale, shape.result, shape.result, 0, 0, 0, 0)
     tile = next_power_of_2(max(plan.outputs, _LEAST_OUTPUTS))
     sums = shape.rows * tile * shape.parts // (32 * plan.warps)
-    constants = {"ROWS": shape.rows, "SLICE": plan.outputs, "TILE": tile, "CHUNKS": plan.chunks // 2, "PARTS": shape.parts}
+    chunks = 32 * plan.chunks // columns
+    constants = {"ROWS": shape.rows, "SLICE": plan.outputs, "TILE": tile, "CHUNKS": chunks, "PARTS": shape.parts}
     constants |= {"BOXES": len(_heights(plan.outputs)), "STAGES": plan.depth, "HAS_BIAS": shape.has_bias}
     constants |= {"maxnreg": _MANY_REGISTERS if sums > 24 else _FEW_REGISTERS}
     return PreparedLaunch(stream_kernel, example, constants, device, plan.warps)

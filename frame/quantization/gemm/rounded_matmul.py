@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
+from frame.kernels.linear.linear_plan import Plan as StreamPlan
 from frame.kernels.nvidia import get_compute_capability
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ class RoundedMatmul:
         each, room = range(self._max_few_rows + 1), kernels.get_shared_memory(device)
         rows_of_scale, columns = block
         sizes = (outputs, inputs, columns)
-        self._plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fit_shared_memory(room) for rows in each]
-        self._gated_plans = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
+        plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fit_shared_memory(room) for rows in each]
+        gated = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
+        self._plans: tuple[list[Plan | StreamPlan], ...] = ([*plans], [*gated])  # of plain and gated products, by rows
+        if weight.dtype == fp8_quantize.FP8 and not columns and kernels.supports_tma_streaming(device):
+            self._prepare_streams(outputs, inputs)
         self._can_gate = outputs % (2 * rows_of_scale) == 0
-        self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in self._plans)), dtype=torch.int32, device=device)
+        self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in plans)), dtype=torch.int32, device=device)
         self.input_scale = None if input_scale is None or columns else input_scale.amax().reshape(1)
         by_rows = partial(fp8_quantize.quantize_rows, dtype=weight.dtype, given=self.input_scale)
         self._quantize = fp8_quantize.quantize_groups if columns else by_rows
@@ -62,6 +66,15 @@ class RoundedMatmul:
             not columns or get_compute_capability(device) == (9, 0)
         )
 
+    def _prepare_streams(self, outputs: int, inputs: int) -> None:
+        from frame.kernels.linear.linear_plan import choose_float8_stream
+        from frame.kernels.linear.linear_stream import stream_linear
+
+        self._stream_linear = stream_linear
+        for is_gated, plans in enumerate(self._plans):
+            for rows in range(1, len(plans)):
+                plans[rows] = choose_float8_stream(rows, outputs, inputs, bool(is_gated)) or plans[rows]
+
     def list_tensors(self, weight: torch.Tensor) -> list[torch.Tensor]:
         """What the product with `weight` reads."""
         return [weight, self.scales, *([] if self.input_scale is None else [self.input_scale])]
@@ -70,7 +83,7 @@ class RoundedMatmul:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         rows = flat.shape[0]
         if 0 < rows <= self._max_few_rows:
-            out = self._multiply_few(flat, weight, bias, self._plans[rows])
+            out = self._multiply_few(flat, weight, bias)
         else:
             out = self._multiply_large(flat, weight) if rows else flat.new_empty(0, len(weight))
             if bias is not None:
@@ -84,13 +97,14 @@ class RoundedMatmul:
         rows = flat.shape[0]
         if not (0 < rows <= self._max_few_rows and self._can_gate):
             return None
-        out = self._multiply_few(flat, weight, bias, self._gated_plans[rows], gated=True)
+        out = self._multiply_few(flat, weight, bias, gated=True)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
-    def _multiply_few(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, gated: bool = False
-    ) -> torch.Tensor:
+    def _multiply_few(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
         rounded, by_row = self._quantize(x, self._pdl)
+        plan = self._plans[gated][len(x)]
+        if isinstance(plan, StreamPlan):
+            return self._stream_linear(rounded, weight, bias, plan, gated, (by_row, self.scales), x.dtype)
         return self._skinny_linear(
             rounded, by_row, weight, self.scales, self._block, bias, plan, self._counter,
             rows=len(x), dtype=x.dtype, gated=gated, pdl=self._pdl,

@@ -374,6 +374,7 @@ def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
         raise _LineError(f"method and url must be POST and {endpoint}, the endpoint of the batch", name)
     if not isinstance(body, dict):
         raise _LineError("body: expected an object", name)
-    if body.get("stream"):
-        raise _LineError("stream is not supported in a batch; leave it out", name)
+    for field in ("stream", "background"):
+        if body.get(field):
+            raise _LineError(f"{field} is not supported in a batch; leave it out", name)
     return name, msgspec.json.encode({"priority": PRIORITY, **body})

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
 from frame.entrypoints.http.openai.batch_jobs import ENDPOINTS, BatchJob, BatchJobRunner
+from frame.entrypoints.http.openai.response_items import make_page
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
 from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
 from frame.entrypoints.http.protocol.response_docs import responds_with
@@ -23,7 +24,7 @@ from frame.entrypoints.http.services import Services
 router = ApiRouter(access=Access.USER)
 
 T = TypeVar("T")
-MAX_LISTED = 100
+LARGEST_LIMIT = 10_000
 PURPOSE = "batch"  # the only purpose of uploads
 LONGEST_PURPOSE = 64  # bytes
 PIECE = 256 * 1024  # bytes that are read from a file at a time
@@ -60,10 +61,12 @@ async def upload(context: ContextDep, services: ServicesDep) -> Any:
 
 
 @router.get("/v1/files", responses=responds_with(FileList))
-async def files(context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", after: str = "") -> Any:
-    """List your files, newest first."""
-    cards = _batch_runner(services).files.list_files(context.tenant)
-    return _page([card.to_object() for card in cards if purpose in (None, card.purpose)], limit, after)
+async def files(
+    context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", order: str = "desc", after: str = ""
+) -> Any:
+    """List your files, newest first unless `order` is asc."""
+    cards = _batch_runner(services).files.list_files(context.tenant)[::-1]
+    return make_page([card.to_object() for card in cards if purpose in (None, card.purpose)], limit, order, after, LARGEST_LIMIT)
 
 
 @router.get("/v1/files/{name}", responses=responds_with(File))
@@ -116,7 +119,8 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
 @router.get("/v1/batches", responses=responds_with(BatchList))
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """List your batches, newest first."""
-    return _page([batch.to_object() for batch in _batch_runner(services).list_batches(context.tenant)], limit, after)
+    found = _batch_runner(services).list_batches(context.tenant)[::-1]
+    return make_page([batch.to_object() for batch in found], limit, "desc", after, LARGEST_LIMIT)
 
 
 @router.get("/v1/batches/{name}", responses=responds_with(Batch))
@@ -209,15 +213,3 @@ async def _store(work: Awaitable[T]) -> T:
         raise ApiError(413, str(error), "file") from None
     except OSError as error:
         raise ApiError(503, f"the batch folder cannot be written: {error.strerror}") from None
-
-
-def _page(shown: list[dict[str, Any]], limit: str, after: str) -> dict[str, Any]:
-    """Send one page: `limit` objects after the object `after`."""
-    given = limit or "20"
-    if not given.isdigit() or not 1 <= int(given[:9]) <= 10_000:
-        raise ApiError(400, f"limit is {given[:50]!r}; it must be from 1 to 10000", "limit")
-    names = [entry["id"] for entry in shown]
-    start = names.index(after) + 1 if after in names else 0
-    page = shown[start : start + min(int(given[:9]), MAX_LISTED)]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(shown)}
