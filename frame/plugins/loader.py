@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, distributions, version
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -136,20 +137,15 @@ def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
                 names.add(_normalise(found.name))
         except (OSError, ValueError, TypeError, KeyError) as error:  # a partly removed installation
             _log.debug("installed distribution %s is unreadable: %s", found, error)
-    chosen = [
-        distribution(name) for name in sorted(names, key=lambda name: (name != OWN_DISTRIBUTION, name))
-    ]  # the first on the path, as for imports
+    ordered = sorted(names, key=lambda name: (name != OWN_DISTRIBUTION, name))
+    chosen = [distribution(name) for name in ordered]  # the first on the path, as for imports
     owners = [Provenance(each.name, each.version) for each in chosen]
     return [
         (owner, entry)
         for owner, each in zip(owners, chosen, strict=True)
-        for entry in sorted(each.entry_points, key=_name_of)
+        for entry in sorted(each.entry_points, key=attrgetter("name"))
         if entry.group in GROUPS
     ]
-
-
-def _name_of(entry: EntryPoint) -> str:
-    return entry.name
 
 
 def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Provenance, entry: EntryPoint) -> None:

@@ -36,9 +36,8 @@ from frame.entrypoints.offline.engine import Engine
 from frame.entrypoints.processes.build_engine import build_engine
 from frame.plugins.loader import load_configured
 from frame.testing.checkpoints import TINY, make_checkpoint
-from frame.testing.compare_texts import compare_grammars, compare_parsers
+from frame.testing.compare_texts import Verdict, compare_grammars, compare_parsers
 from frame.testing.local_loop import LocalLoop
-from frame.testing.verdict import Verdict
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord

@@ -1,5 +1,6 @@
-"""Compares two parsers on the same texts, and two grammar backends on the same grammars. Used by
-`frame.testing.compare`. Must not know a plugin by name."""
+"""Compares two parsers on the same texts, and two grammar backends on the same grammars; and
+`Verdict`, the result of any comparison. Used by `frame.testing.compare`. Must not know a plugin by
+name."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,6 @@ from frame.testing.conformance_parsers import ARGUMENTS, PLAIN, find_answers, fi
 from frame.testing.contexts import PARSER
 from frame.testing.suites.grammar_cases import FINITE, JSON_CASES, OPEN, Language, Vocabulary
 from frame.testing.suites.parser_texts import noise
-from frame.testing.verdict import Verdict
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord
@@ -25,6 +26,24 @@ if TYPE_CHECKING:
 
 Read = Callable[[Iterable[str]], Any]  # pieces of a text -> what a parser makes of it
 Text = tuple[str, Callable[[Any], Read]]  # and how a parser, given its constructor, reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the comparison on one subject, such as a model, found. `problem`: where the two differ;
+    `skipped`: why they were not compared."""
+
+    subject: str
+    milliseconds: tuple[float, float] = (0.0, 0.0)  # the plugin's, the reference's
+    problem: str = ""
+    skipped: str = ""
+    unit: str = "a step"  # what takes so many milliseconds
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"{self.subject}: skipped: {self.skipped}"
+        own, other = self.milliseconds
+        return f"{self.subject}: {self.problem or 'equal'}; {own:.2f} ms {self.unit}, the reference {other:.2f} ms"
 
 
 def compare_parsers(record: PluginRecord, reference: PluginRecord, registry: Registry) -> Iterator[Verdict]:

@@ -8,7 +8,6 @@ with the suite's own; give the class `conformance_requests` to add some that it 
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -17,13 +16,13 @@ from types import MappingProxyType
 from typing import Any
 
 from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, count_elements
 
 CONTEXT = HttpContext("model", max_context=4096)
 MAX_SENTENCE = 4096  # characters of a refusal
 MAX_BLOCKING = 0.2  # seconds that the event loop may stand still
 FEW, MANY = 3000, 6000  # requests before memory is compared
-MAX_GROWTH = 200  # objects that an extension may hold more after MANY requests than after FEW
+MAX_GROWTH = 200  # elements that an extension may hold more after MANY requests than after FEW
 HEADERS: tuple[dict[str, str], ...] = (
     {},
     {"authorization": "Bearer key"},
@@ -293,32 +292,16 @@ def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension])
             request = replace(examples[number % len(examples)], request_id=f"request-{number}", tenant=f"tenant-{number}")
             await decide(extension, request)
             await extension.on_response(request, HttpResponse(200, 0.1))
-        return _count_objects(extension)
+        return count_elements(extension)
 
     async def run() -> None:
         extension = make()
         few = await serve(extension, range(FEW))
         many = await serve(extension, range(FEW, MANY))
-        sentence = f"the extension holds {few} objects after {FEW} requests, {many} after {MANY}; keep a bounded number"
+        sentence = f"the extension holds {few} elements after {FEW} requests, {many} after {MANY}; keep a bounded number"
         assert many - few <= MAX_GROWTH, sentence
 
     asyncio.run(run())
-
-
-def _count_objects(root: Any) -> int:
-    """Objects that can be reached from `root` and its class, without modules, other classes and
-    functions."""
-    gc.collect()
-    seen: dict[int, Any] = {}
-    pending = [root.__dict__ if hasattr(root, "__dict__") else root]
-    pending += [value for kind in type(root).__mro__[:-1] for value in vars(kind).values() if isinstance(value, list | dict | set)]
-    while pending:
-        found = pending.pop()
-        if id(found) in seen or isinstance(found, type | type(gc)) or callable(found):
-            continue
-        seen[id(found)] = found
-        pending += gc.get_referents(found)
-    return len(seen)
 
 
 # middleware ---------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 from frame.testing import compare as comparing
 from frame.testing.compare import NOT_COMPARED, PARSERS, RANKED, SERVED, compare, main
-from frame.testing.compare_texts import compare_grammars, compare_parsers
-from frame.testing.verdict import Verdict
+from frame.testing.compare_texts import Verdict, compare_grammars, compare_parsers
 
 MODULE = "compared_plugins"
 NUM_TOKENS = 12

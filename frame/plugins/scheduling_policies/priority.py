@@ -4,6 +4,7 @@ priority."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
@@ -19,15 +20,11 @@ class PriorityFirst(SchedulingPolicy):
     by_priority: ClassVar[bool] = True
 
     def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        return sorted(waiting, key=_priority, reverse=True)
+        return sorted(waiting, key=attrgetter("priority"), reverse=True)
 
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         """The newest request of the lowest priority, never the oldest of all requests."""
-        return min(reversed(running[1:]), key=_priority, default=None)
+        return min(reversed(running[1:]), key=attrgetter("priority"), default=None)
 
     def can_preempt(self, waiting: Request, running: Request) -> bool:
         return waiting.priority > running.priority
-
-
-def _priority(request: Request) -> int:
-    return request.priority
