@@ -114,11 +114,12 @@ def test_float32_logits_of_many_tokens(exact: bool) -> None:
     if exact:
         router.weight.data.copy_(router.weight.data.bfloat16())
     router.finish()
-    x = torch.randn(200, 512, device=DEVICE).bfloat16()
-    logits = router._logits(x)
-    assert logits.dtype == torch.float32
-    assert (router._narrow is not None) == (exact and DEVICE.type == "cuda")
-    torch.testing.assert_close(logits.double(), x.double() @ router.weight.double().T, rtol=1e-5, atol=2e-5)
+    assert (router.weight.dtype == torch.bfloat16) == (exact and DEVICE.type == "cuda")
+    for tokens in (3, 200):
+        x = torch.randn(tokens, 512, device=DEVICE).bfloat16()
+        logits = router._logits(x)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), x.double() @ router.weight.double().T, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])
@@ -126,6 +127,15 @@ def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
     x = torch.randn(5, 2 * hidden, device=DEVICE)[:, :hidden]
     weight = torch.randn(experts, hidden, device=DEVICE)
     torch.testing.assert_close(compute_few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def test_float32_logits_of_a_weight_in_the_models_dtype() -> None:
+    """They are those of the weight in float32."""
+    x, residual = torch.randn(2, 5, 64, device=DEVICE).bfloat16()
+    scale, weight = torch.randn(64, device=DEVICE), torch.randn(12, 64, device=DEVICE).bfloat16()
+    assert torch.equal(compute_few_logits(x, weight, torch.float32), compute_few_logits(x, weight.float()))
+    got = compute_normed_logits(x, residual, scale, 1e-6, weight, torch.float32)
+    assert all(map(torch.equal, got, compute_normed_logits(x, residual, scale, 1e-6, weight.float())))
 
 
 @pytest.mark.parametrize(("hidden", "experts"), [(64, 12), (72, 8)])

@@ -75,25 +75,25 @@ def _prepared_route(
     return PreparedLaunch(_route_kernel, types, constants, device, 1)
 
 
-def compute_few_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in the weight's dtype,
-    for at most `FEW_TOKENS` tokens. The weight, which no step writes, is loaded before the PDL
-    wait."""
+def compute_few_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in `dtype`, or the
+    weight's, for at most `FEW_TOKENS` tokens. The weight, which no step writes, is loaded before
+    the PDL wait."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
+    logits = torch.empty((tokens, experts), dtype=dtype or weight.dtype, device=x.device)
     together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
     strides = x.stride(0), weight.stride(0)
-    launch = _prepared_logits(experts, hidden, together, x.dtype, weight.dtype, strides, x.device)
+    launch = _prepared_logits(experts, hidden, together, (x.dtype, weight.dtype, logits.dtype), strides, x.device)
     launch((ceil_div(experts, together), tokens, 1), (x, weight, logits), strides)
     return logits
 
 
 @lru_cache(maxsize=64)
 def _prepared_logits(
-    experts: int, hidden: int, together: int, dtype: torch.dtype, weight: torch.dtype, strides: tuple[int, int], device: torch.device
+    experts: int, hidden: int, together: int, types: tuple[torch.dtype, ...], strides: tuple[int, int], device: torch.device
 ) -> PreparedLaunch:
     constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together}
-    return PreparedLaunch(_few_logits_kernel, (dtype, weight, weight, *strides), constants, device, 4)
+    return PreparedLaunch(_few_logits_kernel, (*types, *strides), constants, device, 4)
 
 
 @triton.jit
@@ -123,20 +123,21 @@ def _few_logits_kernel(
 
 
 def compute_normed_logits(
-    x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float, weight: torch.Tensor
+    x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float, weight: torch.Tensor, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits of norm(x + residual), norm(x + residual), x + residual) for [tokens, hidden]; both
     sums are rounded to the tensors' dtype.
 
-    `scale` [hidden] is the norm's weight. Every program norms its token again, which for at most
-    `NORMED_TOKENS` tokens is faster than a separate launch.
+    `scale` [hidden] is the norm's weight, `dtype` that of the logits (None: the weight's). Every
+    program norms its token again, which for at most `NORMED_TOKENS` tokens is faster than a
+    separate launch.
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    logits = torch.empty((tokens, experts), dtype=weight.dtype, device=x.device)
+    logits = torch.empty((tokens, experts), dtype=dtype or weight.dtype, device=x.device)
     normed, stream = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
     together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
     strides = x.stride(0), residual.stride(0), weight.stride(0)
-    launch = _prepared_normed(experts, hidden, together, (x.dtype, scale.dtype, weight.dtype), strides, x.device)
+    launch = _prepared_normed(experts, hidden, together, (x.dtype, scale.dtype, weight.dtype, logits.dtype), strides, x.device)
     launch((ceil_div(experts, together), tokens, 1), (x, residual, scale, weight, logits, normed, stream), (*strides, eps))
     return logits, normed, stream
 
@@ -145,9 +146,9 @@ def compute_normed_logits(
 def _prepared_normed(
     experts: int, hidden: int, together: int, types: tuple[torch.dtype, ...], strides: tuple[int, ...], device: torch.device
 ) -> PreparedLaunch:
-    x, scale, weight = types
+    x, scale, weight, logits = types
     constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together}
-    return PreparedLaunch(_normed_logits_kernel, (x, x, scale, weight, weight, x, x, *strides, 1.0), constants, device, 4)
+    return PreparedLaunch(_normed_logits_kernel, (x, x, scale, weight, logits, x, x, *strides, 1.0), constants, device, 4)
 
 
 @triton.jit

@@ -73,7 +73,8 @@ class Router(nn.Module):
         super().__init__()
         self.rule = rule
         self._has_kernels = kernels.can_use_triton(context.device)
-        self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=torch.float32 if rule.precise else context.dtype))
+        self._logit_dtype = torch.float32 if rule.precise else context.dtype
+        self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=self._logit_dtype))
         self.weight.bind(f"{name}.weight")
         self._narrow: torch.Tensor | None = None
         self._dtype = context.dtype
@@ -86,24 +87,25 @@ class Router(nn.Module):
             self.expert_scale.bind(f"{name}.per_expert_scale")
         self.bias: ShardedParameter | None = None
         if rule.bias:
-            self.bias = ShardedParameter(torch.empty(num_experts, dtype=self.weight.dtype))
+            self.bias = ShardedParameter(torch.empty(num_experts, dtype=self._logit_dtype))
             self.bias.bind(f"{name}.bias")
 
     def finish(self) -> None:
-        """Keep a float32 weight in the model's dtype too if that loses nothing, as in published
+        """Keep a float32 weight in the model's dtype if that loses nothing, as in published
         checkpoints: tensor cores then multiply exactly, and sum in float32. Weights that are loaded
-        again replace the values of the copy, which captured graphs read, and are rounded."""
+        again are rounded, and replace the values of this form, which captured graphs read."""
         narrow = self.weight.data.to(self._dtype)
         if self._narrow is not None:
             self._narrow.copy_(narrow)
-            return
-        is_exact = self.weight.is_cuda and narrow.dtype is not self.weight.dtype and torch.equal(narrow.float(), self.weight.data)
-        self._narrow = narrow if is_exact else None
+        elif self.weight.is_cuda and self.bias is None and narrow.dtype is not self.weight.dtype:
+            self._narrow = narrow if torch.equal(narrow.float(), self.weight.data) else None
+        if self._narrow is not None:
+            self.weight.data = self._narrow
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if they are already computed."""
         if not self._has_kernels:
-            found = F.linear(x.to(self.weight.dtype), self.weight, self.bias) if logits is None else logits
+            found = self._multiply(x) if logits is None else logits
             ids, weights = self.choose_experts(found.float())
         else:
             ids, weights = self._use_triton(self._logits(x) if logits is None else logits)
@@ -118,17 +120,22 @@ class Router(nn.Module):
             return None
         from frame.kernels.moe.router import NORMED_TOKENS, compute_normed_logits
 
-        return compute_normed_logits(x, residual, norm.scale, norm.eps, self.weight) if 0 < len(x) <= NORMED_TOKENS else None
+        if not 0 < len(x) <= NORMED_TOKENS:
+            return None
+        return compute_normed_logits(x, residual, norm.scale, norm.eps, self.weight, self._logit_dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         from frame.kernels.moe.router import FEW_TOKENS, compute_few_logits
 
         if len(x) > FEW_TOKENS:
-            if self._narrow is not None and self.bias is None and x.dtype is self._dtype:
+            if self._narrow is not None and x.dtype is self._narrow.dtype:
                 return torch.mm(x, self._narrow.t(), out_dtype=torch.float32)
-            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        logits = compute_few_logits(x, self.weight)
+            return self._multiply(x)
+        logits = compute_few_logits(x, self.weight, self._logit_dtype)
         return logits if self.bias is None else logits + self.bias
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(self._logit_dtype), self.weight.to(self._logit_dtype), self.bias)
 
     def _use_triton(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from frame.kernels.moe.router import select_experts
