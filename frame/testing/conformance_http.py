@@ -12,6 +12,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -79,7 +80,7 @@ def suite(subject: Subject) -> Iterable[Check]:
     def has(*names: str) -> bool:
         return any(getattr(target, name) is not getattr(HttpExtension, name) for name in names)
 
-    by_method: tuple[tuple[tuple[str, ...], tuple[Callable[[Callable[[], Any], Any], None], ...]], ...] = (
+    by_method: tuple[tuple[tuple[str, ...], tuple[Callable[..., Any], ...]], ...] = (
         (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_answer)),
         (("on_request",), (check_decisions, check_requests_stand_alone, check_objects_are_independent)),
         (("on_response",), (check_responses,)),
@@ -89,7 +90,14 @@ def suite(subject: Subject) -> Iterable[Check]:
     yield Check("constructor", lambda: make() and None)
     for names, found in by_method:
         for check in found if has(*names) else ():
-            yield Check(check.__name__.removeprefix("check_"), lambda check=check: check(make, target))  # type: ignore[misc]
+            yield Check(check.__name__.removeprefix("check_"), partial(_run, check, make, target))
+
+
+def _run(check: Callable[..., Any], make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    if inspect.iscoroutinefunction(check):
+        asyncio.run(check(make, target))
+    else:
+        check(make, target)
 
 
 # routes -------------------------------------------------------------------------------------------
@@ -191,77 +199,58 @@ def check_hooks_are_coroutines(make: Callable[[], HttpExtension], target: type[H
         assert inspect.iscoroutinefunction(getattr(make(), name)), f"{name} is no async def"
 
 
-def check_decisions(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+async def check_decisions(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """`on_request` accepts or refuses every request, whatever its headers."""
-
-    async def run() -> None:
-        for request in example_requests(target):
-            await decide(make(), request)
-
-    asyncio.run(run())
+    for request in example_requests(target):
+        await decide(make(), request)
 
 
-def check_requests_stand_alone(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+async def check_requests_stand_alone(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """The decision about a request is the same alone and among others at once."""
     if getattr(target, "is_stateful", False):
         raise SkipCheck("is_stateful: the decision depends on earlier requests")
-
-    async def run() -> None:
-        requests = example_requests(target)
-        alone = [await decide(make(), request) for request in requests]
-        extension = make()
-        for order in (requests, requests[::-1]):
-            found = await asyncio.gather(*(decide(extension, request) for request in order))
-            expected = alone if order is requests else alone[::-1]
-            wrong = next((i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None)
-            assert wrong is None, f"alone the decision is {expected[wrong or 0]}, among other requests {found[wrong or 0]}"
-
-    asyncio.run(run())
+    requests = example_requests(target)
+    alone = [await decide(make(), request) for request in requests]
+    extension = make()
+    for order in (requests, requests[::-1]):
+        found = await asyncio.gather(*(decide(extension, request) for request in order))
+        expected = alone if order is requests else alone[::-1]
+        wrong = next((i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None)
+        assert wrong is None, f"alone the decision is {expected[wrong or 0]}, among other requests {found[wrong or 0]}"
 
 
-def check_objects_are_independent(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+async def check_objects_are_independent(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """What one object saw changes nothing for another, as of a second server."""
-
-    async def run() -> None:
-        requests = example_requests(target)
-        before = [await decide(make(), request) for request in requests]
-        first = make()
-        for request in requests * 3:
-            await decide(first, request)
-            await first.on_response(request, HttpResponse(200, 0.1))
-        after = [await decide(make(), request) for request in requests]
-        assert before == after, "a new object decides otherwise after another one served requests"
-
-    asyncio.run(run())
+    requests = example_requests(target)
+    before = [await decide(make(), request) for request in requests]
+    first = make()
+    for request in requests * 3:
+        await decide(first, request)
+        await first.on_response(request, HttpResponse(200, 0.1))
+    after = [await decide(make(), request) for request in requests]
+    assert before == after, "a new object decides otherwise after another one served requests"
 
 
-def check_responses(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+async def check_responses(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """`on_response` raises for no status, for requests that `on_request` did not see either."""
-    async def run() -> None:
-        extension = make()
-        for request in example_requests(target):
-            for status in STATUSES:
-                try:
-                    await extension.on_response(request, HttpResponse(status, 0.0, 0, 0))
-                except Exception as error:
-                    raise AssertionError(f"on_response raises {type(error).__name__} ({error}) for status {status}") from error
-
-    asyncio.run(run())
+    extension = make()
+    for request in example_requests(target):
+        for status in STATUSES:
+            try:
+                await extension.on_response(request, HttpResponse(status, 0.0, 0, 0))
+            except Exception as error:
+                raise AssertionError(f"on_response raises {type(error).__name__} ({error}) for status {status}") from error
 
 
-def check_event_loop(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+async def check_event_loop(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """Hooks do not block the event loop: files, other servers and long computations belong in
     threads."""
-
-    async def run() -> None:
-        extension, request = make(), example_requests(target)[0]
-        for hook in (lambda: decide(extension, request), lambda: extension.on_response(request, HttpResponse(200, 0.1))):
-            least = float("inf")
-            for _ in range(2):  # a busy machine may stop the process once
-                least = min(least, await _longest_pause(hook))
-            assert least < MAX_BLOCKING, f"a hook blocks the event loop for {least:.2f} s"
-
-    asyncio.run(run())
+    extension, request = make(), example_requests(target)[0]
+    for hook in (lambda: decide(extension, request), lambda: extension.on_response(request, HttpResponse(200, 0.1))):
+        least = float("inf")
+        for _ in range(2):  # a busy machine may stop the process once
+            least = min(least, await _longest_pause(hook))
+        assert least < MAX_BLOCKING, f"a hook blocks the event loop for {least:.2f} s"
 
 
 async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
@@ -284,8 +273,9 @@ async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
     return longest
 
 
-def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """What an extension holds does not grow with the number of requests."""
+
     async def serve(extension: HttpExtension, numbers: range) -> int:
         examples = example_requests(target)
         for number in numbers:
@@ -294,14 +284,11 @@ def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension])
             await extension.on_response(request, HttpResponse(200, 0.1))
         return count_elements(extension)
 
-    async def run() -> None:
-        extension = make()
-        few = await serve(extension, range(FEW))
-        many = await serve(extension, range(FEW, MANY))
-        sentence = f"the extension holds {few} elements after {FEW} requests, {many} after {MANY}; keep a bounded number"
-        assert many - few <= MAX_GROWTH, sentence
-
-    asyncio.run(run())
+    extension = make()
+    few = await serve(extension, range(FEW))
+    many = await serve(extension, range(FEW, MANY))
+    sentence = f"the extension holds {few} elements after {FEW} requests, {many} after {MANY}; keep a bounded number"
+    assert many - few <= MAX_GROWTH, sentence
 
 
 # middleware ---------------------------------------------------------------------------------------

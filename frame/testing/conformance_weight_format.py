@@ -37,8 +37,8 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield Check(f"canonical_form{label}", partial(_check_form, subject, layout))
         yield Check(f"decode_changes_nothing{label}", partial(_check_pure, subject, layout))
         yield Check(f"merged_parts_follow_one_another{label}", partial(_check_parts, subject, layout))
-        yield Check(f"ranks_split_outputs{label}", partial(_check_outputs, subject, layout))
-        yield Check(f"ranks_split_inputs{label}", partial(_check_inputs, subject, layout))
+        yield Check(f"ranks_split_outputs{label}", partial(_check_split, subject, layout, "output"))
+        yield Check(f"ranks_split_inputs{label}", partial(_check_split, subject, layout, "input"))
         yield Check(f"experts_are_apart{label}", partial(_check_experts, subject, layout))
         yield Check(f"a_second_load_replaces_the_first{label}", partial(_check_reload, subject, layout))
         yield Check(f"rounding_is_close{label}", partial(_check_rounding, layout))
@@ -158,26 +158,15 @@ def _check_parts(subject: Subject, layout: LayerFormat) -> None:
         _compare(rows, _dense(alone.decode()), f"part {part} of a merged layer")
 
 
-def _check_outputs(subject: Subject, layout: LayerFormat) -> None:
+def _check_split(subject: Subject, layout: LayerFormat, split: str) -> None:
     whole = _dense(Weight(subject, layout).load())
     for rank in range(2):
-        part = _dense(Weight(subject, layout, rank, "output", 2).load())
-        expected = torch.cat([rows.chunk(2)[rank] for rows in whole.split(OUTPUTS)])
+        part = _dense(Weight(subject, layout, rank, split, 2).load())
+        expected = whole.chunk(2, 1)[rank] if split == "input" else torch.cat([rows.chunk(2)[rank] for rows in whole.split(OUTPUTS)])
         if layout.rounds:
-            assert part.shape == expected.shape, "a rank has other outputs"
+            assert part.shape == expected.shape, f"a rank has other {split}s"
         else:
-            _compare(part, expected, f"outputs of rank {rank}")
-
-
-def _check_inputs(subject: Subject, layout: LayerFormat) -> None:
-    whole = _dense(Weight(subject, layout).load())
-    for rank in range(2):
-        part = _dense(Weight(subject, layout, rank, "input", 2).load())
-        expected = whole.chunk(2, 1)[rank]
-        if layout.rounds:
-            assert part.shape == expected.shape, "a rank has other inputs"
-        else:
-            _compare(part, expected, f"inputs of rank {rank}")
+            _compare(part, expected, f"{split}s of rank {rank}")
 
 
 def _check_experts(subject: Subject, layout: LayerFormat) -> None:

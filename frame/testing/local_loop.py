@@ -43,14 +43,8 @@ class LocalLoop:
         """The output tokens of every prompt; encoder_inputs: one for each, for encoder-decoder
         models. Raises RuntimeError when a request is refused or does not end."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        rids = []
-        for index, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-            self._number += 1
-            rids.append(f"r{self._number}")
-            given = encoder_inputs[index] if encoder_inputs else b""
-            refusal = self.scheduler.add_request(Generate(rid=rids[-1], token_ids=list(prompt), params=wanted, encoder_input=given))
-            if refusal is not None:
-                raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
+        given = encoder_inputs or [b""] * len(prompts)
+        rids = [self._add(*request) for request in zip(prompts, each, given, strict=True)]
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
         ended: set[str] = set()
         for tokens in self.run_steps():
@@ -68,16 +62,8 @@ class LocalLoop:
     def pool(self, prompts: Sequence[Sequence[int]], second_text_starts: Sequence[int] = ()) -> np.ndarray:
         """The vector of every prompt, float32 [prompts, width], of a model that embeds or
         classifies. Raises RuntimeError as above."""
-        rids = []
-        for index, prompt in enumerate(prompts):
-            self._number += 1
-            rids.append(f"r{self._number}")
-            second_text_start = second_text_starts[index] if second_text_starts else 0
-            refusal = self.scheduler.add_request(
-                Generate(rid=rids[-1], token_ids=list(prompt), params=SamplingParams(), second_text_start=second_text_start)
-            )
-            if refusal is not None:
-                raise RuntimeError(f"request {rids[-1]} is refused: {refusal.error}")
+        starts = second_text_starts or [0] * len(prompts)
+        rids = [self._add(prompt, SamplingParams(), second_text_start=start) for prompt, start in zip(prompts, starts, strict=True)]
         vectors: dict[str, np.ndarray] = {}
         for tokens in self.run_steps():
             self.stats["cached"] += sum(tokens.num_cached_tokens.values())
@@ -86,6 +72,16 @@ class LocalLoop:
                     raise RuntimeError(f"request {tokens.rids[index]} failed: {finish.error}")
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
+
+    def _add(self, prompt: Sequence[int], params: SamplingParams, encoder_input: bytes = b"", second_text_start: int = 0) -> str:
+        """Queue a request. -> its rid. Raises RuntimeError when it is refused."""
+        self._number += 1
+        rid, tokens = f"r{self._number}", list(prompt)
+        message = Generate(rid=rid, token_ids=tokens, params=params, encoder_input=encoder_input, second_text_start=second_text_start)
+        refusal = self.scheduler.add_request(message)
+        if refusal is not None:
+            raise RuntimeError(f"request {rid} is refused: {refusal.error}")
+        return rid
 
     def run_steps(self) -> Iterator[StepTokens]:
         """Yields the `StepTokens` of every step until nothing is left to do, one step behind when
