@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.cli.options import config_command, refuse_engine_flags
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def command(
 ) -> None:
     parameters = {"max_tokens": max_tokens, "temperature": temperature}
     if base_url is not None:
+        refuse_engine_flags(loaded)
         talk(_server(base_url, loaded.config.server.api_key, parameters), system, message)
         return
     from frame.entrypoints.offline.engine import Engine

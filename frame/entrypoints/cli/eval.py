@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.cli.options import config_command, refuse_engine_flags
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.tools.eval.evaluate import EvalBackend, Report, evaluate
 from frame.entrypoints.tools.eval.tasks import TASKS, Message
@@ -38,6 +38,7 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
         from frame.entrypoints.cli.chat import unreachable
         from frame.entrypoints.tools.eval.http_backend import HttpBackend
 
+        refuse_engine_flags(loaded)
         try:
             async with HttpBackend(base_url, api_key=loaded.config.server.api_key) as server:
                 return await evaluate(server, tasks, samples, seed, concurrency)

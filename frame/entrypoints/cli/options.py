@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
-from frame.entrypoints.configuration.sources import load_config
+from frame.entrypoints.configuration.sources import LoadedConfig, load_config
 
 _PREFIX = "setting_"  # of parameter names, so that a command's own options do not collide with settings
 
@@ -58,6 +58,13 @@ def config_command(name: str | None = None, **attributes: Any) -> Callable[[Call
         return click.command(name, cls=ConfigCommand, **attributes)(config_options(function))
 
     return decorate
+
+
+def refuse_engine_flags(loaded: LoadedConfig) -> None:
+    """Raise UsageError for a flag of an engine beside --base-url."""
+    for key, source in loaded.sources.items():
+        if source.startswith("flag ") and key != "server.api_key":
+            raise click.UsageError(f"{source.removeprefix('flag ')} has no effect on the server that --base-url names; leave one out")
 
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,6 +57,8 @@ def test_a_server_that_does_not_answer_is_one_sentence(command: list[str]) -> No
     assert "The server at http://127.0.0.1:1 does not respond" in done.output
     done = CliRunner().invoke(cli, [*command, "--base-url", "127.0.0.1:1"])
     assert "write http://127.0.0.1:1" in done.output
+    done = CliRunner().invoke(cli, [*command, "--base-url", "http://127.0.0.1:1", "--api-key", "k", "--tp", "2"])
+    assert (done.exit_code, "--tp has no effect on the server" in done.output) == (2, True)
 
 
 def test_a_refused_message_does_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
