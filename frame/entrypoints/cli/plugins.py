@@ -93,7 +93,7 @@ def check(name: str, conformance: bool, reference: str | None, paths: tuple[str,
             _compare(record, registry.get(record.kind, reference), paths)
 
 
-@click.command(help=f"Write an installable package with a new plugin of KIND: it works, and has tests.\n\nKinds: {', '.join(KINDS)}.")
+@click.command(help=f"Write an installable package with a new plugin of KIND. It works, and has tests.\n\nKinds: {', '.join(KINDS)}.")
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
 @click.option("--dir", "parent", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Folder to write the package into.")

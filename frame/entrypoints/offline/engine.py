@@ -20,11 +20,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 
+from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, Control, ControlReply, Generate
 from frame.core.text.chat_template import ChatTemplateError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ACTIONS = get_args(get_type_hints(Control)["action"])
 POOLING_PARAMS = SamplingParams(max_tokens=1)  # of sequences that yield a vector
 DEFAULT_MAX_TOKENS = 128  # for prompts without parameters
 MAX_CRASHES = 3  # of engines during one call, after which the call fails
@@ -221,6 +223,8 @@ class Engine:
     def control(self, action: Any, **arguments: Any) -> dict[str, Any]:
         """Run an engine command (`server_info`, `check_integrity`, …) and return its data. Raises
         EngineError when it fails."""
+        if action not in ACTIONS:
+            raise EngineError(f"there is no command {action!r}{did_you_mean(str(action), ACTIONS)}")
         replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
         session = self._running()

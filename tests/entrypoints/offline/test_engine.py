@@ -307,6 +307,8 @@ def test_two_ranks_in_processes_give_the_same_tokens(checkpoint: Path, engine: E
         assert [o.token_ids for o in two.generate(prompts, GREEDY)] == [o.token_ids for o in engine.generate(prompts, GREEDY)]
         assert two.generate("The quick", GREEDY).text == engine.generate("The quick", GREEDY).text
         two.control("check_integrity")
+        with pytest.raises(EngineError, match=r"no command 'server_inf'; did you mean 'server_info'\?"):
+            two.control("server_inf")
         deployment = two._session._deployment  # type: ignore[attr-defined]
         family = [psutil.Process(pid) for pid in deployment.pids.values()]
         deployment.children["rank-1"].process.kill()
