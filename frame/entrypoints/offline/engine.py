@@ -51,7 +51,7 @@ MAX_CRASHES = 3  # of engines during one call, after which the call fails
 
 class Engine:
     """An engine for offline use. Keywords are configuration keys: names of flags (`max_model_len`,
-    `tp`) or `section__field`. `plugins`: plugin classes of this process, such as a scheduling
+    `tp`) or `section_field`. `plugins`: plugin classes of this process, such as a scheduling
     policy of a notebook; each is used where its setting is not given.
 
     A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts
