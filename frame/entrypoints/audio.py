@@ -54,7 +54,7 @@ def _open_wave(data: bytes) -> tuple[Read, int, int] | None:
         return None
     try:
         file = wave.open(io.BytesIO(data))  # noqa: SIM115 - in memory
-    except (wave.Error, EOFError):  # such as one of floating-point numbers
+    except (wave.Error, EOFError, RuntimeError):  # floating-point numbers; RuntimeError: a part that is longer than the file
         return None
     width, channels = file.getsampwidth(), file.getnchannels()
     if width not in (1, 2, 3, 4) or not channels:

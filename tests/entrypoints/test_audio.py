@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import random
 import sys
 import wave
 from types import SimpleNamespace
@@ -36,6 +38,16 @@ def test_waves_of_any_rate_and_width(rate: int, width: int, channels: int) -> No
     found = read_audio(as_wave(tone(rate), rate, width, channels))
     assert len(found) == 25 * RATE
     assert np.abs(found - tone(RATE)).max() < (0.01 if width == 1 else 1e-3)
+
+
+def test_damaged_heads_are_read_or_refused() -> None:
+    dice, whole = random.Random(0), as_wave(tone(RATE, 0.02), RATE)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(2):
+            damaged[dice.randrange(12, 44)] = dice.randrange(256)
+        with contextlib.suppress(InvalidRequestError):
+            assert read_audio(bytes(damaged)).dtype == np.float32
 
 
 @pytest.mark.parametrize("mel_bins", [80, 128])

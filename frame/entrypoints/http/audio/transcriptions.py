@@ -47,9 +47,9 @@ class SpeechFields(RequestOptions):
     @model_validator(mode="after")
     def _check(self) -> SpeechFields:
         if self.timestamp_granularities and self.response_format != "verbose_json":
-            raise ValueError("timestamp_granularities needs response_format verbose_json")
+            raise ApiError(400, "timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
         if self.stream and self.response_format not in ("json", "text"):
-            raise ValueError(f"stream needs response_format json or text, not {self.response_format}")
+            raise ApiError(400, f"stream needs response_format json or text, not {self.response_format}", "stream")
         return self
 
     @property

@@ -142,6 +142,7 @@ def test_forms_that_are_refused(server: RunningServer, fields: dict[str, str], f
     )
     assert reply.status_code == status
     assert any(part in reply.json()["error"]["message"] for part in sentence.split("|")), reply.text
+    assert reply.json()["error"]["param"]
 
 
 def test_texts_are_refused(server: RunningServer) -> None:
