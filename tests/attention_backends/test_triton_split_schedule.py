@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,8 +23,19 @@ pytestmark = [
 def items_of(lengths, config, groups=()):  # type: ignore[no-untyped-def]
     """(items [n, 8], shared items, rows [n, 8]) of a schedule. `groups`: (rows, shared keys), from
     the first row on."""
+    from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
+
+    rows, found = len(lengths), find_schedule(lengths, config, groups)
+    info = found[HEADER.value :][: config.capacity * ROW.value].reshape(-1, ROW.value)[:rows]
+    items = found[HEADER.value + config.capacity * ROW.value :][: config.count_items(config.capacity) * ITEM.value].reshape(-1, ITEM.value)
+    assert found[0] <= config.count_items(rows), "more items than the grid has room for"
+    assert (found[len(found) - config.capacity * config.blocks :][: rows * config.blocks] == 0).all()
+    return items[: found[0]], int(found[1]), info
+
+
+def find_schedule(lengths, config, groups=()):  # type: ignore[no-untyped-def]
     from frame.attention_backends.triton.shared_prefixes import FIELDS
-    from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW, make_schedule
+    from frame.attention_backends.triton.split_schedule import make_schedule
 
     rows = len(lengths)
     prefixes = torch.zeros(FIELDS, config.capacity, dtype=torch.int32)
@@ -37,12 +49,7 @@ def items_of(lengths, config, groups=()):  # type: ignore[no-untyped-def]
         prefixes[4, at : at + size] = there
         at += size
     slots = torch.arange(rows) + 5
-    found = make_schedule(config, rows, torch.tensor(lengths, dtype=torch.int32), slots, prefixes, pdl=False).numpy()
-    info = found[HEADER.value :][: config.capacity * ROW.value].reshape(-1, ROW.value)[:rows]
-    items = found[HEADER.value + config.capacity * ROW.value :][: config.count_items(config.capacity) * ITEM.value].reshape(-1, ITEM.value)
-    assert found[0] <= config.count_items(rows), "more items than the grid has room for"
-    assert (found[len(found) - config.capacity * config.blocks :][: rows * config.blocks] == 0).all()
-    return items[: found[0]], int(found[1]), info
+    return make_schedule(config, rows, torch.tensor(lengths, dtype=torch.int32), slots, prefixes, pdl=False).numpy()
 
 
 def make_config(**values):  # type: ignore[no-untyped-def]
@@ -71,6 +78,30 @@ def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
         longest = max(longest, int((own[:, 3] - own[:, 2]).max()))
     total = sum(min(length, window) if window else length for length in lengths)
     assert longest <= max(64, 1.25 * total / 33) + 64
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 512, 0], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])
+@pytest.mark.parametrize("shares", [1, 33, 132])
+def test_shares_cost_the_same(lengths: list[int], shares: int) -> None:
+    from frame.attention_backends.triton.split_schedule import HEADER, MOST_PARTS, ROW_COST
+
+    items, _, info = items_of(lengths, config := make_config(min_keys=128, shares=shares))
+    for row, length in enumerate(lengths):
+        own = items[info[row, 0] : info[row, 0] + info[row, 1]]
+        assert (own[:, 0] == row).all()
+        assert (own[:, 3] > own[:, 2]).all()
+        assert [*own[:, 2], length] == [0, *own[:, 3]]
+    used = find_schedule(lengths, config)[HEADER.value - 6]
+    firsts = [*items[:used, 4], len(items)]
+    assert firsts[0] == 0
+    row_cost = ROW_COST.value if 2 * len(lengths) > shares else 0
+    costs = [sum(-(-(end - begin) // 64) + row_cost for begin, end in items[a:b, 2:4]) for a, b in pairwise(firsts)]
+    total = sum(-(-length // 64) + row_cost for length in lengths if length)
+    assert len(costs) == used <= shares
+    assert min(costs) > 0
+    least = max(2, -(-max(lengths) // 64 // MOST_PARTS.value) + 1)
+    assert max(costs) <= max(least + row_cost, -(-total // shares)) + row_cost
+    assert info[:, 1].max() <= MOST_PARTS.value + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.attention_backends.triton import expanded_extend
-    from frame.attention_backends.triton.expanded_extend import QUERIES, attend_prompts, can_run
+    from frame.attention_backends.triton.hopper import expanded_extend
+    from frame.attention_backends.triton.hopper.expanded_extend import QUERIES, attend_prompts, can_run
     from frame.attention_backends.triton.operands import Operands
 
     pytestmark.append(pytest.mark.skipif(not kernels.supports_tma_streaming(torch.device("cuda")), reason="needs compute capability 9.0"))

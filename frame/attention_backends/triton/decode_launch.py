@@ -3,11 +3,14 @@ layer shape. Depends on no request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from frame import kernels
 from frame.attention_backends.triton.decode_kernel import decode_kernel
 from frame.attention_backends.triton.merge_kernel import merge_kernel
 from frame.attention_backends.triton.operands import Operands, compute_scales, get_window, or_unused
@@ -16,14 +19,14 @@ from frame.attention_backends.triton.split_schedule import SplitConfig
 from frame.attention_backends.triton.tile_sizes import DecodeSizes, DeviceLimits, choose_decode
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import TreeMask
-from frame.kernels import supports_pdl
-from frame.kernels.launch import PreparedLaunch, next_power_of_2
+from frame.kernels import INTERPRETED
+from frame.kernels.launch import PreparedLaunch, ceil_div, next_power_of_2
 
 if TYPE_CHECKING:
     from frame.attention_backends.triton.plan import StepPlan
     from frame.core.interfaces.batch import ForwardBatch
 
-MERGE_WARPS = 4
+MERGE_WARPS, MERGE_HEADS = 4, 4  # of a program of `merge_kernel`
 SHARING_ROWS = 2 * MIN_ROWS  # smaller batches use the variant without shared prefixes
 
 
@@ -37,6 +40,7 @@ class DecodeVariant:
     trees: bool  # rows may be tokens of trees
     parts: torch.Tensor  # float32 [lines, value]: partial results
     weights: torch.Tensor  # float32 [lines]: log2 of the partial sums of weights
+    is_latent: bool = False  # `latent_decode` computes it
     launch: PreparedLaunch | None = None  # compiled at the first launch
     merge: PreparedLaunch | None = None  # if the decode kernel does not merge
 
@@ -49,7 +53,8 @@ class DecodeLauncher:
     def __init__(self, device: torch.device, device_limits: DeviceLimits, capacity: int, shares: bool, tokens: int = 1) -> None:
         self._device, self._limits, self._capacity, self._shares = device, device_limits, capacity, shares
         self._tokens = tokens
-        self._pdl = supports_pdl(device)
+        self._has_gluon = not INTERPRETED and kernels.supports_tma_streaming(device)
+        self._pdl = kernels.supports_pdl(device)
         self._variants: dict[tuple[Any, ...], DecodeVariant] = {}
         # by layer and strides
         self._layers: dict[tuple[Any, ...], tuple[AttentionSpec, DecodeVariant, tuple[float, float]]] = {}
@@ -75,12 +80,14 @@ class DecodeLauncher:
         masks = batch.seq_lens if trees is None else trees.bits, batch.seq_lens
         tensors = (*operands.get_tensors(), out, parts, weights, sinks, *planned, *operands.get_scales(), *masks)
         numbers = (batch.page_table.stride(0), split.capacity, split.count_items(split.capacity), split.max_own_items, *found[2])
-        if variant.launch is None:
+        if variant.launch is None and not (variant.is_latent and variant.merge):
             self._prepare(variant, spec, operands, (*tensors, *numbers))
-            assert variant.launch is not None
-        variant.launch((split.blocks, split.count_items(rows), 1), tensors, numbers)
+        if variant.launch is None:
+            _latents().attend_latents(operands, (out, parts, weights, schedule, batch.page_table), split, found[2][0])
+        else:
+            variant.launch((split.blocks, split.count_items(rows), 1), tensors, numbers)
         if variant.merge is not None:
-            variant.merge((split.heads, rows, 1), (parts, weights, out, schedule), (split.max_own_items,))
+            variant.merge((ceil_div(split.heads, MERGE_HEADS), rows, 1), (parts, weights, out, schedule), (split.max_own_items,))
 
     def _find_variant(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool, trees: bool) -> DecodeVariant:
         """The variant of a layer that was not seen before."""
@@ -107,7 +114,11 @@ class DecodeLauncher:
             tile_rows=tile_rows if shares and tile_rows > 1 else 0,
             tokens=1 if get_window(spec) or sizes.merge_separately else min(self._tokens, sizes.tile.queries // taken),
         )
-        self._variants[key] = DecodeVariant(sizes, split, trees, *self._space_for(split, operands.value_width, out.device))
+        is_latent = self._has_gluon and not trees and _latents().can_run(spec, operands, split)
+        if is_latent:
+            split = replace(split, shares=split.target)
+        space = self._space_for(split, operands.value_width, out.device)
+        self._variants[key] = DecodeVariant(sizes, split, trees, *space, is_latent)
         return self._variants[key]
 
     def _prepare(self, variant: DecodeVariant, spec: AttentionSpec, operands: Operands, example: tuple[Any, ...]) -> None:
@@ -126,11 +137,12 @@ class DecodeLauncher:
         }
         if sizes.merge_separately:
             names = ("NUM_HEADS", "VALUE", "BLOCK_VALUE", "TILE_ROWS", "OUT_STRIDE", "OUT_HEAD")
-            wide = {name: constants[name] for name in names}
+            wide = {**{name: constants[name] for name in names}, "HEADS": MERGE_HEADS}
             variant.merge = PreparedLaunch(
                 merge_kernel, (*example[6:8], out, example[9], variant.split.max_own_items), wide, self._device, MERGE_WARPS
             )
-        variant.launch = PreparedLaunch(decode_kernel, example, constants, self._device, tile.warps)
+        if not variant.is_latent:
+            variant.launch = PreparedLaunch(decode_kernel, example, constants, self._device, tile.warps)
 
     def _space_for(self, split: SplitConfig, value: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         lines = (split.max_own_items * split.tokens + split.max_shared_items * split.tile_rows) * split.heads
@@ -139,3 +151,11 @@ class DecodeLauncher:
             found = torch.empty(lines, value, device=device), torch.empty(lines, device=device)
             self._space[lines, value] = found
         return found
+
+
+@cache
+def _latents() -> ModuleType:
+    """Imported where it can run: Triton's Gluon is not on every machine."""
+    from frame.attention_backends.triton.hopper import latent_decode
+
+    return latent_decode

@@ -188,7 +188,7 @@ class ExtendLauncher:
 
 @cache
 def _expanded() -> ModuleType:
-    from frame.attention_backends.triton import expanded_extend
+    from frame.attention_backends.triton.hopper import expanded_extend
 
     return expanded_extend
 

@@ -130,17 +130,20 @@ def merge_kernel(
     TILE_ROWS: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (heads, rows). For shapes whose parts are too large for one merging program."""
+    """Grid: (blocks of HEADS heads, rows). For shapes whose parts are too large for one merging
+    program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.zeros([1], tl.int32) + tl.program_id(1)
+    row = tl.zeros([HEADS], tl.int32) + tl.program_id(1)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     info = schedule + HEADER + row * ROW
     own_count = tl.load(info + 1)
     shared_count = tl.load(info + 3)
-    if tl.sum(own_count + shared_count, 0) > 1:
+    if tl.max(own_count + shared_count, 0) > 1:
         merge_parts(
             parts_pointer,
             weights_pointer,
@@ -152,13 +155,13 @@ def merge_kernel(
             tl.load(info + 4),
             own_items * NUM_HEADS,
             row,
-            tl.zeros([1], tl.int32) + tl.program_id(0),
-            own_count > 0,
+            head,
+            head < NUM_HEADS,
             NUM_HEADS,
             VALUE,
             BLOCK_VALUE,
             TILE_ROWS,
             OUT_STRIDE,
             OUT_HEAD,
-            1,
+            HEADS,
         )

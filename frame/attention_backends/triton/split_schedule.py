@@ -22,9 +22,13 @@ from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 # own item, own items, first shared item, shared items, position in its tile); 8 per item (row, or
 # first index in the order of shared rows; page-table row; first key; last key + 1; rows of the
 # tile, or tokens of one request; position of the first of these); 1 arrival counter per row and
-# block of heads, zero between launches.
+# block of heads, zero between launches. With shares: header (number of items, 0, number of shares),
+# and as an item's fifth number the first item of the share of the same index.
 HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
 CLASSES = tl.constexpr(8)  # classes of pieces by length
+# What a row costs besides its keys (queries, result), in blocks of keys, where there are many rows
+ROW_COST = tl.constexpr(2)
+MOST_PARTS = tl.constexpr(64)  # of a row that is divided into shares, about; the merge reads four after four
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class SplitConfig:
     window: int  # negative: chunks of so many keys
     tile_rows: int  # rows per tile of a shared prefix; 0: prefixes are not shared
     tokens: int = 1  # consecutive rows at most, of consecutive tokens of one request, that are divided as one row
+    shares: int = 0  # programs per block of heads at most, each of which takes consecutive items; 0: one program per item
 
     def count_tiles(self, rows: int) -> int:
         """Most tiles of rows that share a prefix."""
@@ -59,7 +64,7 @@ class SplitConfig:
 
     def count_items(self, rows: int) -> int:
         """Most items: one per row, and the pieces and tiles beyond that."""
-        return rows + self.count_pieces(rows)[2]
+        return rows + (self.shares or self.count_pieces(rows)[2])
 
     @property
     def max_own_items(self) -> int:
@@ -108,6 +113,39 @@ def count_tokens(seq_lens, request_slots, begins, rows, num_rows, TOKENS: tl.con
     return tl.where((rows < num_rows) & ((rows - starts) % TOKENS == 0), counts, 0)
 
 
+@triton.jit
+def divide_evenly(
+    schedule, item_part, row_part, rows, slot, keys, num_rows, BLOCK_KEYS: tl.constexpr, MIN_KEYS: tl.constexpr, SHARES: tl.constexpr
+):
+    """Divide all rows, one after another, into SHARES runs of equal cost, as FlashMLA does; an item
+    is a row's part of a run. Returns the number of items."""
+    blocks = tl.cdiv(keys, BLOCK_KEYS)
+    row_cost = tl.where(2 * num_rows > SHARES, ROW_COST, 0)
+    cost = tl.where(blocks > 0, blocks + row_cost, 0)
+    stop = tl.cumsum(cost, 0)
+    start, first_block = stop - cost, stop - blocks
+    total = tl.sum(cost, 0)
+    least = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tl.max(blocks, 0), MOST_PARTS))
+    share = tl.maximum(tl.cdiv(total, SHARES), least + row_cost)
+    share_of_first = first_block // share
+    count = tl.where(blocks > 0, (stop - 1) // share - share_of_first + 1, 0)
+    first = tl.cumsum(count, 0) - count
+    begins_share = (start == 0) | ((start - 1) // share < share_of_first)
+    tl.store(row_part, first, mask=rows < num_rows)
+    tl.store(row_part + 1, count, mask=rows < num_rows)
+    for number in range(tl.max(count, 0)):
+        used = number < count
+        at = share_of_first + number
+        item = item_part + (first + number) * ITEM
+        tl.store(item, rows, mask=used)
+        tl.store(item + 1, slot, mask=used)
+        tl.store(item + 2, tl.maximum(0, at * share - first_block) * BLOCK_KEYS, mask=used)
+        tl.store(item + 3, tl.minimum(keys, ((at + 1) * share - first_block) * BLOCK_KEYS), mask=used)
+        tl.store(item_part + at * ITEM + 4, first + number, mask=used & (begins_share | (number > 0)))
+    tl.store(schedule + 2, tl.cdiv(total, share))
+    return tl.sum(count, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "pieces", "tiled_pieces", "most_pieces"])
 def schedule_kernel(
     schedule,
@@ -127,6 +165,7 @@ def schedule_kernel(
     WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK_ARRIVALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -189,29 +228,32 @@ def schedule_kernel(
             tl.store(item + 4, tl.minimum(group - position, TILE_ROWS), mask=used)
     else:
         tl.store(row_part + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
-    count, length = split_keys(own, split, BLOCK_KEYS)
-    count = tl.where(valid, count, 0)
-    # long pieces start first, so that short ones fill the gaps at the end
-    piece = tl.minimum(own, length)
-    rank = tl.minimum(CLASSES - 1, piece * CLASSES // (tl.max(piece, 0) + 1))
-    first = tl.zeros([BLOCK_ROWS], tl.int32)
-    taken = 0
-    for step in range(CLASSES):
-        of_class = tl.where(rank == CLASSES - 1 - step, count, 0)
-        first = tl.where(rank == CLASSES - 1 - step, taken + tl.cumsum(of_class, 0) - of_class, first)
-        taken += tl.sum(of_class, 0)
-    tl.store(row_part, first, mask=valid)
-    tl.store(row_part + 1, count, mask=valid)
-    for number in range(tl.max(count, 0)):
-        used = number < count
-        item = item_part + (num_shared + first + number) * ITEM
-        tl.store(item, rows, mask=used)
-        tl.store(item + 1, slot, mask=used)
-        tl.store(item + 2, begin + number * length, mask=used)
-        tl.store(item + 3, tl.minimum(end, begin + (number + 1) * length), mask=used)
-        if TOKENS > 1:
-            tl.store(item + 4, tokens, mask=used)
-            tl.store(item + 5, seq_len - 1, mask=used)
+    if SHARES > 0:
+        taken = divide_evenly(schedule, item_part, row_part, rows, slot, own, num_rows, BLOCK_KEYS, MIN_KEYS, SHARES)
+    else:
+        count, length = split_keys(own, split, BLOCK_KEYS)
+        count = tl.where(valid, count, 0)
+        # long pieces start first, so that short ones fill the gaps at the end
+        piece = tl.minimum(own, length)
+        rank = tl.minimum(CLASSES - 1, piece * CLASSES // (tl.max(piece, 0) + 1))
+        first = tl.zeros([BLOCK_ROWS], tl.int32)
+        taken = 0
+        for step in range(CLASSES):
+            of_class = tl.where(rank == CLASSES - 1 - step, count, 0)
+            first = tl.where(rank == CLASSES - 1 - step, taken + tl.cumsum(of_class, 0) - of_class, first)
+            taken += tl.sum(of_class, 0)
+        tl.store(row_part, first, mask=valid)
+        tl.store(row_part + 1, count, mask=valid)
+        for number in range(tl.max(count, 0)):
+            used = number < count
+            item = item_part + (num_shared + first + number) * ITEM
+            tl.store(item, rows, mask=used)
+            tl.store(item + 1, slot, mask=used)
+            tl.store(item + 2, begin + number * length, mask=used)
+            tl.store(item + 3, tl.minimum(end, begin + (number + 1) * length), mask=used)
+            if TOKENS > 1:
+                tl.store(item + 4, tokens, mask=used)
+                tl.store(item + 5, seq_len - 1, mask=used)
     tl.store(schedule, num_shared + taken)
     tl.store(schedule + 1, num_shared)
     for start in range(0, num_rows * BLOCKS, BLOCK_ARRIVALS):
@@ -243,6 +285,7 @@ def make_schedule(
         WINDOW=config.window,
         TILE_ROWS=config.tile_rows,
         TOKENS=config.tokens,
+        SHARES=config.shares,
         BLOCK_ARRIVALS=1024,
         PDL=pdl,
         launch_pdl=pdl,
