@@ -118,6 +118,17 @@ class TritonCapabilities(GemmCapabilities):
         return GemmCapabilities.unsupported(self, requirements)
 
 
+@dataclass(frozen=True, slots=True)
+class HopperCapabilities(GemmCapabilities):
+    """Capabilities of kernels that are compiled for compute capability 9.0 only."""
+
+    def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
+        reasons, chip = GemmCapabilities.unsupported(self, requirements), requirements.compute_capability
+        if chip is not None and chip[0] > 9:
+            reasons.append(Reason(f"is compiled for compute capability 9.0, not for {chip[0]}.{chip[1]}"))
+        return reasons
+
+
 # Measured on an H200 with the layers of Llama-3.1-8B and Qwen3-14B by benchmarks/quantized_gemm.py;
 # e4m3 is an estimate.
 _WEIGHT_ONLY_SPEEDS = (
@@ -174,7 +185,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
     registry.add(
         "cuda_int4",
         "frame.quantization.gemm.cuda_int4:CudaInt4Kernel",
-        capabilities=GemmCapabilities(devices=("cuda",), speeds=_CUDA_INT4_SPEEDS, dtypes=_LOW, min_compute_capability=(9, 0)),
+        capabilities=HopperCapabilities(devices=("cuda",), speeds=_CUDA_INT4_SPEEDS, dtypes=_LOW, min_compute_capability=(9, 0)),
         rank=85,
         summary="int4 weights, unquantized activations: CUDA kernels for compute capability 9.0, compiled at the start by NVRTC.",
     )

@@ -8,8 +8,10 @@ import re
 import pytest
 import torch
 
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.kernels.linear import blocked_int4
+from frame.plugins.loader import load_registry
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
 from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
@@ -44,6 +46,13 @@ def test_experts_and_scales_of_another_type_are_left_to_others() -> None:
     assert "dtype" in str(blocked_int4.find_obstacle(make_weight(GROUPED, 64, 128, dtype=torch.float16), torch.bfloat16))
     kernel = CudaInt4Kernel(build_context("cpu", torch.bfloat16, 16))
     assert kernel.find_obstacle(make_weight(GROUPED, 64, 128, dtype=torch.bfloat16)) == "the device does not have compute capability 9.0"
+
+
+@pytest.mark.parametrize(("chip", "is_able"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_other_chips_get_other_kernels(chip: tuple[int, int], is_able: bool) -> None:
+    record = next(each for each in load_registry(installed=False).records("gemm_kernel") if each.name == "cuda_int4")
+    assert isinstance(record.capabilities, GemmCapabilities)
+    assert (not record.capabilities.unsupported(GemmRequirements("cuda", chip, "bfloat16"))) == is_able
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.bfloat16, 128), (torch.float16, 1024)])
