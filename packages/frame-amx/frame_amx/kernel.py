@@ -65,6 +65,10 @@ class AmxKernel(GemmKernel):
     def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
 
+    def count_bytes(self, weight: PackedWeight) -> int:
+        scales = weight.scales
+        return super().count_bytes(weight) + (0 if scales is None else scales.numel() * (4 - scales.itemsize))  # kept in float32
+
 
 class AmxProduct:
     """The product with one weight in canonical form. It keeps the weight's own codes."""
