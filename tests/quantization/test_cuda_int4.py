@@ -4,12 +4,14 @@ kernels read, and their plans. `tests/gpu/test_cuda_int4.py` runs the products."
 from __future__ import annotations
 
 import re
+from ctypes import c_int, c_void_p
 
 import pytest
 import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements
 from frame.core.interfaces.weight_format import WeightScheme
+from frame.kernels.cuda_source import TensorMap
 from frame.kernels.linear import blocked_int4
 from frame.plugins.loader import load_registry
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
@@ -113,3 +115,12 @@ def test_a_source_uses_no_macro_that_it_is_not_given(kind: str) -> None:
     defined = set(re.findall(r"#define ([A-Z_0-9]+)", text))
     operands = {"M", "N", "K", "C"}  # sizes of a product, and the language of `extern`
     assert used - defined - operands == {"HALF", "GROUP", *MACROS[kind]}
+
+
+@pytest.mark.parametrize("kind", MACROS)
+def test_launches_pass_what_the_kernel_takes(kind: str) -> None:
+    text = blocked_int4.read_source(kind, (("ROWS", 64),))
+    found = re.search(rf"int4_{kind}\(\s*([^)]*)\)", text)
+    assert found is not None
+    kinds = [c_void_p if "*" in each else TensorMap if "TensorMap" in each else c_int for each in found[1].split(",")]
+    assert kinds == blocked_int4._PARAMETERS[kind]

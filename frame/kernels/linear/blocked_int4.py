@@ -12,6 +12,7 @@ from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 
@@ -27,7 +28,12 @@ _ARCHITECTURE = "90a"
 _MOST_ROWS_OF_TILE, _ROW_STEP = 256, 32
 _MOST_ROW_TILES = MOST_ROWS // _MOST_ROWS_OF_TILE
 _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # what a code in the mantissa adds to it
-_POINTERS = {"rows": 5, "tiles": 6, "dequantize": 3}
+# the kinds of a kernel's parameters, in their order
+_PARAMETERS: dict[str, list[Any]] = {
+    "rows": [*[c_void_p] * 5, *[c_int] * 4],
+    "tiles": [TensorMap, *[c_void_p] * 6, *[c_int] * 3],
+    "dequantize": [*[c_void_p] * 3, c_int],
+}
 _MEMORY = 227 << 10  # bytes of shared memory of a multiprocessor
 
 
@@ -200,9 +206,7 @@ class BlockedProducts:
         if found is None:
             device = self.weight.codes.device
             function = cuda_source.load_function(self._start(kind, constants), f"int4_{kind}", shared_bytes, nvidia.get_index(device))
-            numbers = {"rows": 4, "tiles": 3, "dequantize": 1}[kind]
-            kinds = [*([TensorMap] if kind == "tiles" else []), *([c_void_p] * _POINTERS[kind]), *([c_int] * numbers)]
-            found = self._launches[kind, constants] = CudaLaunch(function, kinds, threads, shared_bytes, device)
+            found = self._launches[kind, constants] = CudaLaunch(function, _PARAMETERS[kind], threads, shared_bytes, device)
         return found
 
 
