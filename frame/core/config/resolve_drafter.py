@@ -92,6 +92,8 @@ def check_speculation(config: FrameConfig, task: Task, model_config: ModelConfig
             raise ResolveError("speculative.synthetic_acceptance_length is set; name a drafter in speculative.algorithm.")
         if speculative.draft_model_path is not None:
             raise ResolveError("speculative.draft_model_path is set; name a drafter that reads it in speculative.algorithm.")
+        if speculative.num_steps != type(speculative).model_fields["num_steps"].default:
+            raise ResolveError(f"speculative.num_steps is {speculative.num_steps}; name a drafter in speculative.algorithm.")
         return False
     if task != "generate":
         raise ResolveError(

@@ -159,6 +159,13 @@ def test_decode_graphs_cover_all_running_requests(running: int) -> None:
     assert found.cuda_graph_max_bs == min(4 * running, 1024)  # each token of a draft is a row
 
 
+@pytest.mark.parametrize(("setting", "value"), [("num_steps", 5), ("draft_model_path", "drafts"), ("synthetic_acceptance_length", 2)])
+def test_settings_of_drafts_ask_for_a_drafter(setting: str, value: Any) -> None:
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "speculative": {setting: value}})
+    with pytest.raises(ResolveError, match=rf"speculative\.{setting} is .*; name a drafter"):
+        resolve(config, H200, LLAMA_8B, load_registry(installed=False).all_records())
+
+
 def resolve_tree(speculative: dict[str, Any], options: dict[str, Any], model: dict[str, Any], attention: str | None = None) -> Any:
     name = speculative.get("algorithm", "mtp")
     given = {
