@@ -41,7 +41,7 @@ class AmxCapabilities(AttentionCapabilities):
 
 
 ATTENTION = AmxCapabilities(
-    devices=("cpu",), phases=("decode",), dtypes=("bfloat16",), head_dim_multiple=32, max_head_dim=256, sliding_window=True
+    devices=("cpu",), phases=("decode",), dtypes=("bfloat16",), head_dim_multiple=32, max_head_dim=256, sliding_window=True, graphs="decode"
 )
 
 

@@ -36,6 +36,9 @@ class AmxAttention(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         return None
 
+    def capture_plan(self, batch: ForwardBatch) -> None:
+        return None
+
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q, (keys, values) = q.contiguous(), batch.kv.layer(spec.layer)
         rows, heads, dim = q.shape

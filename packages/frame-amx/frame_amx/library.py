@@ -33,6 +33,11 @@ _FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]], ...]] = {
         *(_ADDRESS, _LONG, _INT, _INT, _INT), *(_ADDRESS, _ADDRESS, _LONG), *(_ADDRESS, _LONG, _ADDRESS, _ADDRESS),
         *(_LONG, _FLOAT, _ADDRESS, _INT)
     ),
+    # calls that are kept; what `frame_amx_end` returned
+    "frame_amx_begin": (),
+    "frame_amx_end": (),
+    "frame_amx_replay": (_ADDRESS,),
+    "frame_amx_free": (_ADDRESS,),
 }  # fmt: skip
 
 
@@ -56,5 +61,5 @@ def _open(path: Path) -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(path))
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _ADDRESS if name == "frame_amx_end" else None
     return None if library.frame_amx_open() else library

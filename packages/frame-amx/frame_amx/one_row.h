@@ -1,20 +1,24 @@
-// The product of one row with an int4 weight by dot products of bytes (VNNI): codes are unpacked in
-// registers, and not to a tile in memory. Included by products.cpp, whose types it uses.
+// The product of one row by dot products in registers, without tiles. It reads kStreams outputs at
+// once from places far apart: a core then has more of memory under way than with one place, because
+// its prefetcher follows each place. Included by products.cpp, whose types it uses.
 
-constexpr int kBlock = 128;   // inputs of a register of codes
-constexpr int kTogether = 4;  // outputs that are computed together
+constexpr int kStreams = 8;   // places, and outputs that are computed together
+constexpr int kBlock = 128;   // inputs of a register of int4 codes
+constexpr int kAhead = 1024;  // bytes that are fetched ahead in each place
 
-// A row as fixed-point numbers of two digits. `sums` [inputs / 128][2][16]: of each lane the sum of
-// the digits that it multiplies, which times the zero point is what the codes give too much.
+// A row as fixed-point numbers of two digits. `sums`: int8 [2][16], what each lane of a digit begins
+// with, because codes are multiplied with 128 added; int4 [groups], the sums of the numbers as
+// float32, which times zero point and scale is what the codes give too much.
 struct OneRow {
   int8_t *high, *low;
-  int32_t *sums;
+  void *sums;
   float step;
 
-  static int64_t CountBytes(int64_t inputs) { return 2 * inputs + inputs / kBlock * 2 * 64; }
+  static int64_t CountBytes(const Weight &w) { return 2 * w.inputs + std::max<int64_t>(128, w.inputs / w.group * 4); }
 
   OneRow(const bf16 *x, const Weight &w, void *memory)
-      : high((int8_t *)memory), low(high + w.inputs), sums((int32_t *)(low + w.inputs)) {
+      : high((int8_t *)memory), low(high + w.inputs), sums(low + w.inputs) {
+    if (w.kind == kPlain) return;
     auto load = [&](int64_t k) {
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x + k))), 16));
     };
@@ -25,66 +29,111 @@ struct OneRow {
     }
     step = _mm512_reduce_max_ps(most) / kMost + _mm512_reduce_add_ps(wrong);
     const __m512 scale = _mm512_set1_ps(1 / step);
+    __m512i total = _mm512_setzero_si512();
     for (int64_t k = 0; k < w.inputs; k += 16) {
       const __m512 number = _mm512_mul_ps(load(k), scale);
       const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(number, _mm512_set1_ps(1.f / kDigit)));
       const __m512i second = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(first), _mm512_set1_ps(kDigit), number));
-      // 128 codes unpack to every other 16 inputs in the low nibbles, then to the rest
-      const int64_t part = k / 16 % 8, at = k - part * 16 + part / 2 * 16 + part % 2 * 64;
+      // 128 codes of int4 unpack to every other 16 inputs in the low nibbles, then to the rest
+      const int64_t part = k / 16 % 8, at = w.kind == kInt8 ? k : k - part * 16 + part / 2 * 16 + part % 2 * 64;
       _mm_store_si128((__m128i *)(high + at), _mm512_cvtepi32_epi8(first));
       _mm_store_si128((__m128i *)(low + at), _mm512_cvtsepi32_epi8(second));
+      if (w.kind == kInt8) continue;
+      total = _mm512_add_epi32(total, _mm512_add_epi32(_mm512_slli_epi32(first, 7), second));
+      if ((k + 16) % w.group) continue;
+      ((float *)sums)[k / w.group] = (float)_mm512_reduce_add_epi32(total);
+      total = _mm512_setzero_si512();
     }
-    for (int64_t begin = 0; begin < w.inputs; begin += kBlock)
-      for (int digit = 0; digit < 2; digit++) {
-        __m512i sum = _mm512_setzero_si512();
-        for (int64_t k = begin; k < begin + kBlock; k += kCodes)
-          sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_load_si512((digit ? low : high) + k));
-        _mm512_store_si512(sums + (begin / kBlock * 2 + digit) * 16, sum);
-      }
+    if (w.kind != kInt8) return;
+    for (const int8_t *digit : {high, low}) {
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t k = 0; k < w.inputs; k += kCodes)
+        sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), _mm512_load_si512(digit + k));
+      _mm512_store_si512((int32_t *)sums + (digit == low) * 16, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+    }
   }
 };
 
-// 128 * high + low as float32.
-inline __m512 JoinDigits(__m512i high, __m512i low) {
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(kDigit), _mm512_cvtepi32_ps(low));
-}
-
-// The numbers of two groups of 64 inputs, each in half of the lanes.
-inline __m512 Halves(float a, float b) { return _mm512_mask_mov_ps(_mm512_set1_ps(a), 0xff00, _mm512_set1_ps(b)); }
-inline __m512i Halves(int a, int b) { return _mm512_mask_mov_epi32(_mm512_set1_epi32(a), 0xff00, _mm512_set1_epi32(b)); }
-
-// The outputs [first, first + 4) -> out, 16 numbers apart.
-inline void MultiplyFour(const Weight &w, const OneRow &x, int64_t first, float *out) {
-  const __m512i mask = _mm512_set1_epi8(15);
-  const int64_t groups = w.inputs / w.group, bytes = w.inputs / 2;
-  __m512 totals[kTogether];
-  for (int i = 0; i < kTogether; i++) totals[i] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < w.inputs; k += kBlock) {
-    const __m512i a = _mm512_load_si512(x.high + k), b = _mm512_load_si512(x.high + k + kCodes);
-    const __m512i c = _mm512_load_si512(x.low + k), d = _mm512_load_si512(x.low + k + kCodes);
-    const __m512i high = _mm512_load_si512(x.sums + k / kBlock * 32), low = _mm512_load_si512(x.sums + k / kBlock * 32 + 16);
-    const int64_t one = k / w.group, two = (k + kCodes) / w.group;
-    for (int i = 0; i < kTogether; i++) {
-      const uint8_t *from = w.codes + (first + i) * bytes + k / 2;
-      _mm_prefetch((const char *)from + kTogether * bytes, _MM_HINT_T0);
-      const int64_t at = (first + i) * groups;
-      const __m512i zeros = w.zeros ? Halves((int)w.zeros[at + one], (int)w.zeros[at + two]) : _mm512_set1_epi32(8);
-      __m512i sum = _mm512_sub_epi32(_mm512_setzero_si512(), w.zeros ? _mm512_mullo_epi32(high, zeros) : _mm512_slli_epi32(high, 3));
-      __m512i rest = _mm512_sub_epi32(_mm512_setzero_si512(), w.zeros ? _mm512_mullo_epi32(low, zeros) : _mm512_slli_epi32(low, 3));
-      const __m512i codes = _mm512_loadu_si512(from);
-      const __m512i even = _mm512_and_si512(codes, mask), odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
-      sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, even, a), odd, b);
-      rest = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(rest, even, c), odd, d);
-      totals[i] = _mm512_fmadd_ps(JoinDigits(sum, rest), Halves(w.scales[at + one], w.scales[at + two]), totals[i]);
+// The sums of kStreams outputs, `apart` from each other, in the lanes of a register each.
+template <int kind>
+inline void SumStreams(const Weight &w, const bf16 *x, const OneRow &row, int64_t first, int64_t apart, __m512 totals[kStreams]) {
+  const uint8_t *codes = w.codes + first * w.RowBytes();
+  const int64_t stride = apart * w.RowBytes();
+  auto load = [&](int i, int64_t at) {
+    const uint8_t *from = codes + i * stride + at;
+    _mm_prefetch((const char *)from + kAhead, _MM_HINT_T0);
+    return _mm512_loadu_si512(from);
+  };
+  if constexpr (kind == kPlain) {
+    for (int i = 0; i < kStreams; i++) totals[i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w.inputs; k += kStep)
+      for (int i = 0; i < kStreams; i++)
+        totals[i] = _mm512_dpbf16_ps(totals[i], (__m512bh)load(i, 2 * k), (__m512bh)_mm512_loadu_si512(x + k));
+  } else if constexpr (kind == kInt8) {
+    __m512i high[kStreams], low[kStreams];
+    for (int i = 0; i < kStreams; i++) high[i] = _mm512_load_si512(row.sums), low[i] = _mm512_load_si512((int32_t *)row.sums + 16);
+    for (int64_t k = 0; k < w.inputs; k += kCodes) {
+      const __m512i a = _mm512_load_si512(row.high + k), b = _mm512_load_si512(row.low + k);
+      for (int i = 0; i < kStreams; i++) {
+        const __m512i numbers = _mm512_xor_si512(load(i, k), _mm512_set1_epi8(-128));
+        high[i] = _mm512_dpbusd_epi32(high[i], numbers, a);
+        low[i] = _mm512_dpbusd_epi32(low[i], numbers, b);
+      }
+    }
+    for (int i = 0; i < kStreams; i++)
+      totals[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[i]), _mm512_set1_ps(kDigit), _mm512_cvtepi32_ps(low[i]));
+  } else {
+    const __m512i mask = _mm512_set1_epi8(15);
+    const int64_t groups = w.inputs / w.group;
+    for (int i = 0; i < kStreams; i++) totals[i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w.inputs; k += kBlock) {
+      const __m512i a = _mm512_load_si512(row.high + k), b = _mm512_load_si512(row.high + k + kCodes);
+      const __m512i c = _mm512_load_si512(row.low + k), d = _mm512_load_si512(row.low + k + kCodes);
+      const float *scales = w.scales + first * groups + k / w.group;
+      const int64_t next = (k + kCodes) / w.group - k / w.group;
+      for (int i = 0; i < kStreams; i++) {
+        const __m512i both = load(i, k / 2);
+        const __m512i even = _mm512_and_si512(both, mask), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+        const __m512i high = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), even, a), odd, b);
+        const __m512i low = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_slli_epi32(high, 7), even, c), odd, d);
+        const float *scale = scales + i * apart * groups;  // each of half of the lanes
+        const __m512 factor = _mm512_mask_mov_ps(_mm512_set1_ps(scale[0]), 0xff00, _mm512_set1_ps(scale[next]));
+        totals[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), factor, totals[i]);
+      }
+    }
+    for (int64_t g = 0; g < groups; g += 16) {
+      const __mmask16 valid = groups - g < 16 ? (1u << (groups - g)) - 1 : 0xffff;
+      const __m512 sums = _mm512_maskz_loadu_ps(valid, (const float *)row.sums + g);
+      for (int i = 0; i < kStreams; i++) {
+        const int64_t at = (first + i * apart) * groups + g;
+        const __m512 zeros = w.zeros ? _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(valid, w.zeros + at))) : _mm512_set1_ps(8);
+        totals[i] = _mm512_fnmadd_ps(_mm512_mul_ps(zeros, sums), _mm512_maskz_loadu_ps(valid, w.scales + at), totals[i]);
+      }
     }
   }
-  for (int i = 0; i < kTogether; i++) out[i * kTile] = _mm512_reduce_add_ps(totals[i]) * x.step;
 }
 
-// The outputs [first, first + 16) and [second, second + 16).
-inline void MultiplyOne(const Weight &w, const OneRow &x, int64_t first, int64_t second, const Target &target) {
-  alignas(64) float sums[2 * kTile * kTile] = {};  // of which `Write` keeps the first column
-  for (int i = 0; i < kPair; i += kTogether)
-    MultiplyFour(w, x, (i < kTile ? first : second - kTile) + i, sums + i * kTile);
-  target.Write(w, sums, first, second, 0, 1);
+// The outputs `first` + i * `apart` of one row.
+template <int kind>
+inline void MultiplyStreams(const Weight &w, const bf16 *x, const OneRow &row, int64_t first, int64_t apart, const Target &target) {
+  __m512 totals[kStreams];
+  SumStreams<kind>(w, x, row, first, apart, totals);
+  alignas(64) float sums[16];
+  alignas(16) bf16 rounded[16];
+  for (int i = 0; i < kStreams; i++) {
+    const float factor = kind == kPlain ? 1 : kind == kInt8 ? row.step * w.scales[first + i * apart] : row.step;
+    sums[i] = _mm512_reduce_add_ps(totals[i]) * factor;
+  }
+  __m512 out = _mm512_zextps256_ps512(_mm256_load_ps(sums));
+  if (target.gated) out = _mm512_mul_ps(Silu(out), _mm512_shuffle_f32x4(out, out, 1));  // the second half of the streams
+  _mm256_store_si256((__m256i *)rounded, (__m256i)_mm512_cvtneps_pbh(out));
+  for (int i = 0; i < (target.gated ? kStreams / 2 : kStreams); i++) target.out[first + i * apart] = rounded[i];
+}
+
+template <int kind>
+void RunOne(const Weight &w, const bf16 *x, const Target &target, int threads) {
+  const OneRow row(x, w, packed_rows.Get(OneRow::CountBytes(w)));
+  const int64_t apart = w.outputs / kStreams;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, std::max<int64_t>(1, apart / (threads * 8)))
+  for (int64_t first = 0; first < apart; first++) MultiplyStreams<kind>(w, x, row, first, apart, target);
 }

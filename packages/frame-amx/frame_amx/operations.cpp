@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "recording.h"
+
 namespace {
 
 using bf16 = uint16_t;
@@ -55,27 +57,45 @@ inline __m512 Exp(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// The keys of one row and KV head: position p is at `pages[p / size]`, row p % size.
-struct Keys {
-  const bf16 *data;
+// Where the positions of a row are in a cache: p is in `pages[p / size]`, at p % size.
+struct Positions {
   const int32_t *pages;
-  int64_t size, stride;  // tokens of a page; numbers between tokens
-  const bf16 *At(int64_t p) const { return data + (pages[p / size] * size + p % size) * stride; }
+  uint32_t size;
+  int64_t stride;  // numbers between tokens
+  int64_t At(uint32_t p) const { return ((int64_t)pages[p / size] * size + p % size) * stride; }
 };
 
-// Attention of `count` query heads, `dim` apart at q and out, to the positions [first, last).
-void Attend(const bf16 *q, int count, int dim, Keys keys, Keys values, int64_t first, int64_t last, float scale, bf16 *out) {
+// Attention of `count` query heads, `dim` apart at q and out, to the positions [first, last) of the
+// KV head at `keys` and `values`. A head has a few lines of memory in each token, which prefetchers
+// of the CPU do not find, so each block of tokens is fetched while the one before is computed, and
+// then the first one of the next KV head.
+void Attend(const bf16 *q, int count, int dim, const bf16 *keys, const bf16 *values, Positions positions, int64_t first, int64_t last,
+            float scale, bf16 *out) {
   alignas(64) float sums[kQueries][kMostDim] = {};  // of 32 numbers first the even, then the odd ones
   alignas(64) float weights[kQueries][kLanes];
   float most[kQueries], total[kQueries] = {};
   std::fill(most, most + kQueries, -INFINITY);
   const __m512i high = _mm512_set1_epi32(0xffff0000);
+  int64_t blocks[2][kLanes], *rows = blocks[0], *next = blocks[1];
+  auto fetch = [&](int64_t begin, int64_t beyond, int64_t *found) {
+    for (int64_t p = begin; p < std::min(begin + kLanes, last); p++) {
+      const int64_t at = found[p - begin] = positions.At(p);
+      for (int c = 0; c < dim; c += kPair) {
+        _mm_prefetch((const char *)(keys + at + beyond + c), _MM_HINT_T0);
+        _mm_prefetch((const char *)(values + at + beyond + c), _MM_HINT_T0);
+      }
+    }
+  };
+  fetch(first, 0, next);
   for (int64_t p = first; p < last; p += kLanes) {
     const int tokens = (int)std::min<int64_t>(kLanes, last - p);
-    const bf16 *rows[kLanes];
-    for (int t = 0; t < tokens; t++) rows[t] = values.At(p + t);
+    std::swap(rows, next);
+    if (p + kLanes < last)
+      fetch(p + kLanes, 0, next);
+    else
+      fetch(first, dim, next);
     for (int t = 0; t < tokens; t++) {
-      const bf16 *key = keys.At(p + t);
+      const bf16 *key = keys + rows[t];
       for (int i = 0; i < count; i++) {
         __m512 sum = _mm512_setzero_ps();
         for (int c = 0; c < dim; c += kPair)
@@ -96,7 +116,7 @@ void Attend(const bf16 *q, int count, int dim, Keys keys, Keys values, int64_t f
         __m512 even = _mm512_mul_ps(_mm512_load_ps(sums[i] + c), _mm512_set1_ps(factor));
         __m512 odd = _mm512_mul_ps(_mm512_load_ps(sums[i] + c + kLanes), _mm512_set1_ps(factor));
         for (int t = 0; t < tokens; t++) {
-          const __m512i both = _mm512_loadu_si512(rows[t] + c);
+          const __m512i both = _mm512_loadu_si512(values + rows[t] + c);
           const __m512 weight = _mm512_set1_ps(weights[i][t]);
           even = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), even);
           odd = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_and_si512(both, high)), odd);
@@ -125,20 +145,22 @@ extern "C" {
 // before it is normed); out [rows, size] = norm(stream) * weight, or of x. size: a multiple of 16.
 void frame_amx_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t stride, bf16 *stream, int64_t apart, const float *weight,
                             float eps, bf16 *out, int threads) {
+  RunCall([=] {
 #pragma omp parallel for num_threads(CountThreads(rows * size, threads))
-  for (int64_t row = 0; row < rows; row++) {
-    const bf16 *from = x + row * stride;
-    if (stream) {
-      bf16 *sum = stream + row * apart;
-      for (int64_t i = 0; i < size; i += kLanes) Store(sum + i, _mm512_add_ps(Load(from + i), Load(sum + i)));
-      from = sum;
+    for (int64_t row = 0; row < rows; row++) {
+      const bf16 *from = x + row * stride;
+      if (stream) {
+        bf16 *sum = stream + row * apart;
+        for (int64_t i = 0; i < size; i += kLanes) Store(sum + i, _mm512_add_ps(Load(from + i), Load(sum + i)));
+        from = sum;
+      }
+      __m512 squares = _mm512_setzero_ps();
+      for (int64_t i = 0; i < size; i += kLanes) squares = _mm512_fmadd_ps(Load(from + i), Load(from + i), squares);
+      const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+      for (int64_t i = 0; i < size; i += kLanes)
+        Store(out + row * size + i, _mm512_mul_ps(_mm512_mul_ps(Load(from + i), factor), _mm512_loadu_ps(weight + i)));
     }
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += kLanes) squares = _mm512_fmadd_ps(Load(from + i), Load(from + i), squares);
-    const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
-    for (int64_t i = 0; i < size; i += kLanes)
-      Store(out + row * size + i, _mm512_mul_ps(_mm512_mul_ps(Load(from + i), factor), _mm512_loadu_ps(weight + i)));
-  }
+  });
 }
 
 // qkv [tokens, heads + 2 * kv_heads, dim], rows `stride` apart: norms (if `weights` float32 [2, dim]
@@ -148,29 +170,31 @@ void frame_amx_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t s
 void frame_amx_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int heads, int kv_heads, int dim, int rotated,
                                const int64_t *positions, const bf16 *table, const float *weights, float eps, const int64_t *slots,
                                bf16 *k_cache, bf16 *v_cache, bf16 *q, int threads) {
+  RunCall([=] {
 #pragma omp parallel for num_threads(CountThreads(tokens * stride, threads))
-  for (int64_t token = 0; token < tokens; token++) {
-    bf16 *row = qkv + token * stride;
-    const bf16 *turn = table + positions[token] * 2 * rotated;
-    alignas(64) float x[kMostDim];
-    for (int head = 0; head < heads + kv_heads; head++) {
-      const bool is_key = head >= heads;
-      for (int i = 0; i < dim; i += kLanes) _mm512_store_ps(x + i, Load(row + head * dim + i));
-      if (weights) {
-        const __m512 factor = _mm512_set1_ps(InverseRms(x, dim, eps));
-        for (int i = 0; i < dim; i += kLanes)
-          _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(x + i), factor), _mm512_loadu_ps(weights + is_key * dim + i)));
+    for (int64_t token = 0; token < tokens; token++) {
+      bf16 *row = qkv + token * stride;
+      const bf16 *turn = table + positions[token] * 2 * rotated;
+      alignas(64) float x[kMostDim];
+      for (int head = 0; head < heads + kv_heads; head++) {
+        const bool is_key = head >= heads;
+        for (int i = 0; i < dim; i += kLanes) _mm512_store_ps(x + i, Load(row + head * dim + i));
+        if (weights) {
+          const __m512 factor = _mm512_set1_ps(InverseRms(x, dim, eps));
+          for (int i = 0; i < dim; i += kLanes)
+            _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(x + i), factor), _mm512_loadu_ps(weights + is_key * dim + i)));
+        }
+        Rotate(x, turn, rotated);
+        bf16 *to = is_key ? row + head * dim : q + (token * heads + head) * dim;
+        for (int i = 0; i < dim; i += kLanes) Store(to + i, _mm512_load_ps(x + i));
       }
-      Rotate(x, turn, rotated);
-      bf16 *to = is_key ? row + head * dim : q + (token * heads + head) * dim;
-      for (int i = 0; i < dim; i += kLanes) Store(to + i, _mm512_load_ps(x + i));
+      if (slots) {
+        const size_t width = (size_t)kv_heads * dim;
+        memcpy(k_cache + slots[token] * width, row + heads * dim, 2 * width);
+        memcpy(v_cache + slots[token] * width, row + heads * dim + width, 2 * width);
+      }
     }
-    if (slots) {
-      const size_t width = (size_t)kv_heads * dim;
-      memcpy(k_cache + slots[token] * width, row + heads * dim, 2 * width);
-      memcpy(v_cache + slots[token] * width, row + heads * dim + width, 2 * width);
-    }
-  }
+  });
 }
 
 // q [rows, heads, dim] -> out of that shape: attention of one token per row to the last `window`
@@ -179,20 +203,22 @@ void frame_amx_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int he
 void frame_amx_attend(const bf16 *q, int64_t rows, int heads, int kv_heads, int dim, const bf16 *k_cache, const bf16 *v_cache,
                       int64_t page_size, const int32_t *table, int64_t width, const int64_t *slots, const int32_t *lengths,
                       int64_t window, float scale, bf16 *out, int threads) {
-  const int group = heads / kv_heads;
-  int64_t work = 0;
-  for (int64_t row = 0; row < rows; row++) work += (int64_t)lengths[row] * kv_heads * dim;
+  RunCall([=] {
+    const int group = heads / kv_heads;
+    int64_t work = 0;
+    for (int64_t row = 0; row < rows; row++) work += (int64_t)lengths[row] * kv_heads * dim;
 #pragma omp parallel for num_threads(CountThreads(work, threads)) schedule(dynamic)
-  for (int64_t item = 0; item < rows * kv_heads; item++) {
-    const int64_t row = item / kv_heads, head = item % kv_heads, length = lengths[row];
-    const int32_t *pages = table + slots[row] * width;
-    const int64_t stride = (int64_t)kv_heads * dim, first = window ? std::max<int64_t>(0, length - window) : 0;
-    for (int i = 0; i < group; i += kQueries) {
-      const int64_t at = (row * heads + head * group + i) * dim;
-      const Keys keys{k_cache + head * dim, pages, page_size, stride}, values{v_cache + head * dim, pages, page_size, stride};
-      Attend(q + at, std::min(kQueries, group - i), dim, keys, values, first, length, scale, out + at);
+    for (int64_t item = 0; item < rows * kv_heads; item++) {
+      const int64_t row = item / kv_heads, head = item % kv_heads, length = lengths[row];
+      const int32_t *pages = table + slots[row] * width;
+      const int64_t stride = (int64_t)kv_heads * dim, first = window ? std::max<int64_t>(0, length - window) : 0;
+      for (int i = 0; i < group; i += kQueries) {
+        const int64_t at = (row * heads + head * group + i) * dim;
+        const Positions positions{pages, (uint32_t)page_size, stride};
+        Attend(q + at, std::min(kQueries, group - i), dim, k_cache + head * dim, v_cache + head * dim, positions, first, length, scale, out + at);
+      }
     }
-  }
+  });
 }
 
 }  // extern "C"

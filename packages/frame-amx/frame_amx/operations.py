@@ -5,6 +5,7 @@ The kernel `amx` offers them to the layers. Must not know layers.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,15 @@ class AmxOperations:
     """`RowOperations` of the library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
         self._add_rms_norm = library.frame_amx_add_rms_norm
         self._norm_rope_store = library.frame_amx_norm_rope_store
+
+    def begin_recording(self) -> None:
+        self._library.frame_amx_begin()
+
+    def end_recording(self) -> Recording:
+        return Recording(self._library)
 
     def can_norm(self, size: int) -> bool:
         return size % _LANES == 0
@@ -69,3 +77,15 @@ class AmxOperations:
             *(positions.data_ptr(), table.data_ptr(), weights, eps, *targets, q.data_ptr(), torch.get_num_threads()),
         )
         return q
+
+
+class Recording:
+    """The calls of this thread since `begin_recording`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._calls = library.frame_amx_end()
+        self._replay = library.frame_amx_replay
+        weakref.finalize(self, library.frame_amx_free, self._calls)
+
+    def __call__(self) -> None:
+        self._replay(self._calls)

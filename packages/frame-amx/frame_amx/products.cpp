@@ -4,7 +4,7 @@
 // inputs is the first operand, and up to 16 rows of x are the columns of the second. Tiles of plain
 // weights are loaded from the weight itself. Quantized weights are multiplied as integers for few
 // rows, with x as fixed-point numbers of two int8 digits; int4 codes are unpacked to int8 for that.
-// For many rows, two tiles of outputs become bfloat16 at a time.
+// For many rows, two tiles of outputs become bfloat16 at a time. One row needs no tiles (one_row.h).
 
 #include <immintrin.h>
 #include <omp.h>
@@ -15,6 +15,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+
+#include "recording.h"
 
 namespace {
 
@@ -441,19 +444,13 @@ void MultiplyUnpacked(const Weight &w, const bf16 *x, int64_t rows, int64_t firs
 
 #include "one_row.h"
 
-void RunOne(const Weight &w, const bf16 *x, const Target &target, int threads) {
-  const int64_t step = target.gated ? kTile : kPair, apart = target.gated ? w.outputs / 2 : kTile;
-  const OneRow row(x, w, packed_rows.Get(OneRow::CountBytes(w.inputs)));
-#pragma omp parallel for num_threads(threads)
-  for (int64_t block = 0; block < w.outputs / kPair; block++) MultiplyOne(w, row, block * step, block * step + apart, target);
-}
-
 template <int kind>
 void Run(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Target &target, int threads) {
   const int64_t blocks = w.outputs / kPair, step = target.gated ? kTile : kPair, apart = target.gated ? w.outputs / 2 : kTile;
   const int64_t most = std::max<int64_t>(kFewRows, kPackedBytes / (2 * w.inputs) / kFewRows * kFewRows);
   const int64_t share = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads * 8)));
-  if (kind == kInt4 && rows == 1 && w.inputs % kBlock == 0 && w.group % kCodes == 0) return RunOne(w, x, target, threads);
+  const int64_t unit = kind == kPlain ? kStep : kind == kInt8 ? kCodes : kBlock;
+  if (rows == 1 && w.inputs % unit == 0 && (kind != kInt4 || w.group % kCodes == 0)) return RunOne<kind>(w, x, target, threads);
   const bool fits = w.inputs % kCodes == 0 && (kind == kInt8 || w.group % kCodes == 0);
   const bool splits = kind != kPlain && fits && rows <= (kind == kInt8 ? kFewRows : kFewRows / 2);
   bf16 *packed = (bf16 *)packed_rows.Get(std::min((rows + kTile - 1) / kTile * kTile, most) * w.inputs * 2);
@@ -502,9 +499,22 @@ int frame_amx_open() {
 // of 32; group: of 32.
 void frame_amx_multiply(int kind, int64_t outputs, int64_t inputs, int64_t group, const void *codes, const float *scales,
                         const int8_t *zeros, const void *x, int64_t rows, int64_t stride, void *out, int gated, int threads) {
-  const Weight w{kind, outputs, inputs, group, (const uint8_t *)codes, scales, zeros};
-  const Target target{(bf16 *)out, gated ? outputs / 2 : outputs, gated != 0};
-  (kind == kPlain ? Run<kPlain> : kind == kInt8 ? Run<kInt8> : Run<kInt4>)(w, (const bf16 *)x, rows, stride, target, threads);
+  RunCall([=] {
+    const Weight w{kind, outputs, inputs, group, (const uint8_t *)codes, scales, zeros};
+    const Target target{(bf16 *)out, gated ? outputs / 2 : outputs, gated != 0};
+    (kind == kPlain ? Run<kPlain> : kind == kInt8 ? Run<kInt8> : Run<kInt4>)(w, (const bf16 *)x, rows, stride, target, threads);
+  });
 }
+
+// The calls of this thread between `begin` and `end` are kept in what `end` returns. `free` it.
+void frame_amx_begin() { recording = new Recording; }
+
+void *frame_amx_end() { return std::exchange(recording, nullptr); }
+
+void frame_amx_replay(const void *calls) {
+  for (const auto &call : *(const Recording *)calls) call();
+}
+
+void frame_amx_free(void *calls) { delete (Recording *)calls; }
 
 }  // extern "C"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import frame_amx
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from frame_amx.kernel import AmxKernel, AmxProduct
 from frame_amx.operations import AmxOperations
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
 from frame.core.interfaces.gemm_kernel import GemmChoice, Speed
 from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.core.interfaces.weight_format import WeightScheme
@@ -27,7 +28,7 @@ from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.attention_cases import build_context
+from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from frame.testing.packed_weights import make_weight
 
 FOLDER = Path(__file__).parents[1]
@@ -102,11 +103,14 @@ def test_products(scheme: WeightScheme, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("group", [64, 192, 384])
-def test_one_row_of_int4(group: int, zeros: bool) -> None:
-    """Inputs of a multiple of 128, whose two halves have one group or two."""
-    weight = make_weight(WeightScheme("int4", (1, group), zeros=zeros), 96, 384, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "scheme",
+    [*SCHEMES[:2], *(WeightScheme("int4", (1, group), zeros=zeros) for group in (64, 192, 384) for zeros in (False, True))],
+    ids=str,
+)
+def test_one_row(scheme: WeightScheme) -> None:
+    """Of int4, 128 inputs whose two halves have one group or two."""
+    weight = make_weight(scheme, 96, 384, dtype=torch.bfloat16)
     product, x = make_kernel().prepare(weight), (torch.randn(1, 384) + 1).bfloat16()
     wanted = x.double() @ weight.dequantize(torch.float32).double().t()
     close(product(x), wanted)
@@ -216,6 +220,43 @@ def test_model_uses_the_operations() -> None:
         parts = torch.randn(3, 2, 64).bfloat16()
         for got, wanted in zip(quick.add_residual(parts, x.clone()), plain.add_residual(parts, x.clone()), strict=True):
             close(got, wanted.double())
+
+
+def test_recorded_calls() -> None:
+    """A product, norms, the rotation and attention, made again with other numbers in the same
+    tensors."""
+    found, heads, rows = operations(), QKVLayout(2, 1, 64, 64), Rows.of([5])
+    kernel, pages = make_kernel(), lay_out(rows, 4, np.random.default_rng(0))
+    product = kernel.prepare(make_weight(WeightScheme("int8"), 256, 128, dtype=torch.bfloat16))
+    caches = [torch.randn(pages.num_pages, 4, 1, 64).bfloat16() for _ in range(2)]
+    batch = forward_batch(rows, pages, PlainKVCache(4, caches), "cpu")
+    attention, spec = AmxAttention(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
+    x, residual = torch.empty(2, 1, 128).bfloat16()
+    weight, table = torch.rand(128), torch.randn(9, 2, 1, 64).bfloat16()
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        normed, _ = found.add_rms_norm(x, residual, weight, 1e-6)
+        qkv = product(normed)
+        q = found.norm_rope_store(qkv, batch.positions, table, heads, None, KVCacheTarget(batch.kv_slots, *caches))
+        k, v = qkv[:, 128:].unflatten(1, (2, 1, 64)).unbind(1)
+        return normed, qkv, q, attention.run(spec, q, k, v, batch)
+
+    def fill(seed: int) -> None:
+        for index, tensor in enumerate((x, residual, *caches)):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed + index)))
+        batch.positions.fill_(seed)
+
+    fill(1)
+    found.begin_recording()
+    kept = compute()
+    replay = found.end_recording()
+    fill(5)
+    wanted = [each.clone() for each in (*compute(), *caches)]
+    assert not torch.equal(kept[3], wanted[3])
+    fill(5)
+    replay()
+    for got, each in zip((*kept, *caches), wanted, strict=True):
+        assert torch.equal(got, each)
 
 
 def test_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file under the names of Hugging Face checkpoints.
 
-Used by the source and the format. Depends on no tensor library.
+Used by the source and the format. Must not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
+import numpy as np
+from gguf import GGUFReader, GGUFValueType
 
 from frame.core.errors import CheckpointError
 
@@ -31,6 +32,7 @@ _BLOCK = {
 }  # fmt: skip
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)$")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps$")
+MOST_VALUES = 1 << 20  # of an array of the file's head; vocabularies have 300,000
 _UNUSED = ("rope_freqs.weight",)
 
 
@@ -50,13 +52,21 @@ class Place:
 
 
 class WholeReader(GGUFReader):
-    """Refuses a count that goes past the end of the file: the library reads entry by entry."""
+    """Refuses a count that goes past the end of the file or `MOST_VALUES`, and arrays of arrays:
+    the library reads value by value, and makes objects of several hundred bytes."""
 
     def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
         found = super()._get(offset, dtype, count, override_order)
         if len(found) != count:
             raise ValueError(f"byte {offset} and what follows are missing")
         return found
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+            if kind == GGUFValueType.ARRAY or count > MOST_VALUES:
+                raise ValueError(f"byte {orig_offs} begins an array of arrays, or of more than {MOST_VALUES} values")
+        return super()._get_field_parts(orig_offs, raw_type)
 
 
 @lru_cache(maxsize=4)

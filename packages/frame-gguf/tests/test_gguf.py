@@ -146,9 +146,10 @@ def test_refusals_name_their_cause(tmp_path: Path) -> None:
         file.write_bytes(whole[:size])
         refuse("is no whole GGUF file")
         file.write_bytes(whole)
-    count = (10_000_000).to_bytes(8, "little")  # entries of an array, all of which are missing
-    file.write_bytes(b"GGUF\3\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\1" + bytes(7) + b"x\x09\0\0\0\4\0\0\0" + count)
-    refuse("what follows are missing")
+    for kind, count, sentence in ((4, 1_000_000, "what follows are missing"), (4, 2_000_000, "of more than"), (9, 1, "array of arrays")):
+        array = b"x\x09\0\0\0" + kind.to_bytes(4, "little") + count.to_bytes(8, "little")
+        file.write_bytes(b"GGUF\3\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\1" + bytes(7) + array + b"\x09\0\0\0")
+        refuse(sentence)
     file.write_bytes(whole)
     names.read_places.cache_clear()
     assert GgufSource(WeightSourceContext(tmp_path, torch.device("cpu"), torch.float32)).list_names() == ["model.embed_tokens.weight"]

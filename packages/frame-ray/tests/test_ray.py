@@ -29,7 +29,7 @@ from frame.core.errors import ConfigurationError  # noqa: E402
 from frame.core.interfaces.launcher import LauncherContext  # noqa: E402
 from frame.plugins.loader import load_registry  # noqa: E402
 from frame.testing import conformance  # noqa: E402
-from frame.testing.mutants import run_suite  # noqa: E402
+from frame.testing.conformance import run_suite  # noqa: E402
 
 PARAMS = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
