@@ -21,7 +21,7 @@ from frame.core.execution.components import build_runner
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import decode_batch, encode_batch
-from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.core.loading.model_config import EMBEDDED, find_model, read_model_config
 from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, load_parts
@@ -129,7 +129,7 @@ def prepared_for(folder: str, tokens: int, backend: str | None = None, tp: int =
         "cache": {"page_size": known["page_size"], "max_total_tokens": tokens, "prefix": known["prefix"]},
         "scheduler": {"max_running_requests": 16, "chunked_prefill_size": known["chunk"], "overlap": known["overlap"]},
         "attention": {"backend": backend},
-        "moe": {"runner": known["moe_runner"]},
+        "moe": {"runner": known["moe_runner"] if read_model_config(folder).num_experts else None},
         "execution": {"device": "cpu", "threads": 1},
         "parallel": {"tp": tp},
         "speculative": known["speculative"],

@@ -16,6 +16,8 @@ from msgspec import structs
 from frame.core.config.resolve_drafter import MAX_PADDING
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
+from frame.core.grammars import grammar_masks
+from frame.core.grammars.draft_masks import fill_draft_masks
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.sampling import GrammarContext
@@ -170,9 +172,9 @@ def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "overlap"), [("ngram", False), ("mtp", False), ("mtp", True)])
-def test_grammars(algorithm: str, overlap: bool) -> None:
-    """Requests with and without a grammar; with overlap, two run at a time, and a grammar arrives
-    while drafts are in flight."""
+def test_grammars(algorithm: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with and without a grammar; with overlap, two run at a time, a grammar arrives while
+    drafts are in flight, and some masks cannot be filled."""
     pytest.importorskip("llguidance")
     registry, tokenizer = load_registry(installed=False), Tokenizer.load(FOLDER)
     backend = registry.load(registry.get("grammar_backend", "llguidance"))(GrammarContext(tokenizer, 2048))
@@ -180,8 +182,15 @@ def test_grammars(algorithm: str, overlap: bool) -> None:
     compiled = [backend.compile("regex", source) if source else None for source in sources]
     prompts = [[*tokenizer.encode("foo bar aab foo bar aab 000000000"), 6 + number] for number in range(6)]
     params = [SamplingParams(temperature=(0.0, 0.7, 1.0)[number // 2], seed=number, max_tokens=32) for number in range(6)]
-    compiled, outputs, is_mixed = compiled * 2, [], False
+    compiled, outputs, num_late, num_filled = compiled * 2, [], 0, 0
+
+    def fill_some(*args: Any) -> tuple[int, bool]:
+        nonlocal num_filled
+        found, num_filled = fill_draft_masks(*args), num_filled + 1
+        return found if num_filled % 5 else (0, False)
+
     if overlap:
+        monkeypatch.setattr(grammar_masks, "fill_draft_masks", fill_some)
         compiled.sort(key=lambda each: each is not None)
         params = [structs.replace(each, max_tokens=16 + 9 * i, frequency_penalty=0.3 * (i % 2)) for i, each in enumerate(params)]
     for each in (None, algorithm):
@@ -191,13 +200,13 @@ def test_grammars(algorithm: str, overlap: bool) -> None:
         loop.scheduler.add_request = lambda message, add=add, started=started: add(message, next(started))  # type: ignore[method-assign]
 
         def watched(batch: ScheduledBatch, launch: Any = launch) -> Any:
-            nonlocal is_mixed
-            is_mixed |= batch.has_deferred_grammar_mask and batch.num_drafts is not None
+            nonlocal num_late
+            num_late += batch.has_deferred_grammar_mask and batch.num_drafts is not None and batch.num_drafts.all()
             return launch(batch)
 
         loop.runner.launch = watched  # type: ignore[method-assign]
         outputs.append(loop.generate(prompts, params))
-    assert outputs[0] == outputs[1] and is_mixed == overlap
+    assert outputs[0] == outputs[1] and (num_late > 5) == overlap
     assert loop.scheduler.get_load()["accepted_tokens"] > 10
 
 
@@ -275,13 +284,22 @@ def test_trees(expected: Any, settings: dict[str, Any]) -> None:
 
 
 def test_trees_of_a_device_drafter(expected: Any) -> None:
-    """Trees of the depth of the chains find more tokens."""
+    """Trees of the depth of the chains find more tokens, and their steps overlap."""
     prompts, params, outputs = expected
     preemption = {"topk": 2, "tokens": 160, "chunk": 64, "overlap": True}
     found = []
-    for form in ({}, preemption, {"topk": 3, "nodes": 15, "page_size": 1, "adaptive": True}):
-        loop = make_loop(algorithm="mtp", **form)
+    for form in ({}, preemption, {"topk": 3, "nodes": 15, "page_size": 1, "adaptive": True, "overlap": True}):
+        loop, num_late = make_loop(algorithm="mtp", **form), 0
+        launch = loop.runner.launch
+
+        def watched(batch: ScheduledBatch, launch: Any = launch) -> Any:
+            nonlocal num_late
+            num_late += batch.num_drafts is not None and batch.num_unsettled is not None and batch.num_unsettled.any()
+            return launch(batch)
+
+        loop.runner.launch = watched  # type: ignore[method-assign]
         assert loop.generate(prompts, params) == outputs
+        assert (num_late > 15) == ("overlap" in form)
         load = loop.scheduler.get_load()
         assert load["preempted"] > 0 or "tokens" not in form
         found.append(load["accepted_tokens"] / load["num_drafts"])
@@ -335,6 +353,17 @@ def test_two_ranks(expected: Any) -> None:
         return loop.generate(prompts, params)
 
     assert on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512) == outputs
+
+
+def test_trees_of_fewer_tokens_than_passes(expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that drafts one or two tokens has the keys of as many draws."""
+    prompts, params, outputs = expected
+    drawn = [number for number, each in enumerate(params) if each.temperature][:3]
+    loop = make_loop(algorithm="mtp", topk=2, adaptive=True)
+    for length in (1, 2):
+        monkeypatch.setattr(loop.scheduler._planner.speculation._lengths, "choose", lambda _, length=length: length)
+        assert loop.generate([prompts[i] for i in drawn], [params[i] for i in drawn]) == [outputs[i] for i in drawn]
+    assert loop.scheduler.get_load()["accepted_tokens"] > 0 and "not used any more" not in caplog.text
 
 
 @pytest.mark.parametrize("topk", [1, pytest.param(3, marks=pytest.mark.soak)])

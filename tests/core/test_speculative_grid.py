@@ -1,7 +1,7 @@
 """Drafters and requests of every kind, in engines of every kind: 1,000 requests each, with the
 tokens of an engine without a drafter. The parameters of each request are drawn at random.
 
-The 40 runs take one to two minutes each on one core:
+The 45 runs take one to two minutes each on one core:
 `python -m pytest -m soak --timeout 0 tests/core/test_speculative_grid.py`. `FRAME_GRID_REQUESTS`
 sets another number of requests.
 """
@@ -208,14 +208,17 @@ def get_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Targ
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "mtp", "draft_model", *HEADS, "oracle", "adversary"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "mtp", "mtp trees", "draft_model", *HEADS, "oracle", "adversary"])
 def test_grid(drafter: str, engine: str, get_target: Callable[[str], Target]) -> None:
     torch.set_num_threads(1)
     pytest.importorskip("llguidance")
     target, settings = get_target(drafter), dict(ENGINES[engine])
     is_scripted = drafter in {"oracle", "adversary"}
     if not is_scripted:
-        settings["speculative"] = {"algorithm": drafter, "adaptive": engine == "adaptive"}
+        algorithm = drafter.removesuffix(" trees")
+        settings["speculative"] = {"algorithm": algorithm, "adaptive": engine == "adaptive"}
+        if algorithm != drafter:
+            settings["plugins"] = {"options": {f"drafter/{algorithm}": {"eagle_topk": 3}}}
         if drafter == "draft_model" or drafter in HEADS:
             settings["speculative"]["draft_model_path"] = target.draft.get(drafter, FOLDER)
 

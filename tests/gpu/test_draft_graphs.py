@@ -34,6 +34,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from tests.kernels.row_moves import *  # noqa: F403
+    from tests.kernels.token_ranking import *  # noqa: F403
+    from tests.kernels.tree_choice import *  # noqa: F403
 
 ROWS, MOST = 8, 32
 NUMBERS = random.Random(3)
@@ -47,8 +49,9 @@ def heads() -> str:
     return str(make_checkpoint("LlamaForCausalLM", Path(tempfile.mkdtemp()), hidden_size=512, num_attention_heads=8, head_dim=64))
 
 
-def make_loop(algorithm: str | None, most: int, dtype: str, *, overlap: bool, tree: TreeShape | None = None) -> LocalLoop:
-    """tree: of drafts of a host drafter, which the caller sets."""
+def make_loop(algorithm: str | None, most: int, dtype: str, *, overlap: bool, tree: TreeShape | None = None, topk: int = 1) -> LocalLoop:
+    """tree: of drafts of a host drafter, which the caller sets. topk: branches of a device
+    drafter's trees."""
     path = heads() if dtype == "float32" else str(find_model(EMBEDDED))
     config: dict[str, Any] = {
         "model": {"path": path, "dtype": dtype},
@@ -58,8 +61,10 @@ def make_loop(algorithm: str | None, most: int, dtype: str, *, overlap: bool, tr
         "execution": {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": 0},
         "speculative": {"algorithm": algorithm, "adaptive": False, "draft_model_path": path if algorithm == "draft_model" else None},
     }
+    if topk > 1:
+        config["plugins"] = {"options": {f"drafter/{algorithm}": {"eagle_topk": topk}}}
     prepared = prepare(FrameConfig.model_validate(config))
-    resolved = prepared.resolved.model_copy(update={"tree": tree})
+    resolved = prepared.resolved.model_copy(update={"tree": tree or prepared.resolved.tree})
     runner = build_rank(resolved, prepared.registry)
     return LocalLoop(build_scheduler(resolved, prepared.registry, runner.capacity.pools), runner)
 
@@ -115,6 +120,18 @@ def test_trees_give_the_tokens_without_drafts(most: int) -> None:
     loop.scheduler.check_integrity()
     loop.scheduler.flush_cache()
     assert loop.scheduler.get_load()["used_pages"] == 0
+
+
+@pytest.mark.parametrize("most", [0, 96])
+def test_trees_of_a_draft_model_give_the_tokens_without_drafts(most: int) -> None:
+    """The target drafts for itself: of most drafts more than one token is accepted."""
+    expected, loop = run(None, MOST, "float32")[0], make_loop("draft_model", most, "float32", overlap=True, topk=2)
+    outputs, load = loop.generate(PROMPTS, PARAMS), loop.scheduler.get_load()
+    same = sum(a == b for a, b in zip(expected, outputs, strict=True))
+    accepted = load["accepted_tokens"] / load["num_drafts"]
+    print(f"trees of a draft model, graphs {most}: {same} of {ROWS} outputs the same, {accepted:.2f} accepted tokens a draft", flush=True)
+    assert same >= ROWS - 1  # near ties may tip
+    assert accepted > 1.2
 
 
 def test_trees_of_a_prediction_layer_in_graphs() -> None:

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_prediction_layer() -> None:
-    plain, expected = run("mtp", 0, "bfloat16", overlap=False)
+    expected, plain = run("mtp", 0, "bfloat16", overlap=False)
     outputs, rates = run("mtp", MOST, "bfloat16")
     print(f"mtp: {sum(a == b for a, b in zip(expected, outputs, strict=True))} of {ROWS} outputs the same", flush=True)
     assert all(abs(a - b) < 0.1 for a, b in zip(plain, rates, strict=True))

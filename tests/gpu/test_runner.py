@@ -32,8 +32,8 @@ from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.contexts import SCHEDULING
 from frame.testing.devices import open_platform
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.local_loop import LocalLoop
+from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -55,6 +55,8 @@ def _configure(resolved: Resolved, *, keeps_attention: bool) -> FrameConfig:
     data, opened = resolved.user.model_dump(), FrameConfig().model_dump()
     for section in ("moe", "speculative", "text", *(() if keeps_attention else ("attention",))):
         data[section] = opened[section]
+    if resolved.tree is not None and data["attention"]["backend"] is None:  # another one may have no mask for trees
+        data["attention"]["backend"] = resolved.choice("attention_backend").name
     data["model"] |= {
         "path": resolved.user.speculative.draft_model_path,
         "served_name": None,

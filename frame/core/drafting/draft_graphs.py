@@ -72,8 +72,8 @@ class DraftGraphs:
         graphs = self._graphs
         pool = None if is_dry else graphs.platform.create_graph_pool()
         most_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.most))
-        if self._tree is not None:  # each token that a tree extends is a row
-            most_rows = min(most_rows, graphs.most // max(1, self._tree.shape.num_extended))
+        if self._tree is not None:  # each branch is a row
+            most_rows = min(most_rows, graphs.most // self._tree.shape.width)
         with uncollected():
             for step in reversed(graphs.steps):
                 size = step.batch.num_rows
@@ -88,10 +88,11 @@ class DraftGraphs:
         size, host = self._graphs.replayed
         fill, count = self._fills[size], len(token_ids)
         if order is not None and places is not None:  # as if the accepted tokens had been drafted as chains
-            inputs, states = self._graphs.inputs, fill.inputs
+            inputs = self._graphs.inputs
             inputs["positions"][:count].copy_(places)
             inputs["tree_bits"][:count].fill_(-1)
-            states[:count].copy_(states[:count].index_select(0, order))
+            read = fill.inputs if self._drafter.model.reads_next else fill.batch.token_ids
+            read[:count].copy_(read[:count].index_select(0, order))
         self._next_ids[:count].copy_(token_ids)
         if self._drafter.has_own_backend:
             self._drafter.backend.replay_plan(fill.batch.plan, replace(fill.batch, host=host))
@@ -156,7 +157,7 @@ class DraftGraphs:
             slots = step.batch.host.slots
 
             def draft() -> tuple[torch.Tensor, ...]:
-                self._drafts[:size].copy_(tree.draft_apart(rows, slots))
+                self._drafts[:size].copy_(tree.draft_captured(rows, slots))
                 return ()
 
             return _Passes(rows, batch, capture_step(platform, pool, draft, draft)[1], None)

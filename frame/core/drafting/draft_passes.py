@@ -5,15 +5,14 @@ Used by the draft runner and its graphs. Must not know a request or a drafter by
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from frame.core.drafting.token_ranking import rank_tokens
 from frame.core.interfaces.batch import ForwardBatch, HostView
-from frame.core.sampling.gumbel_race import GROUP, find_greatest_noise, find_heights, find_noise
 from frame.core.sampling.sampler import draw_plain, row_max
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.device_drafter import DraftModel
     from frame.core.sampling.draft_plan import DraftingPlan
-
-SEARCHED = 32  # groups of tokens of a branch, at least as many as branches of a tree
 
 
 @dataclass(slots=True)
@@ -39,6 +36,12 @@ class DraftRows:
     columns: torch.Tensor  # of the key of the next draw
     temperature: torch.Tensor | None = None  # float32 [rows]; None: all rows are greedy
     keys: torch.Tensor | None = None  # int64 [rows, columns]
+
+    def select(self, part: slice) -> DraftRows:
+        """Some of the rows."""
+        tensors = [getattr(self, each.name) for each in fields(self)]
+        found: list[Any] = [None if tensor is None else tensor[part] for tensor in tensors]
+        return DraftRows(*found)
 
 
 class DraftPasses:
@@ -64,32 +67,15 @@ class DraftPasses:
         return self._agree(draw_plain(logits, rows.temperature, keys)[0])
 
     def rank(self, rows: DraftRows, states: torch.Tensor, place: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest next tokens of each branch: their log-probabilities, and their ids. Where
-        tokens are drawn, they race with the keys of the position, and those that come first are the
-        likelier ones. Only tokens of the SEARCHED groups that may have the greatest scores are
-        examined: a sort of a whole vocabulary takes longer than a pass. states: [rows, branches,
-        width]. -> [rows, branches, count] each."""
-        logits = self.model.compute_logits(states.flatten(0, 1), place).float()
-        heights, vocab = find_heights(logits), logits.shape[1]
-        keys, is_drawn = None, None
-        bounds, scale = heights, torch.ones_like(heights[:, :1])
+        """The likeliest next tokens of each branch, see `rank_tokens`. Where tokens are drawn, they
+        race with the keys of the position. states: [rows, branches, width]. -> [rows, branches,
+        count] each."""
+        logits = self.model.compute_logits(states.flatten(0, 1), place)
+        draws = None
         if rows.temperature is not None and rows.keys is not None:
-            keys = rows.keys.gather(1, (rows.columns + place).unsqueeze(1)).expand(states.shape[:2]).flatten()
-            temperature = rows.temperature.repeat_interleave(states.shape[1]).unsqueeze(1)
-            is_drawn = temperature > 0
-            scale = torch.where(is_drawn, temperature, 1.0)
-            bounds = heights / scale + find_greatest_noise(keys, heights.shape[1]) * is_drawn
-        groups = bounds.topk(min(SEARCHED, bounds.shape[1]), sorted=False).indices
-        ids = (groups.unsqueeze(2) * GROUP + torch.arange(GROUP, device=groups.device)).flatten(1)
-        values = logits.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -torch.inf)
-        best = heights.amax(1, keepdim=True)
-        values = values - best - (logits - best).exp_().sum(1, keepdim=True).log_()
-        if keys is not None and is_drawn is not None:
-            raced = ((values / scale + find_noise(keys, ids)) * math.log(2.0)).log_softmax(1)
-            values = torch.where(is_drawn, raced, values)
-        values, order = values.nan_to_num_(nan=-torch.inf).topk(count)
-        shape = *states.shape[:2], count
-        return self._agree(values).view(shape), self._agree(ids.gather(1, order)).view(shape)
+            draws = rows.temperature, rows.keys.gather(1, (rows.columns + place).unsqueeze(1)).squeeze(1)
+        values, ids = rank_tokens(logits, draws, states.shape[1], count)
+        return self._agree(values), self._agree(ids)
 
     def make_batch(self, rows: DraftRows, host_lens: np.ndarray, host_slots: np.ndarray) -> ForwardBatch:
         """A pass over one token of each row, without a plan. A token beyond the pages of its row is

@@ -109,7 +109,10 @@ class DraftRunner:
         if self._step is not None:
             (batch, states), self._step = self._step, None
             if order is not None:
-                batch, states = _follow_path(batch, states, order, tensors)
+                batch = _follow_path(batch, order, tensors)
+                if self.model.reads_next:
+                    samples = tensors["draft.samples"]
+                    states = states.index_copy(0, samples, states.index_select(0, samples.index_select(0, order)))
             states = self._fill(batch, states, token_ids, last if plan.num_tokens else last[:0], tensors)
         elif self._graphs is not None:
             states = self._graphs.fill(token_ids, order, tensors.get("draft.places")).index_select(0, last)
@@ -155,16 +158,14 @@ class DraftRunner:
         return torch.stack(drafts, 1)
 
 
-def _follow_path(
-    batch: ForwardBatch, states: torch.Tensor, order: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-) -> tuple[ForwardBatch, torch.Tensor]:
-    """The batch and the states of a step with trees, as if the accepted tokens had been drafted as
-    chains. order: see `Verified`."""
-    samples, path = tensors["draft.samples"], tensors["draft.samples"].index_select(0, order)
-    chains = replace(
+def _follow_path(batch: ForwardBatch, order: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> ForwardBatch:
+    """The batch of a step with trees, as if the accepted tokens had been drafted as chains. order:
+    see `Verified`."""
+    samples = tensors["draft.samples"]
+    path = samples.index_select(0, order)
+    return replace(
         batch,
         token_ids=batch.token_ids.index_copy(0, samples, batch.token_ids.index_select(0, path)),
         positions=batch.positions.index_copy(0, samples, tensors["draft.places"]),
         extensions={name: each for name, each in batch.extensions.items() if name is not TreeMask},
     )
-    return chains, states.index_copy(0, samples, states.index_select(0, path))

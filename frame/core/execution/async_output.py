@@ -129,13 +129,16 @@ class DoneStep:
 class QueuedStep:
     """A step in flight on a stream.
 
-    The constructor queues copies to pinned memory behind the step; `wait` blocks on the event after
-    them.
+    The constructor queues copies to pinned memory behind the step, of more than two tensors as one;
+    `wait` blocks on the event after them.
     """
 
     def __init__(self, output: Output, platform: Platform) -> None:
         self._output = output
         self._device = output.tensors()  # kept alive until the copies are done
+        self._forms = [(tensor.shape, str(tensor.dtype).removeprefix("torch.")) for tensor in self._device]
+        if len(self._device) > 2:
+            self._device = [torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in self._device])]
         self._host = [platform.allocate_pinned(tensor.shape, tensor.dtype) for tensor in self._device]
         for host, tensor in zip(self._host, self._device, strict=True):
             host.copy_(tensor, non_blocking=True)
@@ -147,7 +150,12 @@ class QueuedStep:
             self._event.synchronize()
         except RuntimeError as error:  # asynchronous errors are reported here; the device's context is unusable then
             raise DeviceLost(f"the device failed in step {self._output.step}: {error}") from error
-        return self._output.result([tensor.numpy().copy() for tensor in self._host])
+        arrays = [tensor.numpy().copy() for tensor in self._host]
+        if len(arrays) < len(self._forms):
+            sizes = [shape.numel() * np.dtype(dtype).itemsize // 4 for shape, dtype in self._forms]
+            parts = np.split(arrays[0], np.cumsum(sizes[:-1]))
+            arrays = [part.view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, self._forms, strict=True)]
+        return self._output.result(arrays)
 
 
 def fetch(output: Output, platform: Platform) -> PendingStep:

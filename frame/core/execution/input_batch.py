@@ -183,7 +183,7 @@ class InputBatch:
         )  # None: the model has one cache group
         self.sampling = SamplingTable(limits.max_running_requests, by_row=kernels.can_use_triton(context.device))
         self.synthetic: SyntheticAcceptance | None = None
-        self.unsettled = UnsettledRows(self.table)
+        self.unsettled = UnsettledRows(self.table, {} if self.groups is None else self.groups.windows)
         self.max_graph_rows = 0
         self.placement: TokenPlacement | None = None
         self._processors = processors
@@ -209,9 +209,11 @@ class InputBatch:
                 plans.verification.arrays["verify.chosen"] = chosen
             if plans.processing is not None:
                 rounds = plan_rounds(layout, layout.drafts, self.sampling, self._processors, sampling.slots, batch.grammar_mask)
+                if batch.num_unsettled is not None and self.table.tree_depth:
+                    rounds = rounds[: self.table.tree_depth + 1]
                 plans.processing, plans.rounds = None, rounds
         if batch.num_unsettled is not None:
-            self.table.write_host(batch.new_pages)
+            self._write_host_tables(batch)
             plans.unsettled = self.unsettled.plan(batch, batch.num_unsettled, layout, self.sampling, self.synthetic)
         if batch.draft_order is not None:
             more = 0 if plans.unsettled is None else plans.unsettled.width
@@ -242,9 +244,7 @@ class InputBatch:
         that need logits.
         """
         table = self.table
-        table.write_host(batch.new_pages)
-        if self.groups is not None:
-            self.groups.write_tables(batch)
+        self._write_host_tables(batch)
         arrays = self._batch_arrays(batch, layout)
         extensions: dict[type, Any] = {}
         if placement is None:
@@ -355,9 +355,7 @@ class InputBatch:
         has_moves = self.groups is not None and self.groups.has_moves(batch)
         if not len(batch.new_pages) and not extra_inputs and not has_moves:
             return {}
-        self.table.write_host(batch.new_pages)
-        if self.groups is not None:
-            self.groups.write_tables(batch)
+        self._write_host_tables(batch)
         tensors = self._move(batch, extra_inputs)
         if given:
             first = self.table.first_given
@@ -397,6 +395,11 @@ class InputBatch:
         if total == len(slots):
             return slots, batch.num_computed.astype(np.int64)
         return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - layout.query_starts[:-1], lens)
+
+    def _write_host_tables(self, batch: ScheduledBatch) -> None:
+        self.table.write_host(batch.new_pages)
+        if self.groups is not None:
+            self.groups.write_tables(batch)
 
     def _move(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Moves arrays and new pages to the device in one copy, and writes the pages into the

@@ -21,15 +21,16 @@ from frame.core.drafting.draft_passes import DraftPasses
 from frame.core.drafting.draft_runner import DraftRunner
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
-from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
 from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
+from frame.core.execution.recorded_forward import record_decodes
 from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.kv_cache.kv_pool import KVPool
+from frame.core.parallel.collectives import is_true_on_all_ranks
 from frame.core.sampling.prompt_logprobs import PromptScores
 from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
 from frame.core.sampling.verification import RoundSampler, verify_drafts
@@ -65,7 +66,7 @@ class TorchModelRunner(ModelRunner):
         self.capacity = capacity
         self.context = context
         self.model = model
-        self.forward = Forward(model.forward)
+        self.forward = Forward(record_decodes(model.forward, context))
         self.vocab_size = model_config.vocab_size
         self._tp = context.tp
         platform = context.platform
@@ -304,8 +305,8 @@ class TorchModelRunner(ModelRunner):
                 self.inputs.unsettled.store_counts(inputs.tensors["verify.slots"], counts)
         if plans.drafting is not None and self.drafts is not None:
             drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors, order)
-            if drafts is not None and drafts.ndim == 2:  # steps with trees do not overlap
-                self.inputs.table.drafts[:, : drafts.shape[1]].index_copy_(0, inputs.tensors["draft.slots"], drafts)
+            if drafts is not None:
+                self.inputs.table.store_drafts(inputs.tensors["draft.slots"], drafts)
         faults = self.processors.find_faults(plans.sampling.slots)
         output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order)
         return fetch(output, self.context.platform)
@@ -348,7 +349,7 @@ class TorchModelRunner(ModelRunner):
         attention: the backend of its layers; None: that of the target. tree: None: drafts are
         chains."""
         self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps, tree, is_alone=self._tp.size == 1)
-        self.inputs.table.set_draft_width(num_steps)
+        self.inputs.table.set_draft_width(num_steps, 0 if tree is None else tree.depth)
         self.inputs.selects_tokens &= not model.reads_next  # else the model reads the hidden states of all tokens
 
     def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -87,4 +89,13 @@ class RowOperations(Protocol):
         RMSNorm weights float32 [2, dim] (queries, keys) and epsilon; cache: where to store keys and
         values.
         """
+        ...
+
+    def begin_recording(self) -> None:
+        """From now on keep the calls of this thread of the package's operations, products and
+        attention as well as make them. The caller keeps the tensors of these calls."""
+        ...
+
+    def end_recording(self) -> Callable[[], object]:
+        """Stop recording. -> what makes the kept calls again, with the same tensors, in order."""
         ...

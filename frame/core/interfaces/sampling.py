@@ -8,6 +8,8 @@ nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -135,7 +137,8 @@ class CompiledGrammar(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory use."""
+        """Approximate memory use. It may grow while requests use the grammar: the cache reads it
+        again."""
         ...
 
     def start(self) -> Grammar:
@@ -158,10 +161,15 @@ class GrammarCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class GrammarContext:
-    """The tokens that a grammar backend compiles for."""
+    """The tokens that a grammar backend compiles for.
+
+    without_limits: enters a context without the limits on time and memory of a compilation. A
+    `compile` that needs a library which is slow to load imports it there.
+    """
 
     tokenizer: Any  # frame.core.text.tokenizer.Tokenizer.backend; its `eos_token_ids` may end an output
     vocab_size: int  # tokens in a mask; may exceed the tokenizer's
+    without_limits: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class GrammarBackend(ABC):

@@ -58,9 +58,9 @@ class GroupInputs:
             self._blocks.table.write_host(self._blocks.expand_writes(batch.group_pages[-1]))
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some layers have a page table of their own."""
-        return any(table.page_size for table in self._tables)
+    def windows(self) -> dict[str, PageTable]:
+        """The page tables of the `window` groups, by their names in `find_places`."""
+        return {self._name(index): table for index, table in enumerate(self._tables) if table.page_size}
 
     @property
     def has_states(self) -> bool:

@@ -181,7 +181,8 @@ class PageTable:
 class DeviceTable(PageTable):
     """The page table of the `tokens` group, and the last sampled tokens by request slot, int64.
     `last_token` from index `first_given` on holds tokens of a step that come from the host, then
-    the drafts by slot, and last a cell with -1."""
+    the drafts by slot, and last a cell with -1. `parents`: of drafts that are trees, see
+    `Drafts.parents`."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.num_slots = limits.max_running_requests
@@ -194,12 +195,20 @@ class DeviceTable(PageTable):
         self.first_drafted = self.first_given + GIVEN_TOKENS
         self.set_draft_width(0)
 
-    def set_draft_width(self, width: int) -> None:
-        """Make room for drafts of `width` tokens. Called before the first step."""
+    def set_draft_width(self, width: int, tree_depth: int = 0) -> None:
+        """Make room for drafts of `width` tokens. tree_depth: most of them in a branch of a tree;
+        0: drafts are chains. Called before the first step."""
         rows, end = self.num_slots + 1, self.first_drafted
         self.last_token = torch.zeros(end + rows * width + 1, dtype=torch.int64, device=self.pages.device)
         self.last_token[-1] = -1
         self.drafts = self.last_token[end:-1].view(rows, width)
+        self.tree_depth = tree_depth
+        self.parents = torch.zeros_like(self.drafts if tree_depth else self.drafts[:0])
+
+    def store_drafts(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Keep the drafts of these slots, which are as in `StepResult.drafts`."""
+        for kept, found in zip((self.drafts, self.parents), (drafts,) if drafts.ndim == 2 else drafts.unbind(1), strict=False):
+            kept[:, : found.shape[1]].index_copy_(0, slots, found)
 
 
 def _by_token(tensor: torch.Tensor) -> torch.Tensor:

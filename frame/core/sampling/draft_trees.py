@@ -19,14 +19,9 @@ class DraftTrees:
     parents: np.ndarray  # int64 [rows, width]; 0 for node 0 and beyond the row's nodes
     depths: np.ndarray  # int64 [rows, width]; 0 for node 0 and beyond the row's nodes
     tokens: np.ndarray  # int64 [rows, width]; the drafted token of each node; -2 for node 0 and beyond the row's nodes
-    sees: np.ndarray  # bool [rows, width, width]; [r, j, k]: node k is node j or one before it; True beyond the row's nodes
-
-    @property
-    def bits(self) -> np.ndarray:
-        """int32 [rows, width]; see `TreeMask`."""
-        nodes = np.arange(self.parents.shape[1])
-        hidden = np.tril(~self.sees).astype(np.int64) << np.maximum(nodes[:, None] - nodes, 0)
-        return (~hidden.sum(axis=2)).astype(np.int32)
+    branches: np.ndarray  # bool [rows, width, width]; [r, j, k]: node k > 0 is in the branch of node j; True beyond the row's nodes
+    paths: np.ndarray  # int32 [rows, width, width]; [r, j, d]: the node of depth d in node j's branch; d beyond its depth
+    bits: np.ndarray  # int32 [rows, width]; see `TreeMask`
 
     @property
     def shifts(self) -> np.ndarray:
@@ -43,18 +38,23 @@ def build_trees(parents: np.ndarray, token_ids: np.ndarray, num_samples: np.ndar
         parents=np.zeros((rows, width), np.int64),
         depths=np.zeros((rows, width), np.int64),
         tokens=np.full((rows, width), -2, np.int64),
-        sees=np.zeros((rows, width, width), bool),
+        branches=np.zeros((rows, width, width), bool),
+        paths=np.tile(np.arange(width, dtype=np.int32), (rows, width, 1)),
+        bits=np.full((rows, width), -1, np.int32),
     )
     trees.parents.reshape(-1)[cells] = parents
     trees.tokens.reshape(-1)[cells] = token_ids
-    trees.sees[:, 0, 0] = True
     every = np.arange(rows)
     for node in range(1, width):  # a parent comes before its children
         parent = trees.parents[:, node]
-        trees.sees[:, node] = trees.sees[every, parent]
-        trees.sees[:, node, node] = True
-        trees.depths[:, node] = trees.depths[every, parent] + 1
+        trees.depths[:, node] = depths = trees.depths[every, parent] + 1
+        for each in (trees.branches, trees.paths):
+            each[:, node] = each[every, parent]
+        trees.branches[:, node, node] = True
+        trees.paths[every, node, depths] = node
+        # a token sees what its parent sees, the parent at a greater distance, and itself
+        trees.bits[:, node] = (trees.bits[every, parent] << (node - parent)) | 1
     beyond = np.arange(width) >= num_samples[:, None]
     trees.depths[beyond] = 0
-    trees.sees[beyond] = True
+    trees.branches[beyond] = True
     return trees

@@ -20,6 +20,7 @@ _FIRST = 8  # groups of each row that race first; they set the score that the ot
 _CELLS = 1 << 15  # tokens per block of work, which stays in a core's cache
 _WORD = 0xFFFF_FFFF
 _LEADER_SHIFT = 32 - GROUP.bit_length() + 1
+_INSIDE = np.arange(GROUP, dtype=np.uint32)
 
 
 def draw(
@@ -73,6 +74,30 @@ def hash_words(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
     return x
 
 
+def _find_least(keys: np.ndarray, num_groups: int) -> np.ndarray:
+    """The least E of each group (see `_Race`), float32 [n, num_groups]. keys: uint64 [n]."""
+    index = ~(np.arange(num_groups, dtype=np.uint32) * np.uint32(2))
+    share = (hash_words(keys[:, None], index) + 0.5) * -(2.0**-32)
+    found: np.ndarray = (np.log1p(share) * (-1.0 / math.log(2.0) / GROUP)).astype(np.float32)
+    return found
+
+
+def _find_noise(keys: np.ndarray, groups: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """log2(E) of the tokens of groups, float32 [n, GROUP]. keys: uint64 [n]; groups: integers [n];
+    least: float32 [n], of the groups."""
+    number = groups.astype(np.uint32)
+    leaders = hash_words(keys, ~(number * np.uint32(2) + np.uint32(1))) >> np.uint32(_LEADER_SHIFT)
+    columns = (number * np.uint32(GROUP))[:, None] + _INSIDE
+    noise = (hash_words(keys[:, None], columns) >> np.uint32(9)).astype(np.float32)
+    noise += np.float32(0.5)
+    noise *= np.float32(2.0**-23)
+    np.log2(noise, out=noise)
+    noise *= leaders[:, None] != _INSIDE
+    np.subtract(least[:, None], noise, out=noise)
+    np.log2(noise, out=noise)
+    return noise
+
+
 class _Race:
     """The race of some rows on the CPU.
 
@@ -96,10 +121,7 @@ class _Race:
         self._starts = places * self._vocab
         self._best, self._temperature, self._limits = heights.max(axis=1), temperature, limits
         self._keys = keys.view(np.uint64)
-        index = ~(np.arange(heights.shape[1], dtype=np.uint32) * np.uint32(2))
-        share = (hash_words(self._keys[:, None], index) + 0.5) * -(2.0**-32)
-        self._least = (np.log1p(share) * (-1.0 / math.log(2.0) / GROUP)).astype(np.float32)
-        self._inside = np.arange(GROUP, dtype=np.uint32)
+        self._least = _find_least(self._keys, heights.shape[1])
         distances = (heights - self._best[:, None]) / temperature[:, None]
         if limits is not None:
             distances[distances < limits[:, None]] = -np.inf
@@ -140,17 +162,8 @@ class _Race:
         return scores, tokens
 
     def _run_some(self, places: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        number = groups.astype(np.uint32)
-        keys = self._keys[places]
-        leaders = hash_words(keys, ~(number * np.uint32(2) + np.uint32(1))) >> np.uint32(_LEADER_SHIFT)
-        columns = (number * np.uint32(GROUP))[:, None] + self._inside
-        noise = (hash_words(keys[:, None], columns) >> np.uint32(9)).astype(np.float32)
-        noise += np.float32(0.5)
-        noise *= np.float32(2.0**-23)
-        np.log2(noise, out=noise)
-        noise *= self._inside != leaders[:, None]
-        np.subtract(self._least[places, groups][:, None], noise, out=noise)
-        np.log2(noise, out=noise)
+        columns = groups[:, None] * GROUP + _INSIDE
+        noise = _find_noise(self._keys[places], groups, self._least[places, groups])
         scores: np.ndarray = self._values.take(self._starts[places][:, None] + np.minimum(columns, self._vocab - 1))
         scores -= self._best[places][:, None]
         scores /= self._temperature[places][:, None]
@@ -168,38 +181,50 @@ def _draw_from_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
     if limits is not None:
         scores.masked_fill_(scores < limits.unsqueeze(1), -torch.inf)
-    return scores.add_(find_noise(keys, torch.arange(logits.shape[1], device=logits.device))).argmax(dim=-1)
+    groups = torch.arange(-(-logits.shape[1] // GROUP), device=logits.device)
+    noise = _find_noise_on_device(keys, groups, _find_least_on_device(keys, len(groups)))
+    return scores.sub_(noise.flatten(1)[:, : logits.shape[1]]).argmax(dim=-1)
 
 
-def find_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The noise of some tokens, float32 [n, m], in units of ln 2. keys: int64 [n]. tokens: int64
-    [m] or [n, m]."""
-    groups = tokens // GROUP
-    least = _find_least(keys, groups)
-    leaders = (_hash_on_device(keys, -2 - groups * 2) >> _LEADER_SHIFT) + groups * GROUP
-    own = ((_hash_on_device(keys, tokens) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
-    return least.sub_(own.masked_fill_(leaders == tokens, 0.0)).log2_().neg_()
+def find_least(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """The least E of each group (see `_Race`), float32 [n, num_groups]. keys: int64 [n]."""
+    if keys.device.type != "cpu":
+        return _find_least_on_device(keys, num_groups)
+    return torch.from_numpy(_find_least(keys.numpy().view(np.uint64), num_groups))
 
 
-def find_greatest_noise(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """The greatest noise of each group, float32 [n, num_groups], in units of ln 2. keys: int64
-    [n]."""
-    return _find_least(keys, torch.arange(num_groups, device=keys.device)).log2_().neg_()
+def find_noise(keys: torch.Tensor, groups: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """log2(E) of the tokens of groups, float32 [n, m, GROUP]. keys: int64 [n]; groups: int64 [n,
+    m]; least: float32 [n, m], of the groups."""
+    if keys.device.type != "cpu":
+        return _find_noise_on_device(keys, groups, least)
+    repeated = keys.numpy().view(np.uint64).repeat(groups.shape[1])
+    noise = _find_noise(repeated, groups.flatten().numpy(), least.flatten().numpy())
+    return torch.from_numpy(noise).view(*groups.shape, GROUP)
 
 
-def _find_least(keys: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """See `_Race`; groups: int64 [m] or [n, m]. -> float32 [n, m]."""
-    words = _hash_on_device(keys, -1 - groups * 2)
+def _find_least_on_device(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
+    words = _hash_on_device(keys, torch.arange(-1, -1 - 2 * num_groups, -2, device=keys.device))
     return torch.log1p((words.double() + 0.5) * -(2.0**-32)).mul_(-1.0 / math.log(2.0) / GROUP).float()
+
+
+def _find_noise_on_device(keys: torch.Tensor, groups: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """See `find_noise`; groups: int64 [m] or [n, m]."""
+    inside = torch.arange(GROUP, device=keys.device)
+    tokens = groups.unsqueeze(-1) * GROUP + inside
+    words = _hash_on_device(keys, torch.cat((tokens.flatten(-2), -2 - groups * 2), -1))  # of the tokens, then of the leaders
+    leaders = (words[:, -groups.shape[-1] :] >> _LEADER_SHIFT).unsqueeze(2)
+    own = ((words[:, : -groups.shape[-1]].unflatten(1, (-1, GROUP)) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
+    return (least.unsqueeze(2) - own.masked_fill_(leaders == inside, 0.0)).log2_()
 
 
 def _hash_on_device(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`hash_words` of each key and index, int64 [keys, indices]; PyTorch has no uint32
-    arithmetic."""
+    arithmetic. index: int64 [indices] or [keys, indices]."""
     keys = keys.unsqueeze(1)
-    x = ((index * 0x9E37_79B9) ^ keys) & _WORD
+    x = ((index * 0x9E37_79B9) ^ keys).bitwise_and_(_WORD)
     x ^= x >> 16
-    x = (x * 0x21F0_AAAD) & _WORD
-    x ^= (x >> 15) ^ ((keys >> 32) & _WORD)
-    x = (x * 0x735A_2D97) & _WORD
+    x.mul_(0x21F0_AAAD).bitwise_and_(_WORD)
+    x ^= (x >> 15).bitwise_xor_(keys >> 32)
+    x.mul_(0x735A_2D97).bitwise_and_(_WORD)
     return x ^ (x >> 15)

@@ -67,7 +67,7 @@ def plan_verification(layout: BatchLayout, drafts: DraftLayout, slots: np.ndarra
         "verify.slots": slots[drafts.rows],
     }
     if (trees := drafts.trees) is not None:
-        named = {"parents": trees.parents, "depths": trees.depths, "tokens": trees.tokens, "sees": trees.sees}
+        named = {name: getattr(trees, name) for name in ("parents", "depths", "tokens", "branches", "paths")}
         bits = np.full(layout.num_tokens, -1, np.int32)
         bits[layout.logits_indices[: len(rows)]] = trees.bits[rows, drafts.offsets]
         arrays |= {f"verify.{name}": array for name, array in {**named, "bits": bits}.items()}
@@ -92,19 +92,16 @@ def verify_drafts(token_ids: torch.Tensor, plan: VerificationPlan, tensors: Mapp
 def _verify_trees(token_ids: torch.Tensor, plan: VerificationPlan, tensors: Mapping[str, torch.Tensor]) -> Verified:
     """A node is accepted if its token and those of the nodes before it are the ones drawn after
     their parents. The deepest accepted node ends the output."""
-    cells, first, sees, depths = (tensors[f"verify.{name}"] for name in ("cells", "first", "sees", "depths"))
-    width, nodes = plan.width, torch.arange(plan.width + 1, device=token_ids.device)
-    drawn = token_ids.new_full((plan.num_rows * width,), -1).index_copy_(0, cells, token_ids).view(plan.num_rows, width)
-    is_right = drawn.gather(1, tensors["verify.parents"]).eq(tensors["verify.tokens"])
-    is_right[:, 0] = True
-    accepted = (is_right.unsqueeze(1) | ~sees).all(dim=2)
-    end = torch.where(accepted, depths, -1).argmax(dim=1, keepdim=True)
+    cells, first, parents, tokens, depths, branches, paths = (
+        tensors[f"verify.{name}"] for name in ("cells", "first", "parents", "tokens", "depths", "branches", "paths")
+    )
+    drawn = token_ids.new_full((plan.num_rows * plan.width,), -1).index_copy_(0, cells, token_ids).view(plan.num_rows, plan.width)
+    is_wrong = drawn.gather(1, parents).ne(tokens)
+    end = depths.masked_fill((is_wrong.unsqueeze(1) & branches).any(dim=2), -1).argmax(dim=1, keepdim=True)
     counts = depths.gather(1, end).squeeze(1) + 1
-    on_path = sees.gather(1, end.unsqueeze(2).expand(-1, 1, width)).squeeze(1)
-    order = nodes.repeat(plan.num_rows, 1)  # the last column takes the nodes beside the path
-    order.scatter_(1, torch.where(on_path, depths, width), nodes[:width].expand(plan.num_rows, -1))
-    order = (order[:, :width] + first.unsqueeze(1)).reshape(-1).index_select(0, cells)
-    return Verified(token_ids, counts, token_ids.index_select(0, first + end.squeeze(1)), order)
+    order = paths.gather(1, end.unsqueeze(2).expand(-1, 1, plan.width)).squeeze(1) + first.unsqueeze(1)
+    last = token_ids.index_select(0, first + end.squeeze(1))
+    return Verified(token_ids, counts, last, order.flatten().index_select(0, cells))
 
 
 def make_extensions(
@@ -114,7 +111,7 @@ def make_extensions(
     layers are in one cache group, and drafts are compared with what is drawn. Raises ValueError
     where trees cannot be verified."""
     drafts = layout.drafts
-    if drafts is None or drafts.trees is None:
+    if drafts is None or "verify.bits" not in tensors:
         return {}
     if not backend.capabilities.tree_mask:
         raise ValueError(f"{type(backend).__name__} cannot verify trees of drafted tokens; use a drafter of chains")

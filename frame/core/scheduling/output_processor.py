@@ -38,7 +38,6 @@ class Runs:
     counts: np.ndarray  # int32 [n]; at least 1
     num_drafts: np.ndarray  # int32 [n]; drafted tokens of the row
     accepted: np.ndarray  # int32 [n]; of them output
-    firsts: np.ndarray  # intp [n]; the row's first sample
     nodes: np.ndarray | None  # int64 [n, width]; of trees: the node that each token is drawn after; None: chains
 
 
@@ -137,11 +136,13 @@ class OutputProcessor:
         ends &= before[:, None] + 1 + offsets >= a.min_num_tokens[slots][:, None]
         if result.invalid is not None:
             ends |= result.invalid[cells]
+        if record.limits is not None:
+            counts = np.minimum(counts, record.limits[slots])
         accepted = counts - 1
         counts = np.where(ends.any(axis=1), np.minimum(ends.argmax(axis=1) + 1, counts), counts).astype(np.int32)
         entries, is_new = firsts + counts - 1, a.num_committed_tokens[slots] == before
         nodes = None if result.order is None else result.order[cells] - firsts[:, None]
-        runs = Runs(tokens, counts, drafted, np.minimum(accepted, counts), firsts, nodes)
+        runs = Runs(tokens, counts, drafted, np.minimum(accepted, counts), nodes)
         return SampledRows(slots, result.token_ids[entries], entries, rows, is_new, runs)
 
     def _commit_runs(self, sampled: SampledRows, runs: Runs) -> np.ndarray:
@@ -154,7 +155,7 @@ class OutputProcessor:
             self._table.append_tokens(sampled.slots[chosen], runs.tokens[chosen, offset])
         self.num_generated += int(runs.counts[is_new].sum())
         has_draft = runs.num_drafts > 0
-        slots, rejected = sampled.slots[has_draft], (runs.num_drafts + 1 - runs.counts)[has_draft]
+        slots, rejected = sampled.slots[has_draft], (self._speculation.bound_accepted(runs.num_drafts) + 1 - runs.counts)[has_draft]
         a.num_computed_tokens[slots] -= rejected
         a.num_tokens[slots] -= rejected
         a.can_decode[slots] = a.num_tokens[slots] < a.max_num_tokens[slots]
@@ -250,7 +251,8 @@ class OutputProcessor:
                 request.unreported = []
             if request.grammar is not None and i not in sampled.finishes and is_token_new:
                 drawn.append((i, request, [token] if runs is None else runs.tokens[i, : runs.counts[i]].tolist()))
-        for (i, _, _), finish in zip(drawn, self._grammars.accept_tokens([each[1:] for each in drawn]), strict=True):
+        ends = self._grammars.accept_tokens([each[1:] for each in drawn], len(sampled.slots))
+        for (i, _, _), finish in zip(drawn, ends, strict=True):
             if finish is not None:
                 sampled.finishes[i] = finish
                 if finish.reason == "error":  # the token breaks the grammar

@@ -172,7 +172,7 @@ class StepPlanner:
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
         """Add drafted tokens to the decodes, as far as pages are available without a preemption.
-        Counters advance as if every draft were accepted; the commit sets them back."""
+        Counters advance by the most tokens that may be accepted; the commit sets them back."""
         slots, plan.has_device_drafts = plan.decode_slots, self.speculation.overlaps
         drafts = self.speculation.count_device_drafts(slots) if plan.has_device_drafts else self.speculation.propose(slots)
         if drafts is None:
@@ -187,8 +187,9 @@ class StepPlanner:
         if not has_draft.any():
             return
         chosen, counts = slots[has_draft], drafts.counts[has_draft]
-        a.num_computed_tokens[chosen] += counts
-        a.num_tokens[chosen] += counts
+        ahead = self.speculation.bound_accepted(counts)
+        a.num_computed_tokens[chosen] += ahead
+        a.num_tokens[chosen] += ahead
         a.can_decode[chosen] = plan.has_device_drafts & (a.num_tokens[chosen] < a.max_num_tokens[chosen])
         plan.decode_slots, plan.draft_slots = slots[~has_draft], chosen
         plan.drafts = Drafts(drafts.token_ids, counts, drafts.parents)

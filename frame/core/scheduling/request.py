@@ -52,7 +52,7 @@ class GrammarState:
     mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
     path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
     error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
-    seconds: float = 0.0  # CPU time of the last call
+    seconds: float = 0.0  # moving mean of the calls' CPU time
     is_slow: bool = False  # the next call runs beside the steps
 
 

@@ -36,6 +36,7 @@ class StepRecord:
     num_drafts: np.ndarray | None = None  # int32 [rows]; see `ScheduledBatch.num_drafts`
     draft_length: int = 0  # most drafted tokens of a row
     is_followed: bool = False  # whether a device drafter runs after it
+    limits: np.ndarray | None = None  # see `Speculation.mask_device_drafts`
     num_ordered: int = 0  # tokens that a device drafter drafts for each row that samples
     deferred_pages: list[np.ndarray] = field(default_factory=list)  # freed when the step is committed
     deferred_slots: list[int] = field(default_factory=list)  # recycled when the step is committed

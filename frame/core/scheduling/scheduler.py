@@ -169,7 +169,8 @@ class Scheduler:
     def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
         """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [samples, words];
         None if no row has a grammar. All earlier steps must be committed."""
-        mask = self._fill_masks(_list_sampling_slots(batch.slots, batch.samples, batch.num_drafts))
+        record = self._running.get_oldest(batch.step)
+        mask, record.limits = self._fill_masks(_list_sampling_slots(batch.slots, batch.samples, batch.num_drafts), batch.num_unsettled)
         self._hold_slow_grammars()
         return mask
 
@@ -301,7 +302,8 @@ class Scheduler:
         token_ids, prompt_logprobs, skip_kv_store, num_drafts = _NO_TOKENS, None, None, None
         if drafts is not None:
             counts, slots = drafts.counts, np.concatenate((slots, plan.draft_slots))
-            num_computed = np.concatenate((num_computed, a.num_computed_tokens[plan.draft_slots] - 1 - counts))
+            ahead = self._planner.speculation.bound_accepted(counts)
+            num_computed = np.concatenate((num_computed, a.num_computed_tokens[plan.draft_slots] - 1 - ahead))
             num_drafts = np.concatenate((np.zeros(num_decodes, np.int32), counts, np.zeros(len(plan.chunks), np.int32)))
             num_scheduled = num_drafts[: len(slots)] + 1
             samples = np.ones(len(slots), np.bool_)
@@ -325,12 +327,13 @@ class Scheduler:
         waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
         unsettled = None
         if self.config.overlaps_drafts:
-            unsettled = running.count_drafts_in_flight(slots)
+            unsettled = self._planner.speculation.bound_accepted(running.count_drafts_in_flight(slots))
             unsettled[len(slots) - len(plan.chunks) :] = 0  # what a chunk begins after is known
             unsettled = unsettled if plan.has_device_drafts or unsettled.any() else None
         has_order = self._planner.speculation.needs_order(has_prompts=bool(plan.chunks))
         order = self._order_drafts(plan, slots) if has_order else None
         self._planner.speculation.note_order(slots[samples], order)
+        mask, limits = (None, None) if waits else self._fill_masks(sampling_slots, unsettled)
         groups = running.kv_manager.groups
         loads, saves = groups.take_states() if groups is not None else (None, None)
         batch = ScheduledBatch(
@@ -353,12 +356,12 @@ class Scheduler:
             draft_parents=None if drafts is None else drafts.parents,
             draft_order=order,
             num_unsettled=unsettled,
-            grammar_mask=None if waits else self._fill_masks(sampling_slots),
+            grammar_mask=mask,
             has_deferred_grammar_mask=waits,
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
-        num_ordered = 0 if order is None else order.num_tokens
-        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length, order is not None, num_ordered)
+        followed = (order is not None, limits, 0 if order is None else order.num_tokens)
+        return batch, StepRecord(self._step, *rows, num_decodes, plan.is_retry, num_drafts, draft_length, *followed)
 
     def _order_drafts(self, plan: StepPlan, slots: np.ndarray) -> DraftOrder:
         """What the device drafter does after the step, whose rows have these slots."""
@@ -369,13 +372,15 @@ class Scheduler:
                 next_tokens[row] = request.tokens[start + count]
         return DraftOrder(self._planner.speculation.next_length, limits.astype(np.int32), next_tokens)
 
-    def _fill_masks(self, slots: np.ndarray) -> np.ndarray | None:
+    def _fill_masks(self, slots: np.ndarray, unsettled: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The masks of a step's samples, and `StepRecord.limits`. slots: those of the samples."""
         table = self._running.table
         if not table.num_grammars:
-            return None
+            return None, None
+        limits = None if unsettled is None else self._planner.speculation.mask_device_drafts(slots)
         mask = self._grammars.fill_masks(table, slots)
         self._jumps.apply_jumps(slots)
-        return mask
+        return mask, limits
 
     def _hold_slow_grammars(self) -> None:
         """Take requests with a slow grammar call off the device until it is done. Their rows in

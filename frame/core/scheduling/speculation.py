@@ -21,10 +21,12 @@ from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import DraftOrder, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts, TreeShape
-from frame.core.scheduling.request_slots import RequestTable
+from frame.core.scheduling.request_slots import GRAMMAR, RequestTable
 from frame.core.scheduling.running import StepRecord
 
 log = logging.getLogger(__name__)
+
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -123,9 +125,8 @@ class Speculation:
 
     @property
     def overlaps(self) -> bool:
-        """Whether steps with drafts overlap now: their ids stay on the device, where no grammar can
-        check them."""
-        return self._may_overlap and self.num_ahead > 0 and not self._table.num_grammars
+        """Whether steps with drafts overlap now: their ids stay on the device."""
+        return self._may_overlap and self.num_ahead > 0
 
     @property
     def may_draft(self) -> bool:
@@ -173,7 +174,33 @@ class Speculation:
         a, length = self._table.arrays, self._choose_length()
         limits = np.minimum(np.minimum(self._lengths.limit(slots), self._wanted[slots]), length)
         counts = np.minimum(np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], limits), self._on_device[slots]).clip(0)
+        for i in np.flatnonzero(a.special[slots] & GRAMMAR).tolist():
+            forced = getattr(self._table.get_request(int(slots[i])).grammar, "forced", ())  # the first one may be in flight
+            counts[i] *= self.tree is None and len(forced) < 2
         return Drafts(np.zeros(int(counts.sum()), np.int32), counts.astype(np.int32)) if counts.any() else None
+
+    def mask_device_drafts(self, slots: np.ndarray) -> np.ndarray | None:
+        """Make the masks of grammars along the drafts of `count_device_drafts`, once the tokens
+        before them are committed. slots: those of the step's samples. -> the most tokens that each
+        slot may output, int32 [slots of the table]; None: no draft has a grammar."""
+        first = np.flatnonzero(np.diff(slots, prepend=-1))
+        rows, counts = slots[first], np.diff(first, append=len(slots)) - 1
+        chosen = (counts > 0) & (self._table.arrays.special[rows] & GRAMMAR != 0)
+        if not chosen.any():
+            return None
+        rows, counts = rows[chosen], counts[chosen].astype(np.int32)
+        drafts = Drafts(_NO_TOKENS, np.zeros_like(counts)) if self._drafter is None else self._drafter.propose_tokens(rows, counts)
+        for slot in rows[drafts.counts < counts].tolist():  # the model of the drafter has failed
+            if (request := self._table.requests[slot]) is not None:
+                self._grammars.stop_request(request)
+        limits = np.full(self._table.num_slots, MAX_STEPS + 1, np.int32)
+        limits[rows] = self._grammars.trim_drafts(self._table, rows, drafts, is_late=True).counts + 1
+        return limits
+
+    def bound_accepted(self, counts: np.ndarray) -> np.ndarray:
+        """The most tokens that may be accepted of drafts of so many tokens: of a tree one
+        branch."""
+        return counts if self.tree is None else np.minimum(counts, self.tree.depth)
 
     def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
         """The token ids of rows with drafts, int32: of each its last committed token, then its

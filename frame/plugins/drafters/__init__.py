@@ -50,6 +50,7 @@ def register_drafters(registry: KindRegistry) -> None:
         "draft_model",
         "frame.plugins.drafters.draft_model:DraftModelDrafter",
         capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, loads_model=True),
+        options=TreeOptions,
         summary="Drafts with a smaller checkpoint of the same vocabulary.",
     )
     registry.add(

@@ -16,7 +16,7 @@ def read_draft_config(folder: str | None, drafter: str) -> dict[str, Any]:
     path = Path(folder or "") / "config.json"
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"speculative.draft_model_path: {path} cannot be read ({error}); name the folder of a head for {drafter}"
         ) from error

@@ -17,10 +17,11 @@ from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
-from frame.testing.plain_attention import CAPABILITIES, PlainAttention
 from tests.core.drafting.test_draft_runner import record_drafts
+from tests.core.drafting.test_tree_passes import list_branches
 from tests.core.test_speculative_equality import FOLDER, make_requests
 from tests.plugins.drafters.test_mtp import GLM, add_module
+from tests.testing.plain_attention import CAPABILITIES, PlainAttention
 
 PROMPTS, PARAMS = make_requests(8, seed=5)
 PROMPTS[4:6] = [[9], [7]]  # complete prompts of one token, beside drafts
@@ -68,7 +69,7 @@ def run(
         if draft is not None:
             runner.capture_decode_graphs(most, is_dry=True)
         runner.capture_decode_graphs(most)
-    loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.num_pages), runner)
+    loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
     found = record_drafts(loop)
     return loop.generate(PROMPTS, [msgspec.structs.replace(each, max_tokens=9) for each in PARAMS]), found
 
@@ -83,7 +84,21 @@ def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: st
 def test_captured_steps_verify_trees() -> None:
     captured = run(40, "mtp", topk=2)
     assert captured == run(0, "mtp", topk=2)
-    assert captured[0] == run(0, "mtp")[0] and len(captured[1]) > 12
+    assert captured[0] == run(0, "mtp")[0] == run(40, "mtp", topk=2, overlap=True)[0] and len(captured[1]) > 12
+
+
+def test_trees_of_a_draft_model_have_the_tokens_that_it_draws() -> None:
+    """The target drafts for itself: the likeliest token of each tree is the next one, and most
+    trees have those after it, but not in rows with logits processors or filters."""
+    outputs, found = captured = run(40, "draft_model", draft=FOLDER, topk=2)
+    assert captured == run(0, "draft_model", draft=FOLDER, topk=2)
+    rows = zip(PROMPTS, outputs, PARAMS, strict=True)
+    wholes = [prompt + output for prompt, output, params in rows if not (params.frequency_penalty or params.top_p < 1)]
+    coming = [(whole[len(tokens) :][:3], tree) for tokens, tree in found for whole in wholes if whole[: len(tokens)] == tokens]
+    assert all(tree[0][0] == branch[0] for branch, tree in coming if branch)
+    whole = [(branch, list_branches(tree)) for branch, tree in coming if len(branch) == 3]
+    hits = [max(count for count in (1, 2, 3) if tuple(branch[:count]) in branches) for branch, branches in whole]
+    assert len(hits) >= 10 and sum(hits) > 2 * len(hits)
 
 
 def test_captured_passes_select_keys(tmp_path: Path) -> None:
@@ -94,11 +109,15 @@ def test_captured_passes_select_keys(tmp_path: Path) -> None:
     assert len(captured[1]) > 12
 
 
-@pytest.mark.parametrize(("algorithm", "most"), [("mtp", 20), ("draft_model", 20), ("mtp", 0)])
-def test_overlapping_steps_take_their_lengths_from_the_device(algorithm: str, most: int) -> None:
-    draft = FOLDER if algorithm == "draft_model" else None
-    outputs, found = run(most, algorithm, draft=draft, overlap=True)
-    expected, alone = run(0, algorithm, draft=draft)
+@pytest.mark.parametrize(("target", "most"), [("mtp", 20), ("draft_model", 20), ("mtp", 0), ("windows", 20)])
+def test_overlapping_steps_take_their_lengths_from_the_device(target: str, most: int, tmp_path: Path) -> None:
+    algorithm, path, draft = target, FOLDER, FOLDER if target == "draft_model" else None
+    if target == "windows":
+        windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}  # of the second layer
+        path, draft = (str(make_checkpoint("Qwen2ForCausalLM", tmp_path / str(len(each)), **each)) for each in (windows, {}))
+        algorithm = "draft_model"
+    outputs, found = run(most, algorithm, path, draft, overlap=True)
+    expected, alone = run(0, algorithm, path, draft)
     assert outputs == expected
     drafts = {tuple(tokens): draft for tokens, draft in alone}
     wholes = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]

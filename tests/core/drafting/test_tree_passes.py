@@ -3,15 +3,14 @@ model, and branches are ranked by the draws of their positions."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from frame.core.drafting.draft_passes import DraftPasses, DraftRows
-from frame.core.drafting.tree_passes import _choose_nodes
+from frame.core.drafting.token_ranking import rank_tokens
+from frame.core.drafting.tree_choice import choose_nodes
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.sampler import draw_plain
@@ -65,24 +64,40 @@ def test_trees_are_those_of_the_reference() -> None:
         np.testing.assert_allclose(values, sorted(expected.values(), reverse=True)[:7], atol=1e-4)
 
 
+def test_a_pass_has_no_more_decodes_than_backends_have_room_for() -> None:
+    """More branches than there are slots, in rows that draft one after the other."""
+    loop: Any = make_loop(algorithm="mtp", running=2, topk=3)
+    passes, decodes = loop.runner.drafts._passes, []
+    plan = passes.backend.plan
+
+    def note(batch: Any) -> Any:
+        decodes.append(batch.num_decodes)
+        return plan(batch)
+
+    passes.backend.plan = note
+    loop.generate([[9, 8], [7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert max(decodes) == 3 == loop.runner.context.limits.max_decodes
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_likeliest_token_is_the_one_that_is_drawn(temperature: float) -> None:
     numbers = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 3, 5000, generator=numbers)
     keys = torch.from_numpy(draw_keys(np.array([7, 9]), np.array([3, 4])))
-    model: Any = SimpleNamespace(compute_logits=lambda states, place: states)
-    unused: Any = SimpleNamespace(backend=None, table=None, kv=None)
-    passes = DraftPasses(model, None, unused, lambda each: each)
-    nothing = torch.zeros(2, dtype=torch.int64)
-    rows = DraftRows(nothing, nothing, nothing, nothing, logits[:, 0], nothing - 1, torch.tensor([temperature, 0.0]), keys.unsqueeze(1))
-    values, ids = passes.rank(rows, logits, 1, 4)
+    values, ids = rank_tokens(logits.flatten(0, 1), (torch.tensor([temperature, 0.0]), keys), 3, 4)
     assert values.shape == (2, 3, 4) and bool((values.diff() <= 0).all()) and bool((values <= 0).all())
     for branch in range(3):
         drawn, _ = draw_plain(logits[:, branch], torch.tensor([temperature, 0.0]), keys)
         assert ids[:, branch, 0].tolist() == drawn.tolist()
 
 
+def test_logits_that_are_not_numbers_rank_tokens_of_the_vocabulary() -> None:
+    keys = torch.zeros(2, dtype=torch.int64)
+    values, ids = rank_tokens(torch.full((2, 70), torch.nan), (torch.tensor([0.0, 0.7]), keys), 1, 8)
+    assert bool((values == -torch.inf).all()) and int(ids.max()) < 70
+
+
 def test_a_token_comes_after_its_parent_where_both_are_certain() -> None:
     values, ids = torch.tensor([[-2.0, 0.0, 0.0, -1.0, -3.0, -2.5]]), torch.arange(6).unsqueeze(0)
-    found = _choose_nodes(values, ids, torch.tensor([[-1, -1, 1, 1, 0, 0]]), 5)
+    found = choose_nodes(values, ids, torch.tensor([[1, 0]]), 2, 5)
     assert found[0].tolist() == [[1, 2, 3, 0, 5], [0, 1, 1, 0, 4]]

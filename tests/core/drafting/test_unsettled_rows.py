@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, SlotSetup
@@ -16,7 +17,7 @@ from tests.core.test_speculative_equality import make_loop
 LENGTH, DRAFT, REJECTED = 5, [41, 42, 43], 1  # of slot 0, whose step in flight has as many drafted tokens
 
 
-def make_batch(setups: list[SlotSetup]) -> ScheduledBatch:
+def make_batch(setups: list[SlotSetup], parents: np.ndarray | None = None) -> ScheduledBatch:
     """Rows without a draft and with two drafted tokens."""
     pages = [(slot, place, 1 + 3 * slot + place) for slot in range(2) for place in range(3)]
     return ScheduledBatch(
@@ -29,17 +30,23 @@ def make_batch(setups: list[SlotSetup]) -> ScheduledBatch:
         samples=np.array([True, True]),
         new_pages=np.array(pages, np.int32),
         num_drafts=np.array([0, 2], np.int32),
+        draft_parents=parents,
         draft_order=DraftOrder(2, np.full(2, 12, np.int32), np.zeros(2, np.int32)),
         setups=setups,
     )
 
 
-def test_inputs_are_those_of_known_lengths() -> None:
-    inputs: Any = make_loop(algorithm="mtp", page_size=4).runner.inputs  # type: ignore[attr-defined]
+@pytest.mark.parametrize("parents", [None, np.array([0, 0], np.int32), np.array([0, 1], np.int32)])
+def test_inputs_are_those_of_known_lengths(parents: np.ndarray | None) -> None:
+    topk = 1 if parents is None else 2
+    inputs: Any = make_loop(algorithm="mtp", page_size=4, topk=topk).runner.inputs  # type: ignore[attr-defined]
     params = SamplingParams(temperature=1.0, frequency_penalty=0.5)
-    expected = inputs.prepare(make_batch([SlotSetup(slot, params, 5 + slot, 2, np.array([3, 4], np.int32)) for slot in range(2)]))
+    setups = [SlotSetup(slot, params, 5 + slot, 2, np.array([3, 4], np.int32)) for slot in range(2)]
+    expected = inputs.prepare(make_batch(setups, parents))
     inputs.table.last_token[:2] = torch.tensor([40, 7])
-    inputs.table.drafts[0] = torch.tensor(DRAFT)
+    inputs.table.drafts[0, : len(DRAFT)] = torch.tensor(DRAFT)
+    if parents is not None:
+        inputs.table.parents[0, :2] = torch.from_numpy(parents)
     inputs.unsettled.store_counts(torch.tensor([1, 0]), torch.tensor([1, 1 + len(DRAFT) - REJECTED]))
     batch = msgspec.structs.replace(make_batch([]), token_ids=np.zeros(3, np.int32))
     for unsettled, more in ((len(DRAFT), REJECTED), (0, 0)):  # then nothing is in flight, and no count of before is added
@@ -48,10 +55,14 @@ def test_inputs_are_those_of_known_lengths() -> None:
         assert found.batch.token_ids.tolist() == [7, 40, *DRAFT[:2]]
         for name in ("positions", "kv_slots", "seq_lens", "request_slots", "logits_indices"):
             assert torch.equal(getattr(found.batch, name), getattr(expected.batch, name)), name
-        names = ["verify.targets", "draft.positions", *(name for name in expected.tensors if name.startswith("round."))]
-        assert any(name.endswith(".positions") for name in names[2:]) and any(name.endswith(".key") for name in names)
+        names = [name for name in expected.tensors if name.startswith(("round.", "verify.")) or name in {"draft.positions", "draft.places"}]
+        assert any(name.startswith("round.1.") and name.endswith(".positions") for name in names)
+        assert "round.1.key" in names and ("verify.paths" in names) == (parents is not None)
         for name in names:
-            assert torch.equal(found.tensors[name], expected.tensors[name]), name
+            one, other = found.tensors[name], expected.tensors[name]
+            if name == "verify.paths":  # those of the rows' own nodes are read
+                one, other = (each[found.tensors["unsettled.nodes"]].int() for each in (one, other))
+            assert torch.equal(one, other), name
         columns = found.tensors["draft.columns"] if unsettled else torch.zeros(2, dtype=torch.int64)
         for row, column in enumerate(columns.tolist()):  # from here on the keys of a row are those of its positions
             assert torch.equal(found.tensors["draft.key"][row, column : column + 3], expected.tensors["draft.key"][row, :3])

@@ -38,11 +38,11 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.contexts import EVICTION, SCHEDULING
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
 from tests.core.drafting.test_draft_graphs import CapturableAttention
+from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 VOCAB, ROWS, PAGES = 97, 12, 300
 CPU = torch.device("cpu")

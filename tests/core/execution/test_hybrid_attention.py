@@ -40,7 +40,7 @@ from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing import conformance_attention as suite
 from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.contexts import EVICTION, SCHEDULING
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
+from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 CASES = dict(suite.cases("cpu", False, TORCH_NATIVE))
 

@@ -21,7 +21,7 @@ from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
-from frame.testing.fake_model import FakeAttention, fake_model_config
+from tests.core.fake_model import FakeAttention, fake_model_config
 
 CPU = torch.device("cpu")
 CONTEXT, SLOTS = 64, 80

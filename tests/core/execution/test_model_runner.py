@@ -14,7 +14,7 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
-from frame.testing.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
+from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 VOCAB = 97
 CONTEXT = 128

@@ -53,8 +53,8 @@ def test_masks_equal_those_of_the_tokens_and_nothing_is_accepted(wrap: type, sta
         mask_of(grammar)
         grammar.accept_token(token)
     masks = np.full((len(draft) + 1, 2), 9, np.int32)
-    allowed = fill_draft_masks(grammar, draft, None, masks)
-    assert allowed == min(len(draft), len(WIDTHS) - 1 - start)  # the last token ends the grammar
+    allowed, is_known = fill_draft_masks(grammar, draft, None, masks)
+    assert is_known and allowed == min(len(draft), len(WIDTHS) - 1 - start)  # the last token ends the grammar
     for mask, expected in zip(masks[: allowed + 1], walk(whole[: start + allowed])[start:], strict=True):
         assert np.array_equal(mask, expected)
     for token in whole[start:]:  # as if nothing had been drafted
@@ -69,7 +69,7 @@ def test_draft_is_cut_before_a_token_that_the_grammar_refuses(place: int) -> Non
     whole = text()
     draft = [*whole[:place], (whole[place] + 20) % VOCAB, *whole[place + 1 : 5]]
     grammar, masks = Script(WIDTHS, VOCAB), np.empty((6, 2), np.int32)
-    assert fill_draft_masks(grammar, draft, walk([])[0], masks) == place
+    assert fill_draft_masks(grammar, draft, walk([])[0], masks) == (place, True)
     assert grammar.taken == []
 
 
@@ -81,7 +81,7 @@ def test_mask_that_cannot_be_filled_cuts_the_draft() -> None:
             return super().fill_mask(mask)
 
     grammar, masks = Limited(WIDTHS, VOCAB), np.empty((5, 2), np.int32)
-    assert fill_draft_masks(grammar, text()[:4], None, masks) == 1
+    assert fill_draft_masks(grammar, text()[:4], None, masks) == (1, False)
     assert grammar.taken == []
 
 

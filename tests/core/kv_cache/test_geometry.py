@@ -13,7 +13,7 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.kv_cache.geometry import group_layers, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.testing.fake_model import fake_model_config
+from tests.core.fake_model import fake_model_config
 
 MHA = dataclasses.replace(fake_model_config(), num_layers=3, num_kv_heads=4, num_heads=8, head_dim=16, v_head_dim=8)
 MLA = dataclasses.replace(MHA, kind="mla", latent=(32, 8))

@@ -20,10 +20,10 @@ from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.prefix_caches.radix import RadixCache
-from frame.testing.fake_model import FakeAttention, fake_model_config
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
 from tests.core.execution.test_model_runner import LocalGroup
+from tests.core.fake_model import FakeAttention, fake_model_config
 from tests.core.kv_cache.fake_hybrid import FakeHybrid, continue_hybrid
 from tests.core.scheduling.small_rig import policy
 

@@ -12,7 +12,7 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.build import Limits
 from frame.core.kv_cache.geometry import DTYPES, kv_geometry
 from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
-from frame.testing.fake_model import fake_model_config
+from tests.core.fake_model import fake_model_config
 
 CPU = torch.device("cpu")
 

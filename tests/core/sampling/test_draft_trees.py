@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frame.attention_backends import FLEX_ATTENTION, TORCH_NATIVE
+from frame.core.drafting.unsettled_trees import trace_trees
 from frame.core.interfaces.batch import ScheduledBatch, TreeMask
 from frame.core.interfaces.drafter import Drafts
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
@@ -50,6 +51,21 @@ def path_of(tree: Tree, node: int) -> list[int]:
 def some_trees(draw: Any) -> list[Tree]:
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     return [[(draw(st.integers(0, node)), draw(st.integers(0, 2))) for node in range(size)] for size in sizes]
+
+
+@settings(max_examples=50, deadline=None)
+@given(some_trees())
+def test_the_device_finds_the_form_of_trees(trees: list[Tree]) -> None:
+    drafts = lay_out(trees).drafts
+    assert drafts is not None and drafts.trees is not None
+    nodes, depth = torch.from_numpy(drafts.trees.parents), int(drafts.trees.depths.max())
+    exists = torch.from_numpy(drafts.num_samples).unsqueeze(1) > torch.arange(nodes.shape[1])
+    unknown = ~exists[:, 1:] * 5  # what the table has beyond the drafted tokens
+    tokens = torch.from_numpy(drafts.trees.tokens)[:, 1:] + unknown
+    for name, found in trace_trees(nodes[:, 1:], tokens, exists, depth).items():
+        expected = torch.from_numpy(getattr(drafts.trees, name))
+        is_read = exists if name in {"paths", "bits"} else torch.ones_like(exists)
+        assert torch.equal(found[is_read].long(), expected[is_read].long()), name
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,11 +119,12 @@ def test_tokens_of_a_depth_share_a_position_and_see_their_branch(trees: list[Tre
 
 def test_refusals() -> None:
     layout, backend = lay_out([[(0, 1)]]), SimpleNamespace(capabilities=FLEX_ATTENTION)
+    tensors = {"verify.bits": torch.zeros(4)}
     with pytest.raises(ValueError, match="cannot verify trees of drafted tokens; use a drafter of chains"):
-        make_extensions(layout, backend, {}, is_plain=True)  # type: ignore[arg-type]
+        make_extensions(layout, backend, tensors, is_plain=True)  # type: ignore[arg-type]
     backend.capabilities = TORCH_NATIVE
     with pytest.raises(ValueError, match="several cache groups, and synthetic acceptance"):
-        make_extensions(layout, backend, {}, is_plain=False)  # type: ignore[arg-type]
+        make_extensions(layout, backend, tensors, is_plain=False)  # type: ignore[arg-type]
 
 
 def test_a_shorter_tree_is_its_first_nodes() -> None:

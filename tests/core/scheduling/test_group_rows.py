@@ -18,6 +18,7 @@ from frame.core.interfaces.cache_groups import CacheTensor, LayerCache, PagePool
 from frame.core.kv_cache.capacity import plan_pools
 from frame.core.kv_cache.geometry import group_layers
 from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.grouped_rig import GroupedRig
 from tests.core.scheduling.small_rig import config, params, policy, prompt
 
 WINDOW = PagePool("window", 41, 4, 10)
@@ -25,7 +26,7 @@ STATES = PagePool("snapshot", 9, 0)
 
 
 def make(*further: PagePool, **changes: object) -> SchedulerRig:
-    return SchedulerRig(config(**changes), policy(), further=further)
+    return GroupedRig(further, config(**changes), policy())
 
 
 def cached(rig: SchedulerRig, tokens: Sequence[int], count: int = 1) -> int | None:

@@ -24,6 +24,7 @@ from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.grouped_rig import GroupedRig
 from tests.core.scheduling.scripted_grammar import Script
 
 REGISTRY = load_registry(installed=False)
@@ -118,13 +119,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             jump_forward=jump_forward,
             min_shared_tokens=min_shared_tokens,
         )
-        self.rig = SchedulerRig(
+        self.rig = GroupedRig(
+            further,
             config,
             SCHEDULING_POLICIES[policy](SCHEDULING),
             EVICTION_POLICIES[eviction](EVICTION),
             prefix_cache=prefix_cache,
             is_invalid=is_invalid if invalid else None,
-            further=further,
         )
         if drafts != "none" and not states:
             self.rig.enable_drafts(SCRIPTS[drafts], num_steps)

@@ -155,7 +155,7 @@ def test_drafts_and_outputs(
 
 def test_trees_of_a_part_of_the_vocabulary(target: tuple[str, Any], eagle: tuple[str, Tensors]) -> None:
     prompts, params = [[token % VOCAB for token in prompt] for prompt in make_requests(5)[0]], make_requests(5)[1]
-    loop = make_loop(path=target[0], algorithm="eagle3", draft=eagle[0], topk=2)
+    loop = make_loop(path=target[0], algorithm="eagle3", draft=eagle[0], topk=2, overlap=True)
     assert loop.generate(prompts, params) == make_loop(path=target[0]).generate(prompts, params)
     assert loop.scheduler.get_load()["drafted_tokens"] > 50
 
