@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from frame.core.interfaces.sampling import GRAMMAR_KINDS, CompiledGrammar, Grammar, GrammarBackend
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.suites.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
 
@@ -64,18 +64,12 @@ class Run:
         return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocabulary.size].astype(np.bool_)
 
 
-def suite(subject: Subject) -> Iterable[Check]:
+def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `grammar_backend`."""
-    from frame.core.interfaces.sampling import GrammarContext
-
     vocabulary = Vocabulary.load()
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
     kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
-    return checks_of(Run(lambda: subject.target(context, subject.options), kinds, vocabulary))
-
-
-def checks_of(run: Run) -> Iterator[Check]:
-    """All checks of a backend."""
+    run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
     for check in (
         declared_kinds_compile,
         invalid_grammars_are_refused,

@@ -31,9 +31,11 @@ BROKEN_GRAMMAR = Finish(
     "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
 )
 MAX_THREADS = 8
-SECONDS_PER_THREAD = 250e-6  # CPU seconds of a step's calls per thread; using a thread costs about 50 microseconds
-SLOW_SECONDS = 0.002  # CPU seconds of a call, after which the request's next call runs beside the steps
-CROWDED_SECONDS = 0.004  # CPU seconds of a step's calls, above which a quarter of `SLOW_SECONDS` counts as slow
+SECONDS_PER_THREAD = 0.0005  # CPU seconds of a step's calls per thread; threads wait for each other's use of the interpreter
+SLOW_SECONDS = 0.004  # mean CPU seconds of a request's calls, above which its next call runs beside the steps
+CROWDED_SECONDS = 0.004  # CPU seconds of a step's calls per thread, above which `HEAVY_SECONDS` may count as slow
+HEAVY_SECONDS = 0.0005  # mean CPU seconds of a request's calls
+MEAN_WEIGHT = 0.1  # of the last call in the mean
 TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
 THREAD_TIMEOUT = 10.0  # seconds that a request waits for a thread
 
@@ -143,18 +145,18 @@ class GrammarCall(ThreadedCall):
 
 class DraftCall(GrammarCall):
     """Fills the masks along a draft and undoes it. `path`: int32 [k + 1, words]; `num_allowed`:
-    drafted tokens that the grammar allows."""
+    drafted tokens that the grammar allows; `is_known`: see `fill_draft_masks`."""
 
     def __init__(self, request: Request, draft: Sequence[int], words: int) -> None:
         super().__init__(request, (), words)
         self.path = np.empty((len(draft) + 1, words), np.int32)
-        self.num_allowed = 0
+        self.num_allowed, self.is_known = 0, False
         self._draft, self._first = draft, get_grammar_state(request).mask
 
     def execute(self) -> None:
         assert self.request.grammar is not None
         try:
-            self.num_allowed = fill_draft_masks(self.request.grammar, self._draft, self._first, self.path)
+            self.num_allowed, self.is_known = fill_draft_masks(self.request.grammar, self._draft, self._first, self.path)
             self.mask = self.path[0]
             if self._meter is not None:
                 self._meter.spent = self._spent  # drafts do not use up the request's budget
@@ -179,11 +181,12 @@ class GrammarCalls:
         """The number of held requests."""
         return len(self._held)
 
-    def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]]) -> list[Finish | None]:
+    def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         """Accept sampled tokens, of which only a request's last may end it. Returns for each
-        request how it ends. None: it continues."""
+        request how it ends. None: it continues. num_rows: rows of the step, with and without a
+        grammar."""
         calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if get_grammar_state(each[0]).error is None}
-        self._run(list(calls.values()))
+        self._run(list(calls.values()), num_rows)
         return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
@@ -207,35 +210,49 @@ class GrammarCalls:
                 mask[i], state.mask = state.mask, None
             elif state.error is None and state.call is None:
                 calls[i] = GrammarCall(request, (), self._words)
-        self._run(list(calls.values()))
+        self._run(list(calls.values()), len(slots))
         for i, call in calls.items():
             state = get_grammar_state(call.request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
         return mask
 
-    def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts) -> Drafts:
+    def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
         """Cut the drafts of slots with a grammar before the first token that it does not allow or
         that ends it, and keep their masks for `fill_masks`. Forced tokens, slow grammars and trees
-        get no draft."""
+        get no draft. is_late: the drafts are in the step in flight, so that all of them get masks;
+        a request without them leaves the device."""
         constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
         if not constrained.size:
             return drafts
         counts, ends, is_chain = drafts.counts.copy(), np.cumsum(drafts.counts), drafts.parents is None
         calls: dict[int, DraftCall] = {}
         for i in constrained.tolist():
-            request = table.get_request(int(slots[i]))
-            state, counts[i] = get_grammar_state(request), 0
+            request = table.requests[int(slots[i])]  # None: it has finished
+            counts[i] = 0
+            if request is None:
+                continue
+            state = get_grammar_state(request)
             state.path = None
-            is_free = state.error is None and state.call is None and not state.is_slow
-            if is_chain and is_free and not getattr(request.grammar, "forced", ()):
+            is_free = state.error is None and state.call is None
+            if is_free and (is_late or (is_chain and not state.is_slow and not getattr(request.grammar, "forced", ()))):
                 calls[i] = DraftCall(request, drafts.token_ids[ends[i] - drafts.counts[i] : ends[i]].tolist(), self._words)
-        self._run(list(calls.values()))
+        self._run(list(calls.values()), len(slots))
         for i, call in calls.items():
-            if call.is_finished and call.num_allowed and call.mask_error is None:
+            if is_late and call.is_finished and call.mask_error is None and not call.is_known:
+                self.stop_request(call.request)
+            elif call.is_finished and (call.num_allowed or is_late) and call.mask_error is None:
                 counts[i] = call.num_allowed
                 get_grammar_state(call.request).path = call.path[: call.num_allowed + 1]
         return drafts.shorten(counts)
+
+    def stop_request(self, request: Request) -> None:
+        """Let a request leave the device until its next mask is filled."""
+        state = get_grammar_state(request)
+        if state.call is None and state.error is None:
+            call = GrammarCall(request, (), self._words)
+            self._slow.submit([call])
+            self._stop(call)
 
     def take_stopped(self) -> list[Request]:
         """Remove and return the requests that must leave the device because of a slow call."""
@@ -270,8 +287,9 @@ class GrammarCalls:
         self._quick.close()
         self._slow.close()
 
-    def _run(self, calls: Sequence[GrammarCall]) -> None:
-        """Run calls, and wait for those that were quick last time."""
+    def _run(self, calls: Sequence[GrammarCall], num_rows: int) -> None:
+        """Run calls of a step of `num_rows` rows, and wait for those of requests whose calls are
+        quick."""
         quick = []
         for call in calls:
             state = get_grammar_state(call.request)
@@ -282,14 +300,18 @@ class GrammarCalls:
                 quick.append(call)
         if not quick:
             return
-        seconds = sum(get_grammar_state(call.request).seconds for call in quick)
-        self._quick.wait(self._quick.submit(quick, 1 + int(seconds / SECONDS_PER_THREAD)))
-        is_crowded = sum(call.cpu_seconds() for call in quick) > CROWDED_SECONDS
+        workers = min(self._quick.threads, 1 + int(sum(get_grammar_state(call.request).seconds for call in quick) / SECONDS_PER_THREAD))
+        self._quick.wait(self._quick.submit(quick, workers))
         for call in quick:
             if call.is_finished:
-                self._note(call, SLOW_SECONDS / 4 if is_crowded else SLOW_SECONDS)
+                self._note(call)
             else:
                 self._stop(call if call.thread is not None else self._begin_slow(call))
+        if sum(call.cpu_seconds() for call in quick) > CROWDED_SECONDS * workers:
+            states = [get_grammar_state(call.request) for call in quick]
+            heavy = [state for state in states if state.seconds > HEAVY_SECONDS]
+            for state in heavy if 4 * len(heavy) < 3 * num_rows else ():  # else they delay few others, and all would leave the batch
+                state.is_slow = True
 
     def _begin_slow(self, call: GrammarCall) -> GrammarCall:
         """Replace a call that did not start because all threads are busy; the new one runs when a
@@ -302,17 +324,18 @@ class GrammarCalls:
         get_grammar_state(call.request).call = call
         self._stopped.append(call.request)
 
-    def _note(self, call: GrammarCall, slow: float) -> None:
+    def _note(self, call: GrammarCall) -> None:
         state = get_grammar_state(call.request)
         seconds = call.seconds / len(call.path) if isinstance(call, DraftCall) else call.seconds
-        state.seconds, state.is_slow = seconds, seconds > slow
+        state.seconds += MEAN_WEIGHT * (seconds - state.seconds)
+        state.is_slow = state.seconds > SLOW_SECONDS
         state.error = call.mask_error
         state.mask = call.mask if call.end is None and call.mask_error is None else None
 
     def _outcome(self, call: GrammarCall) -> Finish | bool | None:
         """How a held request ends. True: it continues; None: it stays held."""
         if call.is_finished:
-            self._note(call, SLOW_SECONDS)
+            self._note(call)
             return call.end or call.mask_error or True
         if (finish := call.check_budget()) is not None:  # the call may never end
             return finish

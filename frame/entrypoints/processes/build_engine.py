@@ -128,7 +128,6 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
 
 def create_platform(resolved: Resolved, registry: Registry, place: Place) -> Platform:
-    """The platform of a rank."""
     target, options = registry.choose(resolved.choice("platform"))
     platform: Platform = target(PlatformContext(place.local_index, resolved.threads), options)
     return platform

@@ -23,10 +23,7 @@ ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H
 
 
 def build_schedulers(
-    resolved: Resolved,
-    registry: Registry,
-    pools: int | Sequence[PagePool],
-    on_finish: Callable[[Request, Finish], None] | None = None,
+    resolved: Resolved, registry: Registry, pools: int | Sequence[PagePool], on_finish: Callable[[Request, Finish], None] | None = None
 ) -> Scheduler | GroupedScheduler:
     """The scheduler of the engine; with attention groups, one of each behind one."""
     found = [build_scheduler(resolved, registry, pools, on_finish) for _ in range(resolved.plan.num_groups)]
@@ -34,10 +31,7 @@ def build_schedulers(
 
 
 def build_scheduler(
-    resolved: Resolved,
-    registry: Registry,
-    pools: int | Sequence[PagePool],
-    on_finish: Callable[[Request, Finish], None] | None = None,
+    resolved: Resolved, registry: Registry, pools: int | Sequence[PagePool], on_finish: Callable[[Request, Finish], None] | None = None
 ) -> Scheduler:
     """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
     the pages of a model with one cache group, the reserved page included."""
@@ -73,7 +67,7 @@ def build_scheduler(
         request_timeout=user.scheduler.request_timeout,
         seed=user.model.seed,
         overlap=resolved.overlap,
-        overlaps_drafts=_overlaps_drafts(resolved, registry, len(pools)),
+        overlaps_drafts=_overlaps_drafts(resolved, registry, pools),
         pools=resolved.pooling is not None,
         encoder_input=resolved.model.encoder_input if resolved.model.encoder_length else None,
         whole_prompts=resolved.computes_whole_prompts,
@@ -91,10 +85,10 @@ def build_scheduler(
     return scheduler
 
 
-def _overlaps_drafts(resolved: Resolved, registry: Registry, num_pools: int) -> bool:
+def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:
     """Whether a step with drafts may be planned before the one before it has its lengths. On a CPU
     a step has ended when it is launched."""
-    if not resolved.overlap or num_pools > 1 or resolved.plan.num_groups > 1 or resolved.tree is not None:
+    if not resolved.overlap or any(pool.window is None for pool in pools[1:]) or resolved.plan.num_groups > 1:
         return False
     chosen = {choice.name for choice in resolved.plugins.get("attention_backend", ())}
     found = [record.capabilities for record in registry.records("attention_backend") if record.name in chosen]

@@ -2,8 +2,8 @@
 stop. Children end with their parent.
 
 A child reads the resolved configuration from standard input, as one line of JSON; further lines are
-new log settings. The input stays open: when it closes, the parent has ended. Knows no request;
-`frame.entrypoints.processes.supervisor` decides when to restart.
+new log settings. The input stays open: when it closes, the parent has ended. Must not know a
+request; `frame.entrypoints.processes.supervisor` decides when to restart.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.core.ipc.child_process import is_stopped, start_process
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
-from frame.core.ipc.transport import SocketDirectory, ZmqSender, ZmqTransport
+from frame.core.ipc.socket_directory import SocketDirectory
+from frame.core.ipc.transport import ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
-from frame.entrypoints.processes.hang_dump import request_stack_dump
+from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 from frame.plugins.registry import Registry
 
 EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
@@ -173,7 +174,10 @@ class Deployment:
         if any(child.name == "detokenizer" for child in children):
             (self._sockets.path / INFLIGHT_TEXT).unlink(missing_ok=True)
         for child in children:
-            self._renew(child.name)
+            if child.name.startswith("tokenizer-"):
+                self.tokenizers[int(child.name.removeprefix("tokenizer-"))].reconnect()
+            else:
+                self.transport.reconnect(self._sockets.address(child.name))
             child.is_ready, child.silence, child.last_error, child.device_memory, child.is_dump_requested = False, 0.0, None, 0, False
             child.stopped = 0.0
             self._spawn(child)
@@ -206,12 +210,6 @@ class Deployment:
         self._resolved = self._resolved.model_copy(update={"user": user.model_copy(update={"log": settings})})
         for child in self.children.values():
             self._send_line(child, settings)
-
-    def _renew(self, name: str) -> None:
-        if name.startswith("tokenizer-"):
-            self.tokenizers[int(name.removeprefix("tokenizer-"))].reconnect()
-        else:
-            self.transport.reconnect(self._sockets.address(name))
 
     def kill_and_wait(self, names: Sequence[str]) -> None:
         """Kill these children, started or not, and wait for their end."""
@@ -270,7 +268,7 @@ class Deployment:
     def request_stack_dump(self, name: str) -> None:
         """Have a child that hangs write its stacks to standard error."""
         self.children[name].is_dump_requested = True
-        request_stack_dump(self.children[name].process)
+        self.children[name].process.send_signal(DUMP_SIGNAL)
 
     def find_dead_child(self) -> str | None:
         """A sentence about the first child that has ended; None if all run."""
@@ -301,7 +299,8 @@ class Deployment:
             self.transport.send(Control(id="stop", action="shutdown"))
             for child in running:
                 if child.is_rank:
-                    _wait(child, max(0.1, deadline - time.monotonic()))
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.process.wait(max(0.1, deadline - time.monotonic()))
         self.kill()  # text processes have nothing to save
 
     def kill(self) -> None:
@@ -323,8 +322,3 @@ def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: 
     context = LauncherContext(ranks, folder, parallel.nnodes, parallel.node_rank, parallel.dist_init_addr or "")
     launcher: Launcher = registry.create(resolved.choice("launcher"), context)
     return launcher
-
-
-def _wait(child: Child, timeout: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.process.wait(timeout)

@@ -1,13 +1,15 @@
 """Compiles grammars in a separate process, which can be stopped: a compilation in a thread cannot.
 
 `GrammarProcess` is the engine's side; `main` is the process, run as a module with the engine's
-process id. A frame is its length (4 bytes, little endian) and MessagePack; the first one is the
-resolved configuration. The kernel ends the process at the time limit, or with the engine.
+process id. A message is its length (4 bytes, little endian) and MessagePack; the first one is the
+resolved configuration. An empty reply says that the backend loads a library, which takes its time.
+The kernel ends the process at the time limit, or with the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -15,9 +17,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -31,7 +33,7 @@ from frame.plugins.registry import Registry
 START_SECONDS = 120.0  # timeout for loading the backend
 GRACE = 2.0  # seconds after the alarm before the engine kills the process
 MAX_BYTES = 64 << 20  # of a compiled grammar; the engine takes a second to read as much
-WARMUP_GRAMMARS = {"regex": "a", "structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'}
+WARMUP_GRAMMAR = ("regex", "a")
 NICENESS = 5  # compilation is less urgent than running requests
 
 
@@ -53,8 +55,10 @@ class GrammarProcess:
         """The compiled grammar. Raises ValueError for a grammar that is invalid or exceeds a limit,
         RuntimeError if there is no process."""
         process = self._ensure_process()
-        _write(process, msgspec.msgpack.encode((kind, source)))
-        reply = _read(process, time.monotonic() + self._seconds + GRACE)
+        reply = _ask(process, msgspec.msgpack.encode((kind, source)), self._seconds + GRACE)
+        if reply == b"":
+            assert process.stdout is not None
+            reply = _read(process.stdout.fileno(), START_SECONDS)
         if reply is None:
             raise self._exit_error(process, kind)
         is_well, data, self.cpu_seconds = msgspec.msgpack.decode(reply, type=tuple[bool, bytes, float])
@@ -79,8 +83,7 @@ class GrammarProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self._process = process
-        _write(process, self._config.encode())
-        if _read(process, time.monotonic() + START_SECONDS) is None or self._closed:
+        if _ask(process, self._config.encode(), START_SECONDS) is None or self._closed:
             _end(process)
             raise RuntimeError("the grammar process failed to start; the cause is in the log")
         return process
@@ -108,20 +111,28 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return code
 
 
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the process has ended; `_read` reports that
-        process.stdin.write(len(data).to_bytes(4, "little") + data)
-        process.stdin.flush()
+def _ask(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> bytes | None:
+    """The reply of the process; None if it ends or the time passes first."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        _write(process.stdin.fileno(), message)
+        return _read(process.stdout.fileno(), seconds)
+    return None
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-    """The next frame; None if the process ends or the deadline passes first."""
-    assert process.stdout is not None
-    handle = process.stdout.fileno()
+def _write(handle: int, message: bytes) -> None:
+    whole = memoryview(len(message).to_bytes(4, "little") + message)
+    while whole:
+        whole = whole[os.write(handle, whole) :]
+
+
+def _read(handle: int, seconds: float = math.inf) -> bytes | None:
+    """The next message; None if the other side closes the pipe or the time passes first."""
+    deadline = time.monotonic() + seconds
     found, size = bytearray(), 4
     while len(found) < size:
-        if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        if not select.select([handle], [], [], left)[0]:
             return None
         part = os.read(handle, min(1 << 20, size - len(found)))
         if not part:
@@ -135,13 +146,16 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
 # the process --------------------------------------------------------------------------------------
 
 
-def load_backend(resolved: Resolved, registry: Registry) -> GrammarBackend:
-    """The chosen grammar backend, built for the model's tokenizer."""
+def load_backend(
+    resolved: Resolved, registry: Registry, without_limits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+) -> GrammarBackend:
+    """The chosen grammar backend, built for the model's tokenizer. `without_limits`: see
+    `GrammarContext`."""
     from frame.core.text.tokenizer import Tokenizer
 
     choice = resolved.choice("grammar_backend")
     tokenizer = Tokenizer.load(Path(resolved.tokenizer_path or ""), trust_remote_code=resolved.user.model.trust_remote_code)
-    context = GrammarContext(tokenizer, resolved.model.vocab_size)
+    context = GrammarContext(tokenizer, resolved.model.vocab_size, without_limits)
     if tokenizer.is_python:
         registry.choose(choice)
         return NoGrammars(context)
@@ -156,7 +170,7 @@ class NoGrammars(GrammarBackend):
         raise ValueError(f"{kind} needs a tokenizer of the tokenizers library, and this checkpoint's is Python code; leave it out")
 
 
-def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) -> None:
+def main(load: Callable[..., GrammarBackend] = load_backend) -> None:
     """Compile grammars until standard input closes. `load` returns the backend; tests replace
     it."""
     from frame.plugins.loader import load_configured
@@ -168,23 +182,61 @@ def main(load: Callable[[Resolved, Registry], GrammarBackend] = load_backend) ->
     replies = os.dup(1)
     os.dup2(2, 1)  # output of libraries goes to the log
     os.nice(NICENESS)
-    config = _next_frame()
-    if config is None:
+    if (config := _read(0)) is None:
         return
     resolved = Resolved.model_validate_json(config)
     sampling = resolved.user.sampling
-    backend = load(resolved, load_configured(resolved.user.plugins))
-    for kind, source in WARMUP_GRAMMARS.items():  # lazy imports of a backend happen before time and memory are limited
-        compile_one(backend, kind, source)
-    limit_memory(sampling.grammar_memory)
-    _write_frame(replies, b"")
-    while (frame := _next_frame()) is not None:
-        kind, source = msgspec.msgpack.decode(frame, type=tuple[str, str])
-        signal.setitimer(signal.ITIMER_REAL, sampling.grammar_timeout)
-        began = time.process_time()
+    limits = Limits(sampling.grammar_timeout, sampling.grammar_memory, partial(_write, replies, b""))
+    backend = load(resolved, load_configured(resolved.user.plugins), limits.suspend)
+    compile_one(backend, *WARMUP_GRAMMAR)  # lazy imports of a backend happen before time and memory are limited
+    limits.limit_memory()
+    _write(replies, b"")
+    while (message := _read(0)) is not None:
+        kind, source = msgspec.msgpack.decode(message, type=tuple[str, str])
+        limits.begin()
         found = compile_one(backend, kind, source)
+        _write(replies, msgspec.msgpack.encode((*found, limits.end())))
+
+
+class Limits:
+    """The limits of a compilation: `seconds` of the clock, and `num_bytes` more memory than the
+    process takes before it. `announce` is called when a compilation suspends them."""
+
+    def __init__(self, seconds: float, num_bytes: int, announce: Callable[[], None]) -> None:
+        self._seconds, self._num_bytes, self._announce = seconds, num_bytes, announce
+        self._began: float | None = None  # CPU seconds; None: nothing is compiled
+
+    def begin(self, spent: float = 0.0) -> None:
+        """Begin a compilation, which has taken `spent` CPU seconds already."""
+        self._began = time.process_time() - spent
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def end(self) -> float:
+        """Returns the CPU seconds of the compilation."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write_frame(replies, msgspec.msgpack.encode((*found, time.process_time() - began)))
+        began, self._began = self._began, None
+        assert began is not None
+        return time.process_time() - began
+
+    def limit_memory(self) -> None:
+        """Limit this process to `num_bytes` more memory than it has now."""
+        _limit_memory(self._num_bytes)
+
+    @contextlib.contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Lift the limits in the block, whose CPU time and memory do not count. The compilation
+        then has all of its clock time again."""
+        if self._began is None:
+            yield
+            return
+        spent = self.end()
+        _limit_memory(None)
+        self._announce()
+        try:
+            yield
+        finally:
+            self.limit_memory()
+            self.begin(spent)
 
 
 def compile_one(backend: GrammarBackend, kind: str, source: str) -> tuple[bool, bytes]:
@@ -200,35 +252,16 @@ def compile_one(backend: GrammarBackend, kind: str, source: str) -> tuple[bool, 
         return False, f"{kind} does not compile with {describe(backend)}: {type(error).__name__}: {error}".encode()
 
 
-def limit_memory(num_bytes: int) -> None:
-    """Limit this process to `num_bytes` more memory than it has now."""
+def _limit_memory(num_bytes: int | None) -> None:
+    """Limit this process to `num_bytes` more memory than it has now. None: lift the limit."""
     if not sys.platform.startswith("linux"):
         return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + num_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _next_frame() -> bytes | None:
-    length = _read_exactly(4)
-    return None if length is None else _read_exactly(int.from_bytes(length, "little"))
-
-
-def _read_exactly(count: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < count:
-        part = os.read(0, count - len(found))
-        if not part:
-            return None
-        found += part
-    return bytes(found)
-
-
-def _write_frame(handle: int, data: Any) -> None:
-    whole = memoryview(len(data).to_bytes(4, "little") + data)
-    while whole:
-        whole = whole[os.write(handle, whole) :]
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = most
+    if num_bytes is not None:
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 if __name__ == "__main__":

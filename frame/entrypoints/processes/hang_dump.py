@@ -11,22 +11,16 @@ import contextlib
 import faulthandler
 import os
 import signal
-import subprocess
 import sys
 from typing import IO
 
-from frame.core.interfaces.launcher import RankProcess
+DUMP_SIGNAL = signal.SIGUSR1
 
 
 def enable_stack_dumps() -> None:
-    """Let `request_stack_dump` make this process write the stacks of its threads."""
+    """Make this process write the stacks of its threads when it gets `DUMP_SIGNAL`."""
     with contextlib.suppress(RuntimeError, OSError, AttributeError):  # there is no standard error
-        faulthandler.register(signal.SIGUSR1)
-
-
-def request_stack_dump(process: subprocess.Popen[bytes] | RankProcess) -> None:
-    """Make a process that has called `enable_stack_dumps` write the stacks of its threads."""
-    process.send_signal(signal.SIGUSR1)
+        faulthandler.register(DUMP_SIGNAL)
 
 
 class LoopWatchdog:
@@ -45,7 +39,6 @@ class LoopWatchdog:
             faulthandler.dump_traceback_later(self._seconds, file=self._file or sys.stderr)
 
     def close(self) -> None:
-        """Stop the watchdog."""
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None:
             self._file.close()

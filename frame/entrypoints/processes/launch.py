@@ -29,8 +29,6 @@ from frame.entrypoints.processes.deployment import Deployment, Layout
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
 
-Report = Callable[[str], None]
-
 
 class Session(Protocol):
     """A running engine, for the offline API."""
@@ -169,7 +167,9 @@ class ProcessSession:
             self._deployment.stop(CLOSE_TIMEOUT)
 
 
-def wait_ready(deployment: Deployment, report: Report | None = None, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def wait_ready(
+    deployment: Deployment, report: Callable[[str], None] | None = None, check: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Wait until every process is ready; returns the data of the engine's `Ready`. `check` is
     called now and then, and may raise. Raises ConfigurationError or RuntimeError with the error of
     a child that failed."""
@@ -203,14 +203,16 @@ def resolve_arguments(config: Any, keywords: dict[str, Any], classes: Sequence[t
     """Resolve the arguments of `Engine(...)`: a FrameConfig, or a YAML file and keywords; and
     plugin classes, which are selected for the settings that are not given."""
     from frame.core.config.schema import FrameConfig
-    from frame.entrypoints.configuration.sources import from_keywords
+    from frame.entrypoints.configuration.sources import from_keywords, refuse_server_settings
 
     if isinstance(config, FrameConfig):
         if keywords:
             raise ConfigurationError(f"{next(iter(keywords))} is given beside a FrameConfig; set it there, or give keywords only")
         given = config
     else:
-        given = from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))})).config
+        loaded = from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))}))
+        refuse_server_settings(loaded)
+        given = loaded.config
     return prepare(select_classes(given, classes), classes=classes)
 
 

@@ -2,7 +2,7 @@
 them with limits.
 
 Used by the supervisor and the metrics. On systems without /proc nothing is measured or limited.
-Knows no restart.
+Must not know a restart.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ client hold and resume requests.
 
 All ranks restart together. The detokenizer restarts alone, and with the ranks, so that nothing is
 left of their messages; tokenizers restart alone. After too many restarts the server stops. Used by
-the HTTP server. Knows no request and no HTTP.
+the HTTP server. Must not know a request or HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from frame.entrypoints.engine_client.client import EngineClient
@@ -57,23 +57,6 @@ class Unit:
         return [child.name for child in self.children]
 
 
-@dataclass(slots=True)
-class Units:
-    """All units of a deployment. `path`: those that tokens pass through."""
-
-    engine: Unit
-    path: list[Unit] = field(default_factory=list)
-    tokenizers: list[Unit] = field(default_factory=list)
-
-    @classmethod
-    def from_deployment(cls, deployment: Deployment) -> Units:
-        children = deployment.children.values()
-        engine = Unit("engine", [child for child in children if child.is_rank])
-        alone = [Unit(child.name, [child]) for child in children if not child.is_rank]
-        path = [engine, *(unit for unit in alone if unit.name == "detokenizer")]
-        return cls(engine, path, [unit for unit in alone if unit.name != "detokenizer"])
-
-
 class Supervisor:
     """Call `tick` every `TICK` seconds until `client.dead_reason` is set; `exit_code` is then the
     exit code of the server."""
@@ -95,7 +78,11 @@ class Supervisor:
         self._resend_requests = resend_requests  # by number of the tokenizer that was restarted
         self._monitor = monitor
         self._monitored_at = time.monotonic()
-        self._units = Units.from_deployment(deployment)
+        children = deployment.children.values()
+        alone = [Unit(child.name, [child]) for child in children if not child.is_rank]
+        self._engine = Unit("engine", [child for child in children if child.is_rank])
+        self._path = [self._engine, *(unit for unit in alone if unit.name == "detokenizer")]  # that tokens pass through
+        self._tokenizers = [unit for unit in alone if unit.name != "detokenizer"]
         self._restarts: deque[float] = deque()
         self._ticked_at = time.monotonic()
         client.on_notice = deployment.handle_message
@@ -106,7 +93,7 @@ class Supervisor:
         now = time.monotonic()
         passed = min(now - self._ticked_at, 2 * TICK)  # time in which this process did not run does not count as silence
         self._ticked_at = now
-        units = (*self._units.path, *self._units.tokenizers)
+        units = (*self._path, *self._tokenizers)
         for unit in units:
             if self._client.dead_reason is None:
                 await self._check_unit(unit, now, passed)
@@ -176,13 +163,13 @@ class Supervisor:
         self._client.stats.restarts[unit.name] = self._client.stats.restarts.get(unit.name, 0) + 1
         unit.failed_starts = 0 if was_up else unit.failed_starts + 1
         await self._take_down(unit)
-        if unit is self._units.engine:
-            for other in self._units.path[1:]:
+        if unit is self._engine:
+            for other in self._path[1:]:
                 await self._take_down(other)
         self._client.receive_messages()
-        if unit in self._units.path:
+        if unit in self._path:
             counts_crash = was_up and is_crash
-            is_engine = unit is self._units.engine
+            is_engine = unit is self._engine
             inflight = self._deployment.read_inflight() if counts_crash and is_engine else None
             inflight_text = self._deployment.read_inflight_text() if counts_crash and not is_engine else frozenset()
             self._client.begin_recovery(f"{why}; it is being restarted", inflight, inflight_text)
@@ -213,8 +200,8 @@ class Supervisor:
             await self._fail(unit, f"{unit.name} could not be started ({error})")
 
     def _handle_ready(self, unit: Unit) -> None:
-        if unit in self._units.tokenizers:
+        if unit in self._tokenizers:
             if self._resend_requests is not None:
-                self._resend_requests(self._units.tokenizers.index(unit))
-        elif all(other.state == "up" for other in self._units.path):
+                self._resend_requests(self._tokenizers.index(unit))
+        elif all(other.state == "up" for other in self._path):
             self._client.resume_requests()

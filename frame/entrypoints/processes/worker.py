@@ -29,7 +29,8 @@ from frame.core.interfaces.collective import LOOPBACK
 from frame.core.ipc.child_process import EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.results import ResultReceiver, ResultSender
-from frame.core.ipc.transport import BatchReceiver, BatchSender, SocketDirectory, ZmqTransport
+from frame.core.ipc.socket_directory import SocketDirectory
+from frame.core.ipc.transport import BatchReceiver, BatchSender, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION

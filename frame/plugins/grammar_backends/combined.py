@@ -24,7 +24,7 @@ class CombinedBackend(GrammarBackend):
 
     def __init__(self, context: GrammarContext, options: BaseModel | None = None) -> None:
         options = options if isinstance(options, XGrammarOptions) else XGrammarOptions()
-        self._arguments = context, options
+        self._context, self._options = context, options
         self._llguidance = LLGuidanceBackend(context, options)
         self._xgrammar: GrammarBackend | None = None
         self._lock = threading.Lock()  # guards `_xgrammar`
@@ -50,7 +50,8 @@ class CombinedBackend(GrammarBackend):
     def _load_xgrammar(self) -> GrammarBackend:
         with self._lock:
             if self._xgrammar is None:
-                from frame.plugins.grammar_backends.xgrammar import XGrammarBackend
+                with self._context.without_limits():
+                    from frame.plugins.grammar_backends.xgrammar import XGrammarBackend
 
-                self._xgrammar = XGrammarBackend(*self._arguments)
+                    self._xgrammar = XGrammarBackend(self._context, self._options)
             return self._xgrammar

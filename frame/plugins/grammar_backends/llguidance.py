@@ -33,6 +33,11 @@ MAX_MATCHERS = min(8, os.cpu_count() or 1)  # of one grammar; as many threads co
 # object with 300 optional properties needs 1,200.
 MAX_EBNF_ITEMS = 256
 QUICK = 5e-3  # seconds; a grammar that takes longer to parse gets one matcher
+# The library's own limit of 250,000 allows 400 MB for one grammar.
+MAX_LEXER_STATES = 50_000
+# Masks create lexer states, which stay in the compiled grammar; the library does not count them.
+# 16 to 50 MB were measured, for regular expressions whose states grow with each token.
+BYTES_PER_SECOND = 50 << 20
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 # ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives
 # `\\<` and `\\>` a meaning of its own.
@@ -45,9 +50,10 @@ _ASCII_ESCAPES = {
 class LLGrammar:
     """One request's matcher (`Grammar`)."""
 
-    def __init__(self, matcher: Any, stop_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, compiled: LLCompiled) -> None:
         self._matcher = matcher
-        self._stops = stop_token_ids
+        self._compiled = compiled
+        self._stops = compiled.stop_token_ids
         self._is_ended = False
 
     def fill_mask(self, mask: np.ndarray) -> bool:
@@ -56,7 +62,9 @@ class LLGrammar:
         if self._is_ended:
             mask[...] = -1
             return False
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
+        self._compiled.num_bytes += int((time.thread_time() - began) * BYTES_PER_SECOND)
         self._check_limits()
         return True
 
@@ -83,6 +91,7 @@ class LLGrammar:
 
     def _check_limits(self) -> None:
         if self._matcher.is_stopped() and self._matcher.stop_reason() in _LIMITS:
+            self._compiled.num_bytes += MAX_LEXER_STATES * 2048  # copies share the states: the next request compiles it again
             raise ValueError("the grammar takes more work for one token than the budget of its backend allows; simplify it")
 
 
@@ -100,8 +109,8 @@ class LLCompiled:
         self._matchers = [parse()]
         self._most = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._turn = 0
-        self._stops = stop_token_ids
-        # an estimate: lexer states take tens of kilobytes
+        self.stop_token_ids = stop_token_ids
+        # an estimate: lexer states take tens of kilobytes; grows with the time of masks
         self.num_bytes = 64 * len(source) + self._most * (64 << 10)
 
     @property
@@ -114,7 +123,7 @@ class LLCompiled:
         self._turn = (turn + 1) % self._most
         if turn == len(self._matchers):
             self._matchers.append(self._parse())
-        return LLGrammar(self._matchers[turn].deep_copy(), self._stops)
+        return LLGrammar(self._matchers[turn].deep_copy(), self)
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -149,7 +158,7 @@ class LLGuidanceBackend(GrammarBackend):
 
     def _make_matcher(self, translated: str, is_ebnf: bool) -> Any:
         """A matcher whose first mask is computed, so that its copies need not compute it."""
-        limits = LLParserLimits(max_items_in_row=MAX_EBNF_ITEMS if is_ebnf else None)
+        limits = LLParserLimits(max_items_in_row=MAX_EBNF_ITEMS if is_ebnf else None, max_lexer_states=MAX_LEXER_STATES)
         matcher, first = LLMatcher(self._tokenizer, translated, log_level=0, limits=limits), np.zeros(self._words, np.int32)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("<state>")[0])

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from frame.core.grammars.grammar_compiler import CompileTimeoutError, GrammarCache, GrammarCompiler, GrammarSettings
+from frame.core.grammars.grammar_compiler import REREAD, CompileTimeoutError, GrammarCache, GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate
@@ -186,6 +186,25 @@ def test_the_cache_holds_the_most_recently_used() -> None:
     assert cache.get(("regex", "b")) is None and cache.get(("regex", "a")) is not None
     cache.put(("regex", "huge"), Compiled(1 << 30))
     assert cache.get(("regex", "huge")) is None and cache.get(("regex", "d")) is not None
+
+
+def test_grammars_that_grow_leave_the_cache() -> None:
+    cache, grown = GrammarCache(1 << 20), Compiled(2000)
+    cache.put(("regex", "grown"), grown)
+    grown.num_bytes = (1 << 20) // 8
+    assert cache.get(("regex", "grown")) is None  # it is compiled again
+    many = [Compiled(2000) for _ in range(REREAD)]
+    for number, each in enumerate(many):
+        cache.put(("regex", str(number)), each)
+        each.num_bytes = 50_000
+    for number in range(REREAD):
+        cache.put(("regex", f"small {number}"), Compiled(2000))
+    held = sum(cache.get(("regex", str(number))) is not None for number in range(REREAD))
+    assert 0 < held <= (1 << 20) // 50_000
+    many[-1].num_bytes = 1 << 30  # one that has outgrown the cache does not empty it
+    for number in range(REREAD):
+        cache.put(("regex", f"other {number}"), Compiled(2000))
+    assert cache.get(("regex", str(REREAD - 2))) is not None and cache.get(("regex", str(REREAD - 1))) is None
 
 
 def test_processes_compile_and_the_backend_loads() -> None:

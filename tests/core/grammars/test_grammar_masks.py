@@ -4,9 +4,10 @@ only."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_tokens_are_accepted_and_replayed() -> None:
     assert accept_token(Free(), 3, params) is None and accept_token(Free(), 7, params) == BROKEN_GRAMMAR
 
 
-def rows_of(grammars: list[Grammar]) -> tuple[RequestTable, list[Request], np.ndarray]:
+def rows_of(grammars: Sequence[Grammar | None]) -> tuple[RequestTable, list[Request], np.ndarray]:
     table, requests = RequestTable(len(grammars) + 1, 4), []
     for i, grammar in enumerate([*grammars, None]):
         request = Request(str(i), np.array([1], np.int32), SamplingParams(), 0, i, 0.0, 100.0, 10)
@@ -107,19 +108,54 @@ def busy() -> None:
 
 def test_masks_do_not_depend_on_the_number_of_threads() -> None:
     grammars = [Numbered(i, busy) for i in range(12)]
-    table, requests, slots = rows_of([*grammars])
+    table, _, slots = rows_of([*grammars])
     for threads in (1, 3):
         calls = GrammarCalls(40, threads)
         for _ in range(4):
-            for request in requests:  # a row that was slow is held, else
-                if request.grammar_state is not None:
-                    request.grammar_state.is_slow = False
             mask = calls.fill_masks(table, slots)
             assert calls.take_stopped() == []
             assert mask is not None and (mask[:12, 0] == 1 << np.arange(12)).all() and (mask[12] == -1).all()
         calls.close()
     assert 1 < len({each for grammar in grammars for each in grammar.threads}) <= 4
     assert threading.get_ident() not in grammars[0].threads  # the engine's own makes no call that it could not leave
+
+
+def burn(seconds: float) -> None:
+    """Take so many CPU seconds."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        hashlib.sha256(bytes(1 << 12)).digest()
+
+
+def test_requests_whose_calls_are_slow_on_average_are_held() -> None:
+    """One slow mask among quick ones does not preempt its request."""
+    numbers = itertools.count()
+    sometimes, always = Numbered(0, lambda: burn(0.004) if next(numbers) % 10 == 9 else None), Numbered(1, lambda: burn(0.004))
+    table, requests, slots = rows_of([sometimes, always])
+    calls = GrammarCalls(40, 1)
+    for _ in range(20):
+        calls.fill_masks(table, slots)
+        stopped = calls.take_stopped()
+        if stopped:
+            break
+    assert stopped == [requests[1]] and len(always.threads) >= 2
+    for _ in range(20):
+        calls.fill_masks(table, slots[:1])
+        assert calls.take_stopped() == []
+    calls.close()
+
+
+@pytest.mark.parametrize("num_plain", [0, 20])
+def test_many_heavy_grammars_are_held_beside_more_other_requests(num_plain: int) -> None:
+    """Beside one other request, holding all of them would gain little."""
+    grammars = [Numbered(i, lambda: burn(0.0016)) for i in range(6)]
+    table, requests, slots = rows_of([*grammars, *[None] * num_plain])
+    calls, stopped = GrammarCalls(40, 1), []
+    for _ in range(6):
+        calls.fill_masks(table, slots)
+        stopped += calls.take_stopped()
+    assert set(stopped) == (set(requests[:6]) if num_plain == 20 else set())
+    calls.close()
 
 
 @pytest.mark.parametrize("error", [ValueError("it is too complex"), KeyError("lost")])
@@ -134,7 +170,7 @@ def test_a_grammar_that_raises_ends_its_request_alone(error: Exception) -> None:
     calls = GrammarCalls(40, 2)
     mask = calls.fill_masks(table, slots)
     assert mask is not None and mask[:, 0].tolist() == [-1, 2, -1]
-    assert calls.accept_tokens([(requests[0], [3]), (requests[1], [1])]) == [expected, None]
+    assert calls.accept_tokens([(requests[0], [3]), (requests[1], [1])], 3) == [expected, None]
     calls.close()
 
 

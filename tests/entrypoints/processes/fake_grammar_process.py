@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from frame.entrypoints.processes.grammar_process import main
 
 
 class Obedient:
+    def __init__(self, without_limits: Callable[[], AbstractContextManager[None]]) -> None:
+        self.without_limits = without_limits
+
     def compile(self, kind: str, source: str) -> Any:
         if source == "hang":
             while True:
@@ -23,6 +28,16 @@ class Obedient:
             raise KeyError("what")
         if source == "large":
             return bytes(1 << 29)
+        if source.startswith("load"):
+            with self.without_limits():  # more memory, CPU time and clock time than a compilation may take
+                loaded, end = bytes(1 << 27), time.process_time() + 0.5
+                while time.process_time() < end:
+                    pass
+                del loaded
+        if source == "load, then large":
+            return bytes(1 << 29)
+        if source == "load, then hang":
+            time.sleep(60)
         if source == "print":
             print("libraries do that", flush=True)
             os.write(1, b"and below Python")
@@ -33,4 +48,4 @@ class Obedient:
 
 
 if __name__ == "__main__":
-    main(lambda resolved, registry: Obedient())  # type: ignore[arg-type, return-value]
+    main(lambda resolved, registry, without_limits: Obedient(without_limits))  # type: ignore[arg-type, return-value]

@@ -44,6 +44,18 @@ def test_one_process_compiles_one_after_another(process: GrammarProcess) -> None
     assert pid_of(process) == pid
 
 
+def test_loading_a_library_is_not_limited(process: GrammarProcess) -> None:
+    """The compilation that needs it is, before and after."""
+    pid = pid_of(process)
+    assert process.compile("regex", "load") == f"regex:load:{pid}".encode()
+    assert process.cpu_seconds < 0.3
+    with pytest.raises(ValueError, match="memory"):
+        process.compile("regex", "load, then large")
+    assert pid_of(process) == pid
+    with pytest.raises(ValueError, match="takes longer than 0.3 s"):
+        process.compile("regex", "load, then hang")
+
+
 @pytest.mark.parametrize(("source", "words"), [("hang", "takes longer than 0.3 s"), ("die", "crashes the grammar compiler")])
 def test_a_process_that_ended_is_followed_by_another(process: GrammarProcess, source: str, words: str) -> None:
     pid = pid_of(process)

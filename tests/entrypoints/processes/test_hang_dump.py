@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from frame.entrypoints.processes.hang_dump import request_stack_dump
+from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 
 HANG = """
 import re, sys
@@ -36,7 +36,7 @@ def test_the_stack_is_written(how: str) -> None:
         said = b""
         while b"a_plugin_that_hangs" not in said:
             if how == "asked":
-                request_stack_dump(process)
+                process.send_signal(DUMP_SIGNAL)
             line = process.stderr.readline()
             assert line, said
             said += line

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from frame.entrypoints.processes.watch import read_state
+from frame.entrypoints.cli.serve import read_state
 
 
 def test_the_state_of_a_folder_is_that_of_its_python_files(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_the_state_of_a_folder_is_that_of_its_python_files(tmp_path: Path) -> No
 def test_watch_restarts_for_each_change(tmp_path: Path) -> None:
     path = str(tmp_path / "mine.py")
     Path(path).write_text("1")
-    code = f"import sys; from frame.entrypoints.processes.watch import watch; sys.exit(watch(['--version'], [{path!r}]))"
+    code = f"from frame.entrypoints.cli.serve import restart_at_changes as run; raise SystemExit(run(['--version'], [{path!r}]))"
     watching = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert watching.stdout is not None
     try:

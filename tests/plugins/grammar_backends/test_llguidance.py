@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,9 @@ from frame.plugins.grammar_backends import llguidance
 from frame.plugins.grammar_backends.llguidance import LLCompiled, LLGuidanceBackend
 
 TOKENIZER = Tokenizer.load(find_model(EMBEDDED))
+
+
+LETTERS = TOKENIZER.encode("a", False) + TOKENIZER.encode("b", False)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +38,23 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
     monkeypatch.setattr(llguidance, "QUICK", 0.0)
     slow = backend.compile("ebnf", 'root ::= "a" root | "b"')
     assert isinstance(slow, LLCompiled) and slow.start() is not slow.start() and len(slow._matchers) == 1
+
+
+def test_states_that_masks_create_count_and_are_bounded(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of this language leads to new states, which all requests of the grammar share."""
+    monkeypatch.setattr(llguidance, "MAX_LEXER_STATES", 2000)
+    compiled = backend.compile("regex", "(a|b)*a(a|b){30}")
+    before, mask, draw = compiled.num_bytes, np.zeros(64, np.int32), random.Random(1)
+    grammar = compiled.start()
+    for _ in range(100):
+        assert grammar.fill_mask(mask) and grammar.accept_token(draw.choice(LETTERS))
+    used = compiled.num_bytes
+    assert used > before
+    with pytest.raises(ValueError, match="more work"):
+        for _ in range(10_000):
+            grammar.fill_mask(mask)
+            grammar.accept_token(draw.choice(LETTERS))
+    assert compiled.num_bytes > used + 2000 * 2048  # the cache drops it
 
 
 def allows(backend: LLGuidanceBackend, pattern: str, text: str) -> bool:
