@@ -1,8 +1,8 @@
 """`KeyRing`: the API keys that a server accepts, and the tenant of each. Keys are stored as digests
 and looked up by keyed digests.
 
-`check_exposure` refuses a configuration that other machines could reach without a key. Knows no
-route.
+`check_exposure` refuses a configuration that other machines could reach without a key. Must not
+know a route.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class KeyRing:
         return found
 
     def replace_keys(self, other: KeyRing) -> None:
-        """Replace all keys by those of another ring."""
         self._secret, self._tenants = other._secret, other._tenants
 
     def _tag(self, digest: bytes) -> bytes:
@@ -89,7 +88,7 @@ def _read(path: Path) -> list[bytes]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigurationError(f"server.api_keys: {path} is larger than {MAX_FILE_BYTES} bytes; give a file with one key per line")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigurationError(f"server.api_keys: {path} cannot be read ({error.strerror}); give a file with one key per line") from error
     except UnicodeDecodeError as error:

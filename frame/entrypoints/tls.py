@@ -1,5 +1,5 @@
 """The TLS certificate of the HTTP and gRPC servers, read and checked at the beginning of the start.
-Knows no listener."""
+Must not know a listener."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 from pathlib import Path
 
 import grpc
@@ -18,7 +17,7 @@ import pytest
 
 from frame.core.ipc.transport import ZmqSender
 from frame.core.messages import Tokenized
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import FAKE_SERVE, RunningServer, wait_until
 from tests.entrypoints.test_tls import CHAIN, KEY
 
 NEW = CHAIN.parent / "renewed.pem"  # chain and key in one file
@@ -101,7 +100,7 @@ def test_the_end_of_a_terminal_ends_the_server(checkpoint: Path) -> None:
     controller, terminal = os.openpty()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "frame.testing.fake_engine", "serve", "--model", str(checkpoint), "--port", str(port)]
+    command = [*FAKE_SERVE, "--model", str(checkpoint), "--port", str(port)]
     process = subprocess.Popen(command, stdin=terminal, stderr=subprocess.PIPE)
     try:
         assert process.stderr is not None

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.entrypoints.http.app import ADMIN_ROUTES, App
+from frame.entrypoints.http.app import App
+from frame.entrypoints.http.extensions.loading import CORE_ROUTES
 from frame.entrypoints.http.protocol.api_route import Access
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, Response, serving
 from tests.entrypoints.published import ROUTES
@@ -28,7 +29,7 @@ POSTED = {operation.path for operation in ROUTES if "POST" in operation.methods 
 STOPPING = {"/pause_generation"}  # does what it says: nothing after it would be answered
 PATHS = [operation.path for operation in ROUTES if operation.path not in STOPPING]
 PATHS += [*BODIES, *BODIES]  # routes with a body are worth more tries
-OPERATORS = [operation.path for operation in ADMIN_ROUTES]  # of the listener for operators, which still answers after a pause
+OPERATORS = [operation.path for operation in CORE_ROUTES]  # of the listener for operators, which still answers after a pause
 ADMIN_KEY = b"the-key-of-operators"
 
 

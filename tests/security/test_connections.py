@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 from frame.entrypoints.http.errors import ApiError, public
 from frame.entrypoints.http.protocol.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
 from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
+from frame.entrypoints.http.request_context import RequestContext
 from tests.entrypoints.inprocess import serving
 
 PATIENT, HASTY = 60.0, 0.05  # seconds
@@ -75,6 +76,26 @@ async def talk(connect: Any, *parts: bytes) -> bytes:
         return found
 
 
+async def test_a_client_that_sends_a_body_too_large_sees_the_answer() -> None:
+    """It reads after it has sent everything: the rest is taken before the connection is closed."""
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        context = RequestContext(scope, receive, send, max_body=1000)
+        try:
+            await context.body()
+        except ApiError as error:
+            await context.fail(error)
+
+    size = 8_000_000
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size
+    async with listening(refuse) as connect:
+        reader, writer = await connect()
+        writer.write(head + b"x" * size)
+        async with asyncio.timeout(WAIT):
+            await writer.drain()
+            assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+
+
 def status(answer: bytes) -> int:
     """The status of an error response, which must have the error shape of the API."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -102,14 +123,16 @@ async def test_invalid_http_is_refused(request_bytes: bytes) -> None:
 async def test_heads_have_a_size() -> None:
     endless = b"GET / HTTP/1.1\r\nx: " + b"a" * (4 * LARGEST_HEAD)
     many = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: 1\r\n" % i for i in range(MOST_HEADERS + 1)) + b"\r\n"
-    large = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 8192) for i in range(20)) + b"\r\n"
+    large = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 8192) for i in range(8)) + b"\r\n"
     path = b"GET /" + b"a" * (4 * LARGEST_HEAD) + b" HTTP/1.1\r\n\r\n"
     name = b"GET / HTTP/1.1\r\n" + b"n" * (4 * LARGEST_HEAD)
     async with listening() as connect:
         for head in (endless, many, large, path, name):
             assert status(await talk(connect, head)) == 431
         fits = b"GET / HTTP/1.1\r\nconnection: close\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 400) for i in range(100)) + b"\r\n"
-        assert (await talk(connect, fits)).startswith(b"HTTP/1.1 200")
+        just = b"GET / HTTP/1.1\r\nconnection: close\r\nx: " + b"a" * (LARGEST_HEAD - 100) + b"\r\n\r\n"
+        for parts in ((fits,), (just,), (just[:999], just[999:])):
+            assert (await talk(connect, *parts)).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n"])

@@ -63,7 +63,7 @@ def test_a_key_is_looked_up_by_a_keyed_digest(monkeypatch: pytest.MonkeyPatch) -
 
 def test_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text(f"# ours\nplain\n\n  sha256:{hashlib.sha256(b'hashed').hexdigest()}  \n")
+    file.write_text(f"\ufeffplain\n# ours\n\n  sha256:{hashlib.sha256(b'hashed').hexdigest()}  \n")
     keys = load_keys(ServerSection(api_key="third", api_keys=str(file)))
     assert keys is not None and len(keys) == 3
     assert all(keys.tenant([(b"x-api-key", key)]) for key in (b"plain", b"hashed", b"third"))

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from frame.entrypoints.http import request_starter
+from frame.entrypoints.http.native import generate
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
 
@@ -192,6 +194,38 @@ async def grows(warm: int, count: int) -> dict[str, int]:
         print(f"{count} requests after {warm}: memory {grown / 2**20:+.1f} MiB")
         assert grown < 64 << 20
     return {name: size - before[name] for name, size in after.items() if size - before[name] > count // 10}
+
+
+@pytest.mark.parametrize(("body", "entries"), [
+    ({"logprobs": 3, "max_tokens": 400, "n": 2}, 3200),
+    ({"prompt_logprobs": 3, "max_tokens": 400}, 160),
+])  # fmt: skip
+async def test_log_probabilities_of_a_whole_response_are_bounded(
+    body: dict[str, Any], entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request of 4 MiB could ask for 40 million of them."""
+    body = {"prompt": [5] * 40, "ignore_eos": True, **body}
+    async with serving() as server:
+        monkeypatch.setattr(request_starter, "MAX_LOGPROBS_HELD", entries // 2)
+        answer = await server.post("/v1/completions", body)
+        assert (answer.status, answer.json()["error"]["param"]) == (400, "logprobs"), answer.body[:300]
+        async with asyncio.timeout(10):
+            while server.services.client.num_outstanding:  # noqa: ASYNC110 - it is aborted
+                await asyncio.sleep(0.01)
+        monkeypatch.setattr(request_starter, "MAX_LOGPROBS_HELD", entries)
+        assert (await server.post("/v1/completions", body)).status == 200
+
+
+async def test_streams_do_not_repeat_log_probabilities_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = {"max_new_tokens": 60, "ignore_eos": True}
+    body = {"input_ids": [5] * 4, "stream": True, "return_logprob": True, "top_logprobs_num": 3, "sampling_params": sampling}
+    async with serving() as server:
+        monkeypatch.setattr(generate, "MAX_REPEATED_LOGPROBS", 100)
+        answer = await server.post("/generate", body)
+        last = json.loads(answer.body.split(b"\n\n")[-3].removeprefix(b"data: "))
+        assert (last["error"]["code"], "leave stream out" in last["error"]["message"]) == (400, True)
+        monkeypatch.setattr(generate, "MAX_REPEATED_LOGPROBS", 1000)
+        assert b'data: {"error"' not in (await server.post("/generate", body)).body
 
 
 async def test_no_collection_grows() -> None:

@@ -16,8 +16,9 @@ from fastapi import Depends
 
 import frame.entrypoints.http.app as app_module
 from frame.core.config.schema import ServerSection
-from frame.entrypoints.http.app import ADMIN_ROUTES, App
+from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.extensions.loading import CORE_ROUTES
 from frame.entrypoints.http.protocol.access import Gate
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, RequireAccess
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
@@ -72,7 +73,7 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
     sections = {"server": {"api_key": USER_KEY.decode(), "admin_key": ADMIN_KEY.decode()}}
     tried = 0
     async with serving(sections) as server:
-        for is_admin, routes in ((False, ROUTES), (True, ADMIN_ROUTES)):
+        for is_admin, routes in ((False, ROUTES), (True, CORE_ROUTES)):
             allowed = {
                 "none": {Access.OPEN},
                 "wrong": {Access.OPEN},
@@ -146,7 +147,7 @@ def test_route_without_access_level_is_refused() -> None:
 
 def test_every_route_declares_one_level() -> None:
     """Of both listeners; the dependency that admits a request is the one that states the level."""
-    for route in (*ROUTES, *ADMIN_ROUTES):
+    for route in (*ROUTES, *CORE_ROUTES):
         admitting = [each.dependency for each in route.dependencies if isinstance(each.dependency, RequireAccess)]
         assert [each.level for each in admitting] == [route.access], route.path
         assert route.dependant.dependencies[0].call is admitting[0], f"{route.path} does something before"
@@ -262,7 +263,7 @@ async def test_get_and_head_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     async with serving({"batches": {"folder": str(tmp_path / "batches")}}) as server:
         kept = (await server.request("POST", "/v1/responses", b'{"input": "hi", "max_output_tokens": 2}')).json()["id"]
         files = listed(tmp_path)
-        for is_admin, routes in ((False, ROUTES), (True, ADMIN_ROUTES)):
+        for is_admin, routes in ((False, ROUTES), (True, CORE_ROUTES)):
             server.app = App(server.services, is_admin)
             for operation, method, query in itertools.product(routes, ("GET", "HEAD"), ("", "?abort_all=true&rid=x")):
                 path = operation.path.replace("{name}", kept).replace("{name:path}", "frame-tiny")

@@ -26,8 +26,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
-from frame.entrypoints.http.app import ADMIN_ROUTES, body_limits
+from frame.entrypoints.http.app import body_limits
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.extensions.loading import CORE_ROUTES
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import ApiRoute
 from frame.entrypoints.http.protocol.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
@@ -284,7 +285,7 @@ async def made(is_pooled: bool, folder: Any) -> AsyncIterator[InProcess]:
 def typed() -> list[ApiRoute]:
     """The operations with a body, each once."""
     posted = {"POST", "PUT", "PATCH"}
-    found = {operation.path: operation for operation in (*ROUTES, *ADMIN_ROUTES) if operation.methods & posted}
+    found = {operation.path: operation for operation in (*ROUTES, *CORE_ROUTES) if operation.methods & posted}
     return [*found.values()]
 
 

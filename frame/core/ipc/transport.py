@@ -7,18 +7,11 @@ hook). Nothing is pickled. It must not know the scheduler, HTTP or the meaning o
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
-import shutil
-import stat
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -32,7 +25,6 @@ from frame.core.messages import AnyMessage, Message, decode, encode
 log = logging.getLogger(__name__)
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding arbitrary bytes may raise
-LONGEST_SOCKET = "frame-12345678/tokenizer-63-out"  # the longest socket path below the folder of temporary files
 FLUSH_MS = 2000  # how long a closing socket may still deliver sent messages
 
 
@@ -415,59 +407,3 @@ class BatchReceiver:
         self._socket.close(linger=0)
         self._replies.close()
         self._context.term()
-
-
-# addresses ----------------------------------------------------------------------------------------
-
-
-class SocketDirectory:
-    """A directory with mode 0700 for one deployment's ipc:// sockets, removed at the end. The
-    process that creates it holds a lock on it, because of which systemd-tmpfiles does not clean it.
-    Raises OSError."""
-
-    def __init__(self, path: str | None = None) -> None:
-        self.path = _make_directory() if path is None else Path(path)
-        self._owned = path is None
-        self._lock: int | None = None
-        self._check()
-
-    def restore(self) -> None:
-        """Create the directory again under the same name if a cleaner removed it. Raises OSError,
-        also if another user owns it now."""
-        with contextlib.suppress(FileExistsError):
-            self.path.mkdir(mode=0o700, parents=True)
-            self._release()
-        self._check()
-
-    def address(self, name: str) -> str:
-        return f"ipc://{self.path}/{name}"
-
-    def remove(self) -> None:
-        """Delete the sockets and the directory, if this object made it."""
-        self._release()
-        if self._owned:
-            shutil.rmtree(self.path, ignore_errors=True)
-
-    def _check(self) -> None:
-        found = self.path.stat()
-        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
-            raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
-        if self._owned and self._lock is None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _make_directory() -> Path:
-    """Create a directory in the folder of temporary files or, if that path is too long for sockets,
-    in $XDG_RUNTIME_DIR or /tmp."""
-    bases = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]  # noqa: S108 - made with mkdtemp
-    for base in filter(None, bases):
-        if len(os.fsencode(f"{base}/{LONGEST_SOCKET}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
-            return Path(tempfile.mkdtemp(prefix="frame-", dir=base))
-    raise OSError(f"{bases[0]} is too long a path for sockets, and there is no /tmp: set TMPDIR to a shorter one")

@@ -8,6 +8,7 @@ models compute. `rope_scaling` and `rope_parameters` are passed on unchanged.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,13 @@ _CONTEXT = (
     "max_target_positions",
 )  # fmt: skip
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+# Sizes that resolving and models read besides those of `ModelConfig`.
+_OTHER_SIZES = (
+    "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "kv_lora_rank", "q_lora_rank",
+    "qk_rope_head_dim", "num_nextn_predict_layers",
+)  # fmt: skip
+_MOST = 2**31 - 1  # of any size
+_MOST_LAYERS = 10_000  # each is an object, built before weights are looked for
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
@@ -111,8 +119,10 @@ class _Reader:
                 )
             for name in ("max_source_positions", "num_mel_bins", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"):
                 self._count((name,))
+        for name in _OTHER_SIZES:
+            self._count((name,), default=0)
         heads = self._count(_HEADS)
-        hidden = self._count(_HIDDEN)
+        hidden = self._count(_HIDDEN, least=1)
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)
         return ModelConfig(
             architecture=self._architecture(),
@@ -136,13 +146,13 @@ class _Reader:
             config=config,
         )
 
-    def _count(self, names: Iterable[str], default: int | None = None) -> int:
+    def _count(self, names: Iterable[str], default: int | None = None, least: int = 0, most: int = _MOST) -> int:
         for name in names:
             value = self.config.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise CheckpointError(f"{self.file}: {name} is {value!r}; it must be a whole number.")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise CheckpointError(f"{self.file}: {name} is {reprlib.repr(value)}; it must be a whole number from {least} to {most}.")
             return value
         if default is None:
             raise CheckpointError(f"{self.file} has no {' or '.join(names)}; it is not the config.json of a causal language model.")
@@ -151,7 +161,7 @@ class _Reader:
     def _num_layers(self) -> int:
         """The number of layers, or the length of the list of their kinds."""
         kinds = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
-        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None)
+        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None, most=_MOST_LAYERS)
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")
@@ -204,6 +214,10 @@ class _Reader:
         if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _SCALED_ROPE:
             return base
         original, factor = rope.get("original_max_position_embeddings") or base, rope.get("factor") or 1.0
+        if not all(isinstance(value, int | float) and 0 < value <= _MOST for value in (original, factor)):
+            raise CheckpointError(
+                f"{self.file}: original_max_position_embeddings and factor of the scaled rope must be numbers from 0 to {_MOST}."
+            )
         return max(base, int(original * factor))
 
     def _sliding_window(self) -> int | None:
@@ -267,7 +281,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); download it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; download it again.")

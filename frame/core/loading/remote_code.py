@@ -104,7 +104,7 @@ def _package(folder: Path) -> str:
 def _auto_map(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the file's own reader reports the error
+    except (OSError, ValueError, RecursionError):  # the file's own reader reports the error
         return {}
     found = content.get("auto_map") if isinstance(content, dict) else None
     # Old tokenizer_config.json files list only the tokenizer's classes.

@@ -156,7 +156,7 @@ def find_template(folder: Path, config: dict[str, Any]) -> str | None:
             template = named.get("default", next(iter(named.values()), None))
         if template is not None and not isinstance(template, str):
             raise TypeError(f"it is a {type(template).__name__}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} holds no chat template that can be read ({error}); give another with --chat-template") from error
     return template
 

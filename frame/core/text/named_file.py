@@ -12,7 +12,7 @@ def read_named(setting: str, file: str, remedy: str) -> str:
     """Return the text of `file`, the value of `setting`. Raises ConfigError whose sentence ends
     with `remedy`."""
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
         why = error.strerror or str(error)
     except UnicodeDecodeError:

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from frame.entrypoints.cli.options import config_command, refuse_engine_flags
-from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 
 if TYPE_CHECKING:
     from frame.entrypoints.offline.engine import Engine
 
 Messages = list[dict[str, Any]]
-Answer = Callable[[Messages], Iterator[str]]
+Answer = Callable[[Messages], Generator[str]]
+
+# Control characters are shown: a terminal acts on them, and some write its clipboard (OSC 52).
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(127, 160), 0xFFFD)
 
 COMMANDS = "/clear clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
 
@@ -41,6 +44,7 @@ def command(
         return
     from frame.entrypoints.offline.engine import Engine
 
+    refuse_server_settings(loaded)
     click.echo(f"loading {loaded.config.model.path} …", err=True)
     with Engine(config=loaded.config) as engine:
         talk(_engine(engine, parameters), system, message)
@@ -79,23 +83,21 @@ def _read(is_terminal: bool) -> str | None:
         return None
 
 
-def _say(pieces: Iterator[str]) -> str:
+def _say(pieces: Generator[str]) -> str:
     """Print an answer as it arrives; Ctrl-C stops it."""
     parts: list[str] = []
     try:
         for piece in pieces:
             parts.append(piece)
-            click.echo(piece, nl=False)
+            click.echo(piece.translate(_CONTROLS) if sys.stdout.isatty() else piece, nl=False)
     except KeyboardInterrupt:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
+        pieces.close()
     click.echo()
     return "".join(parts)
 
 
 def _engine(engine: Engine, parameters: dict[str, Any]) -> Answer:
-    def answer(messages: Messages) -> Iterator[str]:
+    def answer(messages: Messages) -> Generator[str]:
         try:
             for delta in engine.stream(messages, parameters):
                 yield delta.text
@@ -132,7 +134,7 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> A
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     client = httpx.Client(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)  # noqa: S113 - generation has no time limit
 
-    def answer(messages: Messages) -> Iterator[str]:
+    def answer(messages: Messages) -> Generator[str]:
         body = {"model": "", "messages": messages, "stream": True, **parameters}
         try:
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -150,7 +152,7 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> A
 
 def _pieces(event: dict[str, Any]) -> Iterator[str]:
     if "error" in event:
-        raise click.ClickException(event["error"]["message"])
+        raise click.ClickException(str(event["error"]["message"]).translate(_CONTROLS))
     for choice in event["choices"]:
         delta = choice["delta"]
         yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
@@ -159,6 +161,7 @@ def _pieces(event: dict[str, Any]) -> Iterator[str]:
 def complaint_of(text: str) -> str:
     """The error message in the body of an error response."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:200]
+        found = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = text[:200]
+    return found.translate(_CONTROLS)

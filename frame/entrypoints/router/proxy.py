@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import httpx
 
-from frame.entrypoints.http.errors import OPENAI, RETRY_AFTER, ApiError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
+from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
+from frame.entrypoints.http.request_context import BODY_PAUSE, RequestContext
 from frame.entrypoints.logs import request_id_of
-from frame.entrypoints.router.metrics import RouterMetrics
-from frame.entrypoints.router.replicas import Backend, Backends, counted
+from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted
 from frame.entrypoints.router.requests import BROADCAST, hash_prompt, is_pinned, is_repeatable, is_stored
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 # Headers of one connection (RFC 9110, section 7.6.1), and those that the next end sets itself.
+# `Host` goes on: by it a replica without a key refuses requests of pages of another name.
 _HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-     b"host", b"content-length", b"expect", b"date")
+     b"content-length", b"expect", b"date")
 )  # fmt: skip
-MOST_HELD = 16  # bodies of the largest size, which all requests together may have
+LONGEST_REFUSAL = 1 << 20  # bytes of an answer that is read before it is passed on
+MOST_LOST = 2  # replicas that may be lost while they have the same request
 _REFUSED = (429, 503)  # the replica took nothing
 
 
@@ -45,94 +48,88 @@ class LostError(Exception):
         self.was_sent = was_sent
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection."""
-
-
 @dataclass
 class RoutedRequest:
     """One request. `gone` ends when the client leaves."""
 
     method: str
-    target: str  # path and query
+    target: bytes  # path and query, as they came
     path: str
     headers: Headers
     body: bytes
     request_id: str
     send: Any
-    gone: asyncio.Task[None] | None = None
+    gone: asyncio.Task[None]
     tried: set[int] = field(default_factory=set)
-    held: int = 0  # bytes of the body so far
+
+
+@dataclass(frozen=True)
+class ShortAnswer:
+    """A whole answer of a replica."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    async def send(self, send: Any) -> None:
+        headers = [*self.headers, (b"content-length", str(len(self.body)).encode())]
+        if self.status in _REFUSED and b"retry-after" not in dict(headers):
+            headers.append((b"retry-after", str(RETRY_AFTER).encode()))
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
 
 class Proxy:
     """Passes requests to replicas. `max_body`: bytes of a request. Those of all requests are
-    bounded by `MOST_HELD` times as many; a request beyond is refused with status 503."""
+    bounded by `AT_ONCE` times as many; a request beyond is refused with status 503. `pause`:
+    seconds between two pieces of a body."""
 
-    def __init__(self, backends: Backends, client: httpx.AsyncClient, max_body: int) -> None:
+    def __init__(self, backends: Backends, client: httpx.AsyncClient, max_body: int, pause: float = BODY_PAUSE) -> None:
         self.backends, self.metrics = backends, RouterMetrics(backends)
         self._client, self._max_body = client, max_body
-        self._held = 0  # bytes of all requests
+        self._bodies = Bodies(AT_ONCE * max_body, pause)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the router does not serve {scope['type']}")
         path = scope["path"]
         if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
-            await self._answer_health(send, is_live=path in ("/health/live", "/livez"))
+            status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self.backends.all}
+            is_ok = path in ("/health/live", "/livez") or bool(self.backends.healthy)
+            await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
         elif path == "/metrics":
             await _respond(send, 200, self.metrics.render(), b"text/plain; version=0.0.4; charset=utf-8")
         else:
             await self._serve(scope, receive, send)
 
-    async def _answer_health(self, send: Any, *, is_live: bool) -> None:
-        status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self.backends.all}
-        is_ok = is_live or bool(self.backends.healthy)
-        await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
-
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        name = request_id_of(scope["headers"])
+        name = scope["request_id"] = request_id_of(scope["headers"])
         query = scope["query_string"]
-        target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
+        target = scope["raw_path"] + (b"?" + query if query else b"")
         headers = [pair for pair in _kept(scope["headers"]) if pair[0] != b"x-request-id"]
-        request = RoutedRequest(scope["method"], target, scope["path"], [*headers, (b"x-request-id", name.encode())], b"", name, send)
+        context = RequestContext(scope, receive, send, self._max_body, bodies=self._bodies)
         try:
-            if not target.startswith("/"):  # it would extend the replica's host name
+            if not target.startswith(b"/"):
                 raise ApiError(400, f"the request's target is {target[:40]!r}; send a path that begins with /")
-            request.body = await self._read_body(request, receive)
-            request.gone = asyncio.create_task(_wait_gone(receive))
-            await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
-        except ClientGoneError:
+            body, gone = await context.body(), asyncio.create_task(_wait_gone(receive))
+            headers.append((b"x-request-id", name.encode()))
+            try:
+                request = RoutedRequest(scope["method"], target, scope["path"], headers, body, name, send, gone)
+                await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
+            finally:
+                gone.cancel()
+        except DisconnectedError:
             self.metrics.count("client_gone")
         except ApiError as error:
             self.metrics.count("refused")
-            await _respond(send, error.status, OPENAI.body(error), retry=error.status == 503)
+            await context.fail(error)
         finally:
-            self._held -= request.held
-            if request.gone is not None:
-                request.gone.cancel()
-
-    async def _read_body(self, request: RoutedRequest, receive: Any) -> bytes:
-        parts = []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            part = message.get("body", b"")
-            if request.held + len(part) > self._max_body:
-                raise ApiError(413, f"the body has more than {self._max_body} bytes, the router's --max-body-bytes")
-            if self._held + len(part) > MOST_HELD * self._max_body:
-                raise ApiError(503, "the bodies of all requests fill the router's memory; try again later", retry_after=RETRY_AFTER)
-            self._held += len(part)
-            request.held += len(part)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            await context.close()
 
     async def _route(self, request: RoutedRequest) -> None:
         """Send the request to a replica; to another one where that duplicates nothing."""
         blocks = hash_prompt(request.body) if request.method == "POST" else []
-        reason, last = "no replica is healthy", None
+        reason, last, num_lost = "no replica is healthy", None, 0
         while (backend := self._choose(request, blocks)) is not None:
             request.tried.add(backend.number)
             with counted(backend):
@@ -140,26 +137,29 @@ class Proxy:
                     answer = await self._open(request, backend)
                 except LostError as error:
                     reason = f"replica {backend.url} is lost: {error}"
+                    num_lost += error.was_sent
                     if error.was_sent and not is_repeatable(request.method, request.path):
                         self.metrics.count("lost")
                         log.warning("request %s was sent to %s, which is lost: it is not repeated", request.request_id, backend.url)
                         raise ApiError(502, f"{reason}; it may have taken request {request.request_id}, which is not repeated") from None
+                    if num_lost == MOST_LOST:  # the request may be the cause
+                        self.metrics.count("lost")
+                        raise ApiError(502, f"{reason}, the second one with request {request.request_id}, which is not repeated") from None
                     self.metrics.count("retried")
                     continue
                 try:
                     if answer.status_code in _REFUSED or (answer.status_code == 404 and is_stored(request.path)):  # ask another
                         with contextlib.suppress(LostError, httpx.HTTPError, OSError):  # the refusal breaks off
-                            body = await self._wait(request, backend, answer.aread())
-                            last = (answer.status_code, body, answer.headers.get("content-type", "application/json"))
+                            last = await self._wait(request, backend, _read_short(answer))
                         continue
                     await self._pass_on(request, backend, answer)
                     return
                 finally:
                     await answer.aclose()
         if last is None:
-            raise ApiError(503, f"{reason}; try again later")
-        self.metrics.count("refused" if last[0] in _REFUSED else "answered")
-        await _respond(request.send, last[0], last[1], last[2].encode(), retry=last[0] in _REFUSED)
+            raise ApiError(503, f"{reason}; try again later", retry_after=RETRY_AFTER)
+        self.metrics.count("refused" if last.status in _REFUSED else "answered")
+        await last.send(request.send)
 
     def _choose(self, request: RoutedRequest, blocks: list[int]) -> Backend | None:
         if is_pinned(request.path):
@@ -169,8 +169,10 @@ class Proxy:
 
     async def _open(self, request: RoutedRequest, backend: Backend) -> httpx.Response:
         """The head of a replica's answer. Raises LostError."""
-        url, content = backend.url + request.target, request.body or None
-        forwarded = self._client.build_request(request.method, url, headers=request.headers, content=content)
+        exact = {"target": request.target}  # a URL's path would be normalized
+        forwarded = self._client.build_request(
+            request.method, backend.url, headers=request.headers, content=request.body or None, extensions=exact
+        )
         try:
             return await self._wait(request, backend, self._client.send(forwarded, stream=True))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -195,7 +197,7 @@ class Proxy:
                 await self.backends.check(backend, is_suspect=True)
                 log.warning("request %s breaks off: replica %s is lost: %s", request.request_id, backend.url, error)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    raise ClientGoneError from None  # the server closes the connection of an answer without an end
+                    raise DisconnectedError from None  # the server closes the connection of an answer without an end
                 chunk = _error_event(request, backend)
                 await request.send({"type": "http.response.body", "body": chunk, "more_body": False})
                 return
@@ -208,14 +210,14 @@ class Proxy:
         """The result, unless the client leaves or the replica is lost before."""
         task: asyncio.Future[T] = asyncio.ensure_future(what)
         lost = asyncio.ensure_future(backend.lost.wait())
-        waiting: Iterable[asyncio.Future[Any]] = (task, lost, *([request.gone] if request.gone is not None else []))
+        waiting: Iterable[asyncio.Future[Any]] = (task, lost, request.gone)
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if lost.done():
                 raise LostError("it does not answer", was_sent=True)
-            raise ClientGoneError
+            raise DisconnectedError
         finally:
             lost.cancel()
             if not task.done():
@@ -225,21 +227,20 @@ class Proxy:
     async def _broadcast(self, request: RoutedRequest) -> None:
         """Send a request to every healthy replica: the first answer that is no success, or the
         first one. A request to abort is answered by the replica that has it."""
-        found: list[httpx.Response] = []
+        found: list[ShortAnswer] = []
         for backend in self.backends.healthy:
             with counted(backend):
                 try:
                     answer = await self._open(request, backend)
-                    await self._wait(request, backend, answer.aread())
+                    found.append(await self._wait(request, backend, _read_short(answer)))
                 except (LostError, httpx.HTTPError, OSError) as error:
                     raise ApiError(502, f"replica {backend.url} is lost: {error}; the others may have done it") from None
-                found.append(answer)
         if not found:
-            raise ApiError(503, "no replica is healthy; try again later")
+            raise ApiError(503, "no replica is healthy; try again later", retry_after=RETRY_AFTER)
         is_abort = request.path == "/abort_request"
-        told = next((answer for answer in found if answer.is_success == is_abort), found[0])
+        told = next((each for each in found if (each.status < 300) == is_abort), found[0])
         self.metrics.count("answered")
-        await _respond(request.send, told.status_code, told.content, told.headers.get("content-type", "application/json").encode())
+        await told.send(request.send)
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -256,6 +257,19 @@ def _error_event(request: RoutedRequest, backend: Backend) -> bytes:
     if request.path == "/v1/messages":
         return b"event: error\ndata: " + json.dumps({"type": "error", "error": error}).encode() + b"\n\n"
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+async def _read_short(answer: httpx.Response) -> ShortAnswer:
+    """An answer, or its beginning where it does not end; compressed as it came."""
+    body = b""
+    try:
+        async for part in answer.aiter_raw():
+            body += part
+            if len(body) >= LONGEST_REFUSAL:
+                break
+    finally:
+        await answer.aclose()
+    return ShortAnswer(answer.status_code, _kept(answer.headers.raw), body)
 
 
 async def _wait_gone(receive: Any) -> None:

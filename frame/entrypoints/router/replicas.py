@@ -1,5 +1,5 @@
-"""The router's replicas: which of them answer, how many requests each has, and which one gets the
-next one.
+"""The router's replicas: which of them answer, how many requests each has, which one gets the next
+one, and the metrics of all.
 
 A replica is unhealthy after a failed connection or health check, until a check succeeds. Must not
 know HTTP routes or prompts.
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from frame.core.parallel.replica_choice import ReplicaChooser
 
@@ -70,9 +71,9 @@ class Backends:
         tried yet, so one failed check is enough."""
         reason = ""
         try:
-            answer = await self._client.get(f"{backend.url}/health", timeout=max(1.0, self._interval))
-            reason = "" if answer.status_code == 200 else f"/health answers {answer.status_code}"
-        except (httpx.HTTPError, OSError) as error:
+            async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as answer:
+                reason = "" if answer.status_code == 200 else f"/health answers {answer.status_code}"  # its body may not end
+        except (httpx.HTTPError, OSError) as error:  # TimeoutError is an OSError
             reason = f"{type(error).__name__} {error}".strip()
         if not reason:
             if not backend.is_healthy:
@@ -93,3 +94,28 @@ def counted(backend: Backend) -> Iterator[None]:
         yield
     finally:
         backend.outstanding -= 1
+
+
+class RouterMetrics:
+    """What one router counts. Outcomes: answered, refused (by every replica), retried (on another
+    replica), lost (sent and not repeated), broken (the answer broke off), client_gone."""
+
+    def __init__(self, backends: Backends) -> None:
+        self._backends = backends
+        self._registry = CollectorRegistry()
+        self._requests = Counter("frame_router_requests", "Requests, by outcome.", ["outcome"], registry=self._registry)
+        self._healthy = Gauge("frame_router_replica_healthy", "1: the replica answers.", ["replica"], registry=self._registry)
+        self._outstanding = Gauge(
+            "frame_router_replica_outstanding", "Requests of a replica that are not finished.", ["replica"], registry=self._registry
+        )
+
+    def count(self, outcome: str) -> None:
+        """A request ended, or is sent again, for `retried`."""
+        self._requests.labels(outcome).inc()
+
+    def render(self) -> bytes:
+        """All metrics as text."""
+        for backend in self._backends.all:
+            self._healthy.labels(backend.url).set(backend.is_healthy)
+            self._outstanding.labels(backend.url).set(backend.outstanding)
+        return generate_latest(self._registry)

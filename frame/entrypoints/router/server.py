@@ -72,7 +72,7 @@ async def route(settings: RouterSettings, listener: socket.socket, signals: Star
             del client.headers[name]  # the client's own are passed on
         backends = Backends(settings.urls, client, settings.health_interval)
         await asyncio.gather(*(backends.check(backend, is_suspect=True) for backend in backends.all))
-        server = HttpServer(Proxy(backends, client, settings.max_body), ConnectionLimits(settings.max_connections, HEAD))
+        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD), ConnectionLimits(settings.max_connections, HEAD))
         serving = asyncio.create_task(server.serve([listener]))
         watching = asyncio.create_task(backends.watch())
         await server.listening.wait()

@@ -3,11 +3,6 @@ directory."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,12 +21,12 @@ from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, StepResult
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc import transport
+from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import (
     BatchReceiver,
     BatchSender,
     InProcessTransport,
     Profile,
-    SocketDirectory,
     Traced,
     ZmqSender,
     ZmqTransport,
@@ -114,59 +109,6 @@ def test_many_messages_arrive_in_order() -> None:
     finally:
         one.close()
         two.close()
-        sockets.remove()
-
-
-def test_directory_is_private(tmp_path: Path) -> None:
-    sockets = SocketDirectory()
-    assert stat.S_IMODE(sockets.path.stat().st_mode) == 0o700
-    sockets.remove()
-    tmp_path.chmod(0o755)
-    with pytest.raises(PermissionError, match="0700"):
-        SocketDirectory(str(tmp_path))
-
-
-def test_a_removed_socket_directory_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sockets = SocketDirectory()
-    handle = os.open(sockets.path, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles does before it removes anything
-    os.close(handle)
-    sockets.restore()  # it exists: no change
-    near = ZmqTransport(None, None, sources=[sockets.address("out")])  # as the main process receives from its children
-    old = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
-    old.send(Abort(rids=["old"]))
-    assert near.receive(10.0) == [Abort(rids=["old"])]
-    shutil.rmtree(sockets.path)
-    sockets.restore()
-    old.send(Abort(rids=["old"]))  # connections survive the removal of their files
-    assert near.receive(10.0) == [Abort(rids=["old"])]
-    old.close()
-    new = ZmqTransport(sockets.address("in"), sockets.address("out"), is_outbox=True)
-    try:
-        new.send(Abort(rids=["new"]))
-        assert near.receive(10.0) == [Abort(rids=["new"])]
-        shutil.rmtree(sockets.path)
-        sockets.path.mkdir(mode=0o755)
-        with pytest.raises(PermissionError):  # another user may have created it
-            sockets.restore()
-    finally:
-        for end in (new, near):
-            end.close()
-        sockets.remove()
-
-
-def test_a_long_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket address has at most 107 characters."""
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    sockets = SocketDirectory()
-    try:
-        ZmqTransport(sockets.address("tokenizer-63"), None).close()
-        assert not sockets.path.is_relative_to(long)
-    finally:
         sockets.remove()
 
 

@@ -183,7 +183,10 @@ def test_tensor_of_the_index_that_no_file_has(folder: Path) -> None:
     broken(folder, "names model.extra, which no file holds")
 
 
-@pytest.mark.parametrize(("content", "words"), [("{", "not an index"), ('{"weight_map": {"a": "../x"}}', "outside of its folder")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "not an index"), ("[" * 100_000, "not an index"), ('{"weight_map": {"a": "../x"}}', "outside of its folder")],
+)
 def test_bad_index(folder: Path, content: str, words: str) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
     broken(folder, words)

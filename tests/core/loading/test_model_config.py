@@ -152,6 +152,12 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({key: value for key, value in BASE.items() if key != "vocab_size"}, "has no vocab_size"),
         (BASE | {"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
         (BASE | {"hidden_size": 65}, "65 is not a multiple of 4 heads"),
+        (BASE | {"hidden_size": 0}, "hidden_size is 0; it must be a whole number from 1"),
+        (BASE | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be a whole number from 0 to 10000"),
+        (BASE | {"vocab_size": 10**400}, "it must be a whole number"),
+        *((BASE | {"intermediate_size": value}, "intermediate_size is") for value in (float("nan"), 1e308, "x", [1], -1)),
+        *((BASE | {"rope_scaling": {"type": "yarn", "factor": value}}, "factor of the scaled rope") for value in ("x", float("inf"), -1)),
+        ('{"a":' + "[" * 100_000, "is not valid JSON"),
         (BASE | {"quantization_config": {"bits": 4}}, "has no quant_method"),
         (
             {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},

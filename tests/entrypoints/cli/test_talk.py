@@ -59,6 +59,22 @@ def test_a_server_that_does_not_answer_is_one_sentence(command: list[str]) -> No
     assert "write http://127.0.0.1:1" in done.output
     done = CliRunner().invoke(cli, [*command, "--base-url", "http://127.0.0.1:1", "--api-key", "k", "--tp", "2"])
     assert (done.exit_code, "--tp has no effect on the server" in done.output) == (2, True)
+    done = CliRunner().invoke(cli, [*command, "--port", "8000"])
+    assert (done.exit_code, "flag --port: server.port applies to servers, and this engine has none" in done.output) == (78, True)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_of_an_answer_are_shown_on_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(messages: list[dict[str, Any]]) -> Iterator[str]:
+        yield "\x1b]52;c;eA==\x07\x9b\n\tc"
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    chat.talk(answer, None, "hi")
+    shown = "\u241b]52;c;eA==\u2407\ufffd\n\tc\n" if is_terminal else "\x1b]52;c;eA==\x07\x9b\n\tc\n"
+    assert capsys.readouterr().out == shown
+    assert chat.complaint_of('{"error": {"message": "no\\u001b[2J"}}') == "no\u241b[2J"
 
 
 def test_a_refused_message_does_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,11 +18,11 @@ from click.testing import CliRunner
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.http.protocol.bodies import AT_ONCE
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
-from frame.entrypoints.router.metrics import RouterMetrics
-from frame.entrypoints.router.proxy import MOST_HELD, Proxy
-from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.router.proxy import LONGEST_REFUSAL, Proxy
+from frame.entrypoints.router.replicas import Backends, RouterMetrics
 from frame.entrypoints.router.requests import hash_prompt, is_repeatable
 from frame.entrypoints.router.server import check_url
 
@@ -33,10 +34,11 @@ class FakeReplica:
     `die` ends the server before an answer, `break` in the middle of one, `hang` never answers."""
 
     def __init__(self, slowness: float = 0.0) -> None:
-        self.slowness, self.status = slowness, 200
+        self.slowness, self.status, self.is_endless = slowness, 200, False
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.hits = self.blocks = self.requests = self.running = self.most = 0
         self.keys: list[str] = []
+        self.targets: list[tuple[bytes, bytes]] = []
         self.url, self._server, self._task = "", None, None  # type: ignore[var-annotated]
 
     async def start(self) -> None:
@@ -59,13 +61,21 @@ class FakeReplica:
         body = message.get("body", b"")
         while message.get("more_body"):
             body += (message := await receive()).get("body", b"")
+        if self.is_endless:
+            await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-encoding", b"gzip")]})
+            while not self._server.should_exit:
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+            return
         if scope["path"] == "/health":
             await self._send(send, self.status if self.status != 429 else 200, b"{}")
             return
         self.requests += 1
         self.running += 1
         self.most = max(self.most, self.running)
-        self.keys.append(dict(scope["headers"]).get(b"authorization", b"").decode())
+        headers = dict(scope["headers"])
+        self.keys.append(headers.get(b"authorization", b"").decode())
+        self.targets.append((headers[b"host"], scope["raw_path"] + b"?" + scope["query_string"]))
         try:
             await self._answer(scope, body, send)
         finally:
@@ -110,12 +120,12 @@ class FakeReplica:
 
 
 @asynccontextmanager
-async def routed(*replicas: FakeReplica) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
+async def routed(*replicas: FakeReplica, pause: float = 60.0) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
     """A client of a router over the replicas."""
     await asyncio.gather(*(replica.start() for replica in replicas))
     async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=3.0), limits=httpx.Limits(max_connections=None)) as behind:
         backends = Backends([replica.url for replica in replicas], behind, interval=0.2)
-        proxy = Proxy(backends, behind, max_body=1 << 20)
+        proxy = Proxy(backends, behind, max_body=1 << 20, pause=pause)
         listener = bound_port("127.0.0.1", 0, "")
         server = HttpServer(proxy, ConnectionLimits(512, 30.0))
         serving = asyncio.create_task(server.serve([listener]))
@@ -298,7 +308,63 @@ def test_keys_are_passed_on_and_large_bodies_refused() -> None:
             answer = await client.post("/v1/completions", content=b"x" * (2 << 20))
             assert answer.status_code == 413
             assert replica.requests == requests
-        assert "--max-body-bytes" in answer.json()["error"]["message"]
+        assert f"larger than {1 << 20} bytes" in answer.json()["error"]["message"]
+
+    run(main)
+
+
+def test_hosts_and_targets_are_passed_on_as_they_came() -> None:
+    """By `Host` a replica without a key refuses pages of other names (DNS rebinding)."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, _, _):
+            target = b"/v1/../a%2Fb?c=%41"
+            await client.get("/", headers={"host": "evil.example:80"}, extensions={"target": target})
+            assert replica.targets == [(b"evil.example:80", target)]
+
+    run(main)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with routed(FakeReplica(), pause=0.05) as (client, _, _):
+            async def body() -> AsyncIterator[bytes]:
+                yield b"{"
+                await asyncio.sleep(0.3)
+
+            answer = await client.post("/generate", content=body())
+            assert (answer.status_code, "did not come within" in answer.text) == (408, True)
+
+    run(main)
+
+
+def test_answers_without_an_end_are_cut() -> None:
+    """A replica's health check and refusal that never end."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, backends, _):
+            replica.is_endless = True
+            await asyncio.wait_for(backends.check(backends.all[0]), 5)
+            assert backends.all[0].is_healthy
+            replica.status = 503
+            for path, status in (("/generate", 503), ("/flush_cache", 200)):
+                replica.status = status
+                async with client.stream("POST", path, json={}) as answer:
+                    raw = b"".join([part async for part in answer.aiter_raw()])  # the router does not unpack it
+                assert (answer.status_code, len(raw) < 2 * LONGEST_REFUSAL) == (status, True)
+
+    run(main)
+
+
+def test_a_request_that_ends_replicas_is_repeated_once() -> None:
+    async def main() -> None:
+        replicas = [FakeReplica() for _ in range(3)]
+        async with routed(*replicas) as (client, _, _):
+            answer = await client.post("/generate", json={"text": "x", "kind": "die"}, headers={"x-request-id": "mine"})
+            assert (answer.status_code, "request mine, which is not repeated" in answer.text) == (502, True)
+            assert sum(replica.requests for replica in replicas) == 2
 
     run(main)
 
@@ -308,12 +374,12 @@ def test_the_bodies_of_all_requests_are_bounded() -> None:
         replica = FakeReplica()
         async with routed(replica) as (client, _, _):
             body = json.dumps({"kind": "hang", "prompt": "x" * 1_000_000})
-            waiting = [asyncio.create_task(client.post("/generate", content=body)) for _ in range(MOST_HELD)]
-            while replica.running < MOST_HELD:  # noqa: ASYNC110
+            waiting = [asyncio.create_task(client.post("/generate", content=body)) for _ in range(AT_ONCE)]
+            while replica.running < AT_ONCE:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             answer = await client.post("/generate", content=body)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-            assert "fill the router's memory" in answer.text
+            assert "as many bytes of requests as it may" in answer.text
             for task in waiting:
                 task.cancel()
             for _ in waiting:  # the first ones may come before the others have left
@@ -343,6 +409,12 @@ def test_prompts_are_compared_from_their_beginning() -> None:
     assert hash_prompt(json.dumps(chat("a" * 600, model="other")).encode())[0] != first[0]
     for body in (b"no JSON", b"[]", b"{}", b"[" * 200_000, b'"\xff"'):
         assert hash_prompt(body) == []
+    assert hash_prompt(b'{"prompt":[[' + b"1," * 600 + b"1],[2]]}")[:4] == hash_prompt(b'{"prompt":[' + b"1," * 600 + b"1]}")[:4] != []
+    objects = b'{"prompt":[' + b'{"a":1},' * 50_000 + b"1]}"
+    tracemalloc.start()
+    assert len(hash_prompt(objects)) == 64 * 1024 // 256
+    assert tracemalloc.get_traced_memory()[1] < len(objects)  # no object is built
+    tracemalloc.stop()
     assert is_repeatable("POST", "/v1/chat/completions")
     assert not is_repeatable("POST", "/v1/responses")
 

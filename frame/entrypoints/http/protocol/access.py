@@ -37,11 +37,8 @@ class AdminGuard:
         if self._is_open:
             return
         if self._keys is None:
-            raise ApiError(
-                403,
-                "this route is for operators, and users' keys do not open it; serve with --admin-port, --admin-socket or --admin-key",
-                code="admin_only",
-            )
+            remedy = "serve with --admin-port, --admin-socket or --admin-key"
+            raise ApiError(403, f"this route is for operators, and users' keys do not open it; {remedy}", code="admin_only")
         if not self.opens(headers):
             raise _unauthorized("this route needs the admin key; send Authorization: Bearer KEY", "invalid_admin_key")
 

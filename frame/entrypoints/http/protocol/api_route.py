@@ -25,7 +25,6 @@ from pydantic import BaseModel
 
 from frame.core.blame import explain
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.protocol.response_docs import Responses
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
 from frame.entrypoints.http.services import Services
@@ -36,13 +35,14 @@ log = logging.getLogger(__name__)
 
 MAX_PATH_CHARS = 200  # characters of a path that a log line or an error quotes
 CLIENT_GONE = 499  # the status that is counted for a request whose client left before the response began
+JSON_BODY = "application/json"
 BodyKind = Literal["prompts", "small", "file"]
 
 
 class Access(IntEnum):
     """Who may use a route. A higher level includes no lower one: the admin key is no user's key."""
 
-    OPEN = 0  # everybody, without a key; only for what says nothing of the server
+    OPEN = 0  # every client, without a key; only for what reveals nothing of the server
     USER = 1  # holders of an API key, where the server has keys; for what serves requests or describes them
     OWN = 2  # users for their own requests (the handler checks `RequestContext.tenant`, "" for operators), and operators for all
     ADMIN = 3  # operators, on their own listener or with the admin key; for what changes the server or shows its configuration
@@ -66,8 +66,8 @@ ServicesDep = Annotated[Services, Depends(ScopeDependency(lambda scope: scope["a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequireAccess:
-    """Dependency: admits a request by its key, and takes a place of the key's quota. The place is
-    given back with the request. Raises ApiError 401 or 403, QuotaExceededError."""
+    """Dependency: admits a request by its key, and counts it in the key's quota until it ends.
+    Raises ApiError 401 or 403, QuotaExceededError."""
 
     level: Access
 
@@ -79,13 +79,13 @@ class RequireAccess:
             return
         app = scope["app"]
         tenant = scope["tenant"] = app.gate.admit(scope, self.level)
-        if tenant and self.level is not Access.OWN:  # what ends requests must not wait for a free place
+        if tenant and self.level is not Access.OWN:  # requests that end others need no quota
             scope["lease"] = app.services.quotas.open_lease(tenant)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyLimit:
-    """Marks what a route's body holds, and so how large it may be: prompts (bounded by the
+    """Declares what the body of a route holds, which bounds its size: prompts (bounded by the
     context), a file, or neither (small)."""
 
     kind: BodyKind
@@ -95,6 +95,14 @@ class BodyLimit:
 
 
 SMALL_BODY, FILE_BODY = Depends(BodyLimit("small")), Depends(BodyLimit("file"))
+
+
+def responds_with(
+    model: Any, *, events: Any = None, media_type: str = JSON_BODY, stream_type: str = "text/event-stream"
+) -> dict[int | str, dict[str, Any]]:
+    """The argument `responses` of a route whose 200 body is of type `model`. `events`: the type of
+    one event of its stream, which is sent with `stream_type`."""
+    return {200: {media_type: model, **({} if events is None else {stream_type: events})}}
 
 
 class ApiRoute(APIRoute):
@@ -110,7 +118,8 @@ class ApiRoute(APIRoute):
             raise TypeError(f"the route {path} declares no access level; give its ApiRouter Access.OPEN, USER, OWN or ADMIN")
         self.access: Access = levels[0]
         self.body_kind: BodyKind = next((each.kind for each in found if isinstance(each, BodyLimit)), "prompts")
-        self.response_docs: Responses = options.pop("responses", None) or {}  # `response_docs` reads it; FastAPI would make fields of it
+        # By media type, for `response_docs`; FastAPI would make fields of them.
+        self.response_types: dict[str, Any] = (options.pop("responses", None) or {}).get(200, {})
         options["dependencies"] = [each for each in options["dependencies"] if not isinstance(each.dependency, BodyLimit)]
         super().__init__(path, endpoint, **options)
         self.body_model: type[BaseModel] | None = None
@@ -206,10 +215,10 @@ def scope_readers(dependant: Dependant) -> list[tuple[str, Callable[[Scope], Any
 class ApiRouter(APIRouter):
     """The routes of one module that have the same access level and error shape."""
 
-    def __init__(self, *, access: Access, errors: ErrorShape = OPENAI, tags: list[Any] | None = None) -> None:
+    def __init__(self, *, access: Access, errors: ErrorShape = OPENAI) -> None:
         if not isinstance(access, Access):
             raise TypeError(f"{access!r} is no access level; give Access.OPEN, USER, OWN or ADMIN")
-        super().__init__(route_class=ApiRoute, dependencies=[Depends(RequireAccess(access))], tags=tags, redirect_slashes=False)
+        super().__init__(route_class=ApiRoute, dependencies=[Depends(RequireAccess(access))], redirect_slashes=False)
         self._errors = errors
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:

@@ -1,9 +1,9 @@
-"""`Bodies`: what request bodies may take, in bytes and in time, alone and together; and what JSON
-may hold before it is decoded.
+"""`Bodies`: bounds on request bodies in bytes and time, alone and together; `problem_of`: bounds on
+JSON before it is decoded.
 
-Decoding holds the event loop, so its time has to be bounded before: lists and objects cost up to
-0.5 us, keys up to 1 us and other values
-0.1 us each, while the bytes of texts are almost free. Used by `Call`; knows no route.
+Decoding blocks the event loop, so its time is bounded before: a list or an object takes up to 0.5
+us, a key up to 1 us, another value 0.1 us, and the bytes of texts almost nothing. Used by
+`RequestContext`. Must not depend on a route.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_BODY = 4 * 1024 * 1024  # bytes that a body may have whatever the context
 TOKEN_BYTES = 16  # of a body for each token of the context
 SMALL_BODY = 1024 * 1024  # bytes of a body that holds no prompt
 AT_ONCE = 16  # bodies of the largest size that are held together
-PATIENCE = 10  # a whole body may take so many times the pause that is allowed within it
+PATIENCE = 10  # the longest time of a whole body, in longest pauses between two pieces
 _SLICE = 64 * 1024
 _QUOTE, _COMMA = b'",'
 _STEPS = np.zeros(256, np.int8)
@@ -38,8 +38,8 @@ _STEPS[[ord("}"), ord("]")]] = -1
 
 @dataclass(slots=True)
 class Bodies:
-    """One a server. `most` bytes are held at once; `pause` is the longest time between two pieces
-    of a body, in seconds; one body's JSON may hold `most_values` values."""
+    """The bodies of one server. `most`: bytes that are held at once. `pause`: seconds between two
+    pieces of a body at most. `most_values`: values of one body's JSON."""
 
     most: int
     pause: float
@@ -47,7 +47,7 @@ class Bodies:
     held: int = 0
 
     def take(self, size: int) -> None:
-        """Hold `size` bytes more. Raises ApiError 503 when there is no room for them."""
+        """Hold `size` bytes more. Raises ApiError 503 beyond `most`."""
         if self.held + size > self.most:
             raise ApiError(503, "the server holds as many bytes of requests as it may; try again later", retry_after=1, headers=CLOSE)
         self.held += size
@@ -57,7 +57,7 @@ class Bodies:
 
 
 def prompt_limit(max_context: int) -> int:
-    """Bytes of a body with prompts, for a context of so many tokens."""
+    """Bytes of a body with prompts, for a context of `max_context` tokens."""
     return max(LEAST_BODY, TOKEN_BYTES * max_context)
 
 
@@ -67,11 +67,11 @@ def value_limit(max_context: int) -> int:
 
 
 def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
-    """Why JSON is not to be decoded: too deep, or too many parts; None where it may be. Texts count
-    for nothing, whatever they hold.
+    """Why JSON is not decoded: it is nested too deeply, or has too many parts; None where it may be
+    decoded. The content of texts does not count.
 
-    Cheap for what is plainly small; looks no further than the first place that is too much. Mostly
-    releases the interpreter's lock."""
+    Cheap for small bodies; stops at the first place beyond a bound. Mostly releases the
+    interpreter's lock."""
     whole = np.frombuffer(data, np.uint8)
     opening = int(np.count_nonzero(whole == ord("[")) + np.count_nonzero(whole == ord("{")))
     parts = opening + int(np.count_nonzero(whole == ord(":")))
@@ -97,14 +97,14 @@ def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
 
 
 def check_text_sizes(fields: Mapping[str, Any]) -> None:
-    """Raise ApiError 400 for a field of a body that is no prompt and yet as long as one."""
+    """Raise ApiError 400 for a text of more than `MAX_FIELD_CHARS` that is not a prompt."""
     for name, value in fields.items():
         if isinstance(value, str) and len(value) > MAX_FIELD_CHARS and name not in PROMPT_FIELDS:
             raise ApiError(400, f"{name} has {len(value)} characters; it may have {MAX_FIELD_CHARS}", name)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:
-    """The text piece by piece, escaped characters blanked."""
+    """Pieces of the JSON text, with escaped characters replaced."""
     start = 0
     while start < len(data):
         end = min(start + _SLICE, len(data))

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MOST_HEADERS = 128
 LARGEST_HEAD = 64 * 1024  # bytes of request line and headers together
+SEPARATORS = 4  # bytes of a header beside its name and value
 LINGER = 1.0  # seconds that a refused client has to read the error
 MOST_LINGERING = 128  # refused connections that are given this time
 SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
@@ -46,7 +47,8 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         self._limits = limits
         self._is_head = True  # between two requests, or in the head of one
         self._has_begun = False  # a head has
-        self._head_bytes = 0  # of the head, or of what came since the last bytes of the body: chunk extensions and trailers
+        self._head_bytes = 0  # received of the head, or since the last bytes of the body: chunk extensions and trailers
+        self._parsed_bytes = 0  # of them: in the URL and in complete headers
         self._num_headers = 0  # trailers too
         self._has_body = False  # bytes of a body came with the data at hand
         self._refusal: ApiError | None = None
@@ -97,7 +99,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
             return
         if was_head == self._is_head and not self._has_body:
             try:
-                self._count(len(data))
+                self._head_bytes = self._within_head(self._head_bytes + len(data))
             except ApiError as error:
                 self._refuse(error)
                 return
@@ -110,18 +112,18 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request; send HTTP/1.1"))
 
     def on_message_begin(self) -> None:
-        self._head_bytes = self._num_headers = 0
+        self._head_bytes = self._parsed_bytes = self._num_headers = 0
         self._is_head = self._has_begun = True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._parsed_bytes = self._within_head(self._parsed_bytes + len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer after a chunked body. Trailers are dropped: they bring no
         credentials and change no framing."""
-        self._count(len(name) + len(value))
+        self._parsed_bytes = self._within_head(self._parsed_bytes + len(name) + len(value) + SEPARATORS)
         self._num_headers += 1
         if self._num_headers > MOST_HEADERS:
             self._raise(f"the request has more than {MOST_HEADERS} headers; send fewer")
@@ -130,7 +132,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
-        self._head_bytes = 0
+        self._head_bytes = self._parsed_bytes = 0
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
@@ -151,10 +153,10 @@ class GuardedProtocol(UpgradeRefusingProtocol):
 
     # limits ---------------------------------------------------------------------------------------
 
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > 2 * LARGEST_HEAD:  # each byte may be counted twice: as it comes, and when its header is complete
-            self._raise(f"the request's headers are larger than {LARGEST_HEAD} bytes; send less")
+    def _within_head(self, size: int) -> int:
+        if size > LARGEST_HEAD:
+            self._raise(f"the request line and headers are larger than {LARGEST_HEAD} bytes; send less")
+        return size
 
     def _raise(self, sentence: str) -> None:
         self._refusal = ApiError(431, sentence)

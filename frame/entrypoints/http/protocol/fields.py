@@ -1,7 +1,7 @@
 """The policy for fields of request bodies: each is implemented, refused by name, or reported as
 ignored. `parse_body` applies it to every route; docs/http_api.md states it for users.
 
-Knows no route and no engine.
+Must not know a route or an engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What the listeners of the API and of operators share: a port that is taken before anything slow,
-and uvicorn with its guards. Knows no route."""
+"""`HttpServer`: uvicorn with this server's connection limits; `bound_port`: a port that is bound
+before slow steps of the start.
+
+Used by the listeners of the API, of operators and of the router. Must not depend on a route."""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handlers: the process decides what a signal means. `listening`
-    is set once it is up."""
+    """Uvicorn without its own signal handlers, which the process has. `listening` is set once it
+    accepts connections."""
 
     def __init__(self, app: Any, limits: ConnectionLimits, certificate: Certificate | None = None) -> None:
         protocol: Any = partial(GuardedProtocol, limits=limits)
@@ -43,7 +45,7 @@ class HttpServer(uvicorn.Server):
         self.listening = asyncio.Event()
 
     def renew_certificate(self, certificate: Certificate) -> None:
-        """Show this one to new connections, where this server speaks TLS."""
+        """Use this certificate for new connections, where this server uses TLS."""
         if self._context is not None:
             self._context.load_cert_chain(certificate.chain, certificate.key)
 
@@ -80,5 +82,5 @@ def bound_port(host: str, port: int, flags: str) -> socket.socket:
 
 
 def address(host: str, port: int) -> str:
-    """As a URL has it."""
+    """Host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

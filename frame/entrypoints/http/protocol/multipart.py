@@ -1,5 +1,6 @@
-"""`FormReader`: multipart/form-data (RFC 7578), read piece by piece as it comes. Holds no more than
-a part's head at a time. Used by the routes that take files. Knows no route and no disk."""
+"""`FormReader`: reads multipart/form-data (RFC 7578) in pieces as they arrive, and holds no more
+than the headers of one part. Used by the routes that take files. Must not depend on a route or a
+file."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class FormPart(NamedTuple):
 
 
 class FormReader:
-    """One body. `content_type` is its header; `fields` names what a route takes, for errors. Raises
-    ApiError for a header that names no boundary."""
+    """One body. `content_type`: its header. `fields`: those that the route takes, for errors.
+    Raises ApiError for a header without a boundary."""
 
     def __init__(self, content_type: str, fields: str = "file and purpose") -> None:
         self._fields = fields
@@ -33,7 +34,7 @@ class FormReader:
         if boundary is None:
             raise ApiError(400, f"the body must be multipart/form-data with the fields {fields}", "file")
         self._mark = b"\r\n--" + boundary[1].encode("latin-1")
-        self._kept = bytearray(b"\r\n")  # what no one has seen yet; the first mark may be the body's beginning
+        self._kept = bytearray(b"\r\n")  # bytes that were not returned; the first mark may be the beginning of the body
         self._is_head = False
         self._part: FormPart | None = None  # None: before the first one
         self._num_parts = 0
@@ -58,12 +59,12 @@ class FormReader:
             self._is_head = True
 
     def close(self) -> None:
-        """The body is over. Raises ApiError where a part of it is missing."""
+        """End the body. Raises ApiError for an incomplete one."""
         if not self._is_over:
             raise ApiError(400, "the multipart body is cut off or has another boundary than its header says", "file")
 
     def _read_head(self) -> bool:
-        """Whether a part has begun: its headers are there."""
+        """Whether a part begins: its headers are complete."""
         if len(self._kept) < 2:
             return False
         if self._kept.startswith(b"--"):

@@ -1,8 +1,8 @@
 """`PathIndex`: finds the endpoint of a method and a path. `decode_path` refuses paths that two
 readers could read differently.
 
-Used by the application and by the server of the start phase. Knows no key: an endpoint says itself
-who may use it.
+Used by the application and by the server of the start phase. Must not depend on keys: routes
+declare who may use them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`StartingServer` answers on the server's socket while the model loads: `/health/live` and
 `/livez` 200, everything else 503.
 
-It is the real server's HTTP and TLS with an application of its own, in a thread with an event loop.
-Knows no engine and no key. Connections that it does not accept stay in the socket's queue for the
-real server.
+It uses the server's HTTP and TLS with an application of its own, in a thread with an event loop.
+Connections that it does not accept stay in the socket's queue for the server. Must not depend on
+the engine or on keys.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from frame.entrypoints.tls import Certificate
 PATIENCE = 5.0  # seconds for a handshake, a request's head, its body, and for what is being answered when the phase ends
 RETRY_AFTER = 2  # seconds
 BACKLOG = 2048
-CLOSE = (b"connection", b"close")  # the next request may be the real server's
+CLOSE = (b"connection", b"close")  # so that the next request reaches the server
 
 _router: PathIndex[None] = PathIndex([("/health/live", ("GET",), None), ("/livez", ("GET",), None)])
 
 
 class StartingServer:
-    """Between `with` and its end connections to the socket are this object's."""
+    """A context manager: inside it, this server accepts the connections to the socket."""
 
     def __init__(self, listener: socket.socket, max_connections: int, certificate: Certificate | None = None) -> None:
         self._listener = listener
@@ -47,7 +47,7 @@ class StartingServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Accept no more. What was accepted is answered in the thread, meanwhile."""
+        """Accept no more connections. The thread answers requests that were accepted."""
         self._is_up.wait()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._close)
@@ -75,7 +75,6 @@ class StartingServer:
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application."""
     call = RequestContext(scope, receive, send, 0)
     with suppress(DisconnectedError):
         try:

@@ -3,7 +3,7 @@ handshake lasts.
 
 The event loop's own TLS server tells a protocol of a connection only after the handshake, so that
 connections without one would be neither counted nor ended by the server's limits. Used by
-`HttpServer`. Knows no HTTP.
+`HttpServer`. Must not know HTTP.
 """
 
 from __future__ import annotations

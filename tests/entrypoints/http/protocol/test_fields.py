@@ -158,6 +158,13 @@ async def test_unknown_nested_fields_are_refused(path: str, fields: dict[str, An
         assert error["message"].startswith(f"{param} is not a known field; ")
 
 
+async def test_options_of_streams_need_a_stream() -> None:
+    async with serving() as server:
+        for path in (CHAT, COMPLETIONS):
+            error = (await server.post(path, {**BODIES[path], "stream_options": {"include_usage": True}})).json()["error"]
+            assert (error["param"], error["message"]) == ("stream_options", "stream_options needs stream: true; send both, or neither")
+
+
 async def test_known_nested_fields_pass() -> None:
     fields: list[dict[str, Any]] = [
         {"stream_options": {"include_usage": True, "continuous_usage_stats": False, "include_obfuscation": False}},
