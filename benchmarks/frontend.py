@@ -43,7 +43,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def start(folder: Path, step: float, requests: int, flags: list[str]) -> tuple[subprocess.Popen[str], str, int]:
-    command = [sys.executable, "-m", "frame.testing.fake_engine", "serve", "--model", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "tests.entrypoints.fake_engine", "serve", "--model", str(folder), "--port", "0"]
     sizes = ["--max-running-requests", str(requests), "--max-total-tokens", str(requests * 32768)]
     environment = {**os.environ, "FRAME_FAKE_PLAIN": "1", "FRAME_FAKE_STEP": str(step)}
     server = subprocess.Popen([*command, *sizes, *flags], stderr=subprocess.PIPE, text=True, env=environment)

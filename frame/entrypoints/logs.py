@@ -2,8 +2,8 @@
 the request that it concerns.
 
 The main process writes in a separate thread and relays the lines of its children, so a reader of
-standard error that stops reading blocks no process. Contents of requests are never logged. Knows no
-route.
+standard error that stops reading blocks no process. Contents of requests are never logged. Must not
+know a route.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import secrets
 import select
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from queue import SimpleQueue
@@ -112,27 +111,17 @@ class LogWriter(io.TextIOBase):
                 return
 
 
-class LogHandler(logging.Handler):
-    """Passes formatted records to a `LogWriter`."""
-
-    def __init__(self, writer: LogWriter) -> None:
-        super().__init__()
-        self.writer = writer
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.writer.write(self.format(record) + "\n")
-        except Exception:  # noqa: BLE001 - a line that cannot be formatted fails as the logging package does
-            self.handleError(record)
+class LogHandler(logging.StreamHandler[LogWriter]):
+    """Writes to a `LogWriter`, and waits at the end for what it has queued."""
 
     def close(self) -> None:
-        self.writer.drain(CLOSE_TIMEOUT)
+        self.stream.drain(CLOSE_TIMEOUT)
         super().close()
 
 
 def configured_writer() -> LogWriter | None:
     """The `LogWriter` of this process, if it has one."""
-    return next((handler.writer for handler in logging.getLogger().handlers if isinstance(handler, LogHandler)), None)
+    return next((handler.stream for handler in logging.getLogger().handlers if isinstance(handler, LogHandler)), None)
 
 
 def configure(process: str, settings: LogSection, writer: LogWriter | None = None) -> None:
@@ -149,7 +138,6 @@ def configure(process: str, settings: LogSection, writer: LogWriter | None = Non
     set_levels(settings)
     PROGRESS.setLevel(logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # `report` logs start and stop
-    logging.getLogger("uvicorn.error").addFilter(RateLimitFilter())  # clients can cause its warnings at any rate
 
 
 def set_levels(settings: LogSection) -> None:
@@ -179,30 +167,6 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request_id"):
         record.request_id = REQUEST_ID.get()
     return True
-
-
-class RateLimitFilter(logging.Filter):
-    """Passes one of equal warnings per `every` seconds, with the number suppressed."""
-
-    def __init__(self, every: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._every = every
-        self._clock = clock
-        self._message = ""
-        self._until = 0.0
-        self._num_suppressed = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno > logging.WARNING:
-            return True
-        message, now = record.getMessage(), self._clock()
-        if message == self._message and now < self._until:
-            self._num_suppressed += 1
-            return False
-        if message == self._message and self._num_suppressed:
-            record.msg, record.args = f"{message} ({self._num_suppressed} similar lines suppressed since the last one)", ()
-        self._message, self._until, self._num_suppressed = message, now + self._every, 0
-        return True
 
 
 class TextFormatter(logging.Formatter):

@@ -1,5 +1,5 @@
 """The policy that a language model applies for `/v1/moderations`: categories, system prompt, and
-the regex of the reply. Knows no HTTP."""
+the regex of the reply. Must not know HTTP."""
 
 from __future__ import annotations
 

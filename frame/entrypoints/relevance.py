@@ -1,5 +1,5 @@
 """Rerank and score: builds a model's input from a query and a document, and relevance from its
-output. Knows no HTTP."""
+output. Must not know HTTP."""
 
 from __future__ import annotations
 

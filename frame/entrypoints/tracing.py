@@ -3,7 +3,7 @@ by OTLP over HTTP.
 
 Messages carry the trace context as a W3C `traceparent` (`TRACE`, `Generate.trace`). Spans are
 created when a request ends, from recorded times, so a token costs nothing. Without an endpoint
-OpenTelemetry is not imported. Knows no route.
+OpenTelemetry is not imported. Must not know a route.
 """
 
 from __future__ import annotations
@@ -231,9 +231,8 @@ def add_tokenizer_span(tracing: Tracing, message: Tokenize, since: float, count:
 def _usage(request: RequestState) -> dict[str, Any]:
     """Attributes of a response, by OpenTelemetry's conventions for generative AI."""
     firsts = [sequence.times.first for sequence in request.sequences if sequence.times.first]
-    prompts = {sequence.prompt_index: len(sequence.prompt) for sequence in request.sequences}
     usage: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": sum(prompts.values()),
+        "gen_ai.usage.input_tokens": sum(len(first.prompt) for first in request.first_sequences),
         "gen_ai.usage.output_tokens": sum(sequence.num_tokens for sequence in request.sequences),
         "gen_ai.response.finish_reasons": [s.finish.reason for s in request.sequences if s.finish is not None],
         "frame.cached_tokens": sum(sequence.cached for sequence in request.sequences),

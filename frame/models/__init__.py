@@ -48,7 +48,7 @@ _DECODERS = (
     ("olmo2", "olmo2:Olmo2ForCausalLM", (*_forms("Olmo2"), *_forms("Olmo3")), "OLMo 2 and 3"),
     ("phi3", "phi3:Phi3ForCausalLM", _forms("Phi3"), "Phi-3, Phi-3.5, Phi-4 and Phi-4-mini"),
     ("cohere", "cohere:CohereForCausalLM", (*_forms("Cohere"), *_forms("Cohere2")), "Cohere Command R, R7B and A"),
-    ("gpt_oss", "gpt_oss:GptOssForCausalLM", ("GptOssForCausalLM",), "gpt-oss 20b and 120b, unquantized"),
+    ("gpt_oss", "gpt_oss:GptOssForCausalLM", ("GptOssForCausalLM",), "gpt-oss 20b and 120b"),
     (
         "qwen3_next",
         "qwen3_next:Qwen3NextForCausalLM",

@@ -150,7 +150,7 @@ class LayerInputs(nn.Module):
         tokens = self.table(token_ids)
         tokens = tokens * torch.tensor(self.shape[1] ** 0.5, dtype=tokens.dtype).item()  # rounded, as in training
         projected = self.norm((self.projection(embedded) * self.scale).view(-1, self.shape[1]))
-        self.values = ((projected.view(tokens.shape) + tokens) * 2.0**-0.5).unflatten(1, self.shape)
+        self.values = ((projected.reshape(tokens.shape) + tokens) * 2.0**-0.5).unflatten(1, self.shape)
 
 
 class Gemma4Layer(nn.Module):

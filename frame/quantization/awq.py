@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor
 from frame.quantization.gptq import group_axis
 from frame.quantization.integers import Integers, unpack_words, word_axis
-from frame.quantization.patterns import matches
-from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
+from frame.quantization.listed import ListedFormat
+from frame.quantization.plain import INPUTS, OUTPUTS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -23,14 +23,14 @@ _BITS = 4
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight outputs
 
 
-class Awq(WeightFormat):
+class Awq(ListedFormat):
     """Reads `quantization_config`."""
 
     conformance_config: ClassVar[dict[str, Any]] = {"bits": 4, "group_size": 32}
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        config = context.checkpoint_config or {}
+        config = self.config
         version, bits = str(config.get("version") or "gemm").lower(), config.get("bits", config.get("w_bit"))
         if version != "gemm":
             raise CheckpointError(f"quantization_config.version is {version!r}; of AWQ's versions gemm is read.")
@@ -40,11 +40,8 @@ class Awq(WeightFormat):
         if not isinstance(group, int) or group < -1 or group == 0:
             raise CheckpointError(f"quantization_config.group_size is {group!r}; a positive number or -1 (all inputs) is expected.")
         self._group = max(0, group)
-        self._plain = tuple(config.get("modules_to_not_convert") or ())
 
-    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if kind == "head" or any(matches(pattern, name) for pattern in self._plain):
-            return PlainLayer(self.context.dtype)
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         return AwqLayer(self.context.dtype, self._group)
 
 

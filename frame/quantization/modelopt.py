@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, WeightFormat
+from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind
 from frame.quantization.floats import NV_GROUP, Fp4Layer
 from frame.quantization.fp8 import Fp8Layer, make_layer
 from frame.quantization.fp8_format import Fp8Format
-from frame.quantization.patterns import matches
-from frame.quantization.plain import PlainLayer
+from frame.quantization.listed import ListedFormat
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -21,7 +20,7 @@ _LAYOUTS: dict[str, LayerFormat] = {
 }
 
 
-class ModelOpt(WeightFormat):
+class ModelOpt(ListedFormat):
     """Reads `quant_algo`, and `exclude_modules` or `ignore`. Activations keep the model's dtype, or
     are rounded by the kernel."""
 
@@ -30,14 +29,10 @@ class ModelOpt(WeightFormat):
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        config = context.checkpoint_config or {}
-        algorithm = config.get("quant_algo")
+        algorithm = self.config.get("quant_algo")
         if algorithm not in _LAYOUTS:
             raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of ModelOpt's formats {', '.join(_LAYOUTS)} are read.")
         self._layout = _LAYOUTS[algorithm]
-        self._plain = tuple(config.get("exclude_modules") or config.get("ignore") or ())
 
-    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if kind == "head" or any(matches(pattern, name) for pattern in self._plain):
-            return PlainLayer(self.context.dtype)
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         return make_layer(self._layout.stored, kind) if isinstance(self._layout, Fp8Layer) else self._layout

@@ -17,13 +17,12 @@ from frame.core.interfaces.weight_format import (
     LayerKind,
     PackedWeight,
     StoredTensor,
-    WeightFormat,
     WeightScheme,
 )
 from frame.quantization.fp8_weights import FP8
 from frame.quantization.integers import Integers
-from frame.quantization.patterns import matches
-from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
+from frame.quantization.listed import ListedFormat
+from frame.quantization.plain import INPUTS, OUTPUTS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -40,7 +39,7 @@ _TYPES = {
 }
 
 
-class TorchAo(WeightFormat):
+class TorchAo(ListedFormat):
     """Reads `quant_type.default` and `modules_to_not_convert`. Activations keep the model's dtype,
     or are rounded by the kernel."""
 
@@ -50,14 +49,10 @@ class TorchAo(WeightFormat):
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        config = context.checkpoint_config or {}
-        self._plain = tuple(config.get("modules_to_not_convert") or ())
-        self._has_head = bool(config.get("include_input_output_embeddings"))
-        self._layout = _read_type(config.get("quant_type"), context.dtype)
+        self.quantizes_head = bool(self.config.get("include_input_output_embeddings"))
+        self._layout = _read_type(self.config.get("quant_type"), context.dtype)
 
-    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if (kind == "head" and not self._has_head) or any(matches(pattern, name) for pattern in self._plain):
-            return PlainLayer(self.context.dtype)
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         return self._layout
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor
 from frame.quantization.fp8 import Fp8Layer
 from frame.quantization.fp8_format import Fp8Format, read_block
 from frame.quantization.integers import Integers, unpack_pairs
-from frame.quantization.patterns import matches
-from frame.quantization.plain import OUTPUTS, PlainLayer
+from frame.quantization.listed import ListedFormat
+from frame.quantization.plain import OUTPUTS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -24,7 +24,7 @@ _GROUP = 128  # inputs that share a scale
 _SIGNS = 0x88  # flips the signs of both nibbles of a byte: two's complement to unsigned
 
 
-class W4AFp8(WeightFormat):
+class W4AFp8(ListedFormat):
     """Reads `ignored_layers`, `weight_block_size` and `group_size`. Activations keep the model's
     dtype, or are rounded by the kernel."""
 
@@ -33,15 +33,12 @@ class W4AFp8(WeightFormat):
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        config = context.checkpoint_config or {}
+        config = self.config
         if config.get("group_size", _GROUP) != _GROUP:
             raise CheckpointError(f"quantization_config.group_size is {config['group_size']!r}; of W4AFP8's groups {_GROUP} is read.")
-        self._plain = tuple(name for key in ("modules_to_not_convert", "ignored_layers", "ignore") for name in config.get(key) or ())
         self._linear = Fp8Layer(Fp8Format("block", "weight_scale_inv", block=read_block(config.get("weight_block_size") or (128, 128))))
 
-    def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if kind == "head" or any(matches(pattern, name) for pattern in self._plain):
-            return PlainLayer(self.context.dtype)
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         return W4ExpertsLayer(self.context.dtype) if kind == "experts" else self._linear
 
 

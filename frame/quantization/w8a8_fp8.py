@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.weight_format import LayerFormat
+from typing import Any, ClassVar
+
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind
 from frame.quantization.fp8 import Fp8Layer
 from frame.quantization.fp8_format import Fp8Format
-from frame.quantization.w8a8 import OneLayout
+from frame.quantization.listed import ListedFormat
 
 
-class W8A8Fp8(OneLayout):
+class W8A8Fp8(ListedFormat):
     """`weight` e4m3 and `weight_scale` [outputs, 1]."""
 
-    def make_layout(self) -> LayerFormat:
+    conformance_config: ClassVar[dict[str, Any]] = {"ignore": ["lm_head"]}
+
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         return Fp8Layer(Fp8Format("channel"))

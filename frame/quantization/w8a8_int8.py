@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.weight_format import LayerFormat
+from typing import Any, ClassVar
+
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind
 from frame.quantization.compressed_tensors import IntegerLayer
-from frame.quantization.w8a8 import OneLayout
+from frame.quantization.listed import ListedFormat
 
 
-class W8A8Int8(OneLayout):
+class W8A8Int8(ListedFormat):
     """`weight` int8 and `weight_scale` [outputs, 1]."""
 
-    def make_layout(self) -> LayerFormat:
+    conformance_config: ClassVar[dict[str, Any]] = {"ignore": ["lm_head"]}
+
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         return IntegerLayer(self.context.dtype, 8, 0, single=False, symmetric=True, rounds_inputs=True)

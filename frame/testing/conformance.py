@@ -16,7 +16,8 @@ import threading
 import types
 import unittest
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -87,8 +88,53 @@ def checks(kind: str, subject: Subject) -> list[Check]:
     return found
 
 
-def read_process_state() -> dict[str, Any]:
-    """What a plugin must leave as it is in its process, by name. Suites compare two states."""
+class Outcome(NamedTuple):
+    """The result of one check."""
+
+    check: str
+    result: str  # "passed", "failed", "skipped"
+    message: str = ""
+
+
+def run_suite(subject: Subject, first_failure: bool = False, only: str = "") -> list[Outcome]:
+    """All checks of the plugin's kind, those up to the first that fails, or the one of a name."""
+    found: list[Outcome] = []
+    try:
+        for check in checks(subject.record.kind, subject):
+            if only in ("", check.name):
+                found.append(_run(check))
+            if first_failure and found and found[-1].result == "failed":
+                break
+    except Exception as error:  # noqa: BLE001 - the plugin may raise where the suite asks it for its cases
+        found.append(Outcome("suite", "failed", f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _run(check: Check) -> Outcome:
+    try:
+        check.run()
+    except SkipCheck as reason:
+        return Outcome(check.name, "skipped", str(reason))
+    except Exception as error:  # noqa: BLE001 - a plugin that raises is found
+        prefix = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        return Outcome(check.name, "failed", f"{prefix}{error}")
+    return Outcome(check.name, "passed")
+
+
+@contextmanager
+def unchanged_process(what: str) -> Iterator[None]:
+    """Raises AssertionError at the end if the body, which the sentence calls `what`, changed
+    anything of the process that a plugin must leave as it is."""
+    before, folder = _read_process_state(), Path.cwd()
+    yield
+    after = _read_process_state()
+    os.chdir(folder)
+    changed = [name for name in before if before[name] != after[name]]
+    assert not changed, f"{what} the process's {' and '.join(changed)}"
+
+
+def _read_process_state() -> dict[str, Any]:
+    """By name."""
     root = logging.getLogger()
     return {
         "logging": (root.level, list(root.handlers), logging.root.manager.disable),

@@ -22,7 +22,7 @@ import click
 from click.testing import CliRunner, Result
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
-from frame.testing.conformance import Check, SkipCheck, Subject, read_process_state
+from frame.testing.conformance import Check, SkipCheck, Subject, unchanged_process
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
 HEAVY = ("torch", "transformers")
@@ -82,12 +82,11 @@ def _is_made_anew(make: Callable[[], click.Command]) -> None:
 
 
 def _is_made_without_effect(make: Callable[[], click.Command]) -> None:
-    before = read_process_state()
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        command = make()
-    assert not output.getvalue(), "making the command prints to standard output"
-    _invoke(command, "--help")
-    _compare(before, "making the command and its help change")
+    with unchanged_process("making the command and its help change"):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            command = make()
+        assert not output.getvalue(), "making the command prints to standard output"
+        _invoke(command, "--help")
 
 
 def _has_help_texts(make: Callable[[], click.Command]) -> None:
@@ -141,12 +140,11 @@ def _runs(subject: Subject, make: Callable[[], click.Command]) -> None:
     calls = getattr(subject.target, "conformance_arguments", ())
     if not calls:
         raise SkipCheck("the class has no conformance_arguments; list calls that end soon")
-    before = read_process_state()
-    for arguments in calls:
-        results = [_invoke(command, *arguments) for command in (make(), make())]
-        for result in results:
-            assert result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}"
-    _compare(before, "a call changes")
+    with unchanged_process("a call changes"):
+        for arguments in calls:
+            results = [_invoke(command, *arguments) for command in (make(), make())]
+            for result in results:
+                assert result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}"
 
 
 def _walk(command: click.Command, path: str = "the command") -> Iterator[tuple[str, click.Command]]:
@@ -163,10 +161,3 @@ def _walk(command: click.Command, path: str = "the command") -> Iterator[tuple[s
 
 def _invoke(command: click.Command, *arguments: str) -> Result:
     return CliRunner().invoke(command, arguments, prog_name="frame x")
-
-
-def _compare(before: dict[str, Any], subject: str) -> None:
-    after = read_process_state()
-    changed = [what for what in before if before[what] != after[what]]
-    os.chdir(before["working folder"])
-    assert not changed, f"{subject} the process's {' and '.join(changed)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,13 +44,9 @@ class ExampleNode:
     priority: int = 0
 
 
-def eviction_policy(subject: Subject) -> Iterable[Check]:
-    """The suite of the kind `eviction_policy`."""
-    return check_eviction_policy(partial(subject.target, EVICTION, subject.options))
-
-
-def check_eviction_policy(policy: Make) -> Iterator[Check]:
-    """Keys, then a cache and a scheduler that use them. `policy` makes a new one."""
+def eviction_policy(subject: Subject) -> Iterator[Check]:
+    """The suite of the kind `eviction_policy`: keys, then a cache and a scheduler that use them."""
+    policy = partial(subject.target, EVICTION, subject.options)
     for check in (
         key_is_an_ordered_tuple,
         key_depends_on_the_node_alone,

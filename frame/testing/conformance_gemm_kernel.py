@@ -15,12 +15,11 @@ import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements, find_kernel_obstacle
 from frame.core.interfaces.weight_format import Codes, PackedWeight, WeightScheme
-from frame.testing.attention_cases import build_context
+from frame.testing.attention_cases import DTYPES, build_context
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.devices import open_platform
 from frame.testing.packed_weights import make_weight
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
 ROUNDED = 0.1  # where a kernel rounds activations too
 COUNTED = 0.02  # relative error of counted bytes

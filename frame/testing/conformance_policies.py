@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
@@ -41,14 +41,10 @@ BACKLOG, ADMITTED = 8, 2  # of the simulated queue: its length, and the requests
 Make = Callable[[], SchedulingPolicy]
 
 
-def scheduling_policy(subject: Subject) -> Iterable[Check]:
-    """The suite of the kind `scheduling_policy`."""
-    return check_scheduling_policy(partial(subject.target, SCHEDULING, subject.options))
-
-
-def check_scheduling_policy(policy: Make) -> Iterator[Check]:
-    """Single calls, simulated queues, then whole runs that must yield what an unconstrained run
-    yields. `policy` makes a new one."""
+def scheduling_policy(subject: Subject) -> Iterator[Check]:
+    """The suite of the kind `scheduling_policy`: single calls, simulated queues, then whole runs
+    that must yield what an unconstrained run yields."""
+    policy = partial(subject.target, SCHEDULING, subject.options)
     for check in (
         order_is_a_permutation,
         order_changes_nothing,

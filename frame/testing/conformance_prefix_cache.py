@@ -23,7 +23,7 @@ from frame.core.interfaces.cache import (
 )
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig
 
@@ -383,8 +383,10 @@ def _repairs_its_locks(maker: Maker) -> None:
 
 
 def _agrees_with_a_dictionary(maker: Maker) -> None:
-    from frame.testing.prefix_cache_machine import run_machine
-
+    try:
+        from frame.testing.prefix_cache_machine import run_machine
+    except ImportError as error:
+        raise SkipCheck("hypothesis, which draws the calls, is not installed") from error
     run_machine(lambda page_size, _: maker.make(page_size), maker.page_sizes, maker.subject.setting.thorough)
 
 

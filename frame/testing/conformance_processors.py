@@ -110,12 +110,6 @@ def checks_of(make: Make, wanted: Sequence[SamplingParams]) -> Iterator[Check]:
         yield Check(check.__name__, partial(check, make, wanted))
 
 
-def check_processor(make: Make, wanted: Sequence[SamplingParams]) -> None:
-    """Run all checks."""
-    for check in checks_of(make, wanted):
-        check.run()
-
-
 def record_names_its_parameters(can: object, make: Make, wanted: Sequence[SamplingParams]) -> None:
     """The processor applies to a request with a parameter that its record names, and to none with
     others alone: the server refuses a parameter that no record names."""

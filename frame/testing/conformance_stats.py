@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from frame.core.interfaces.stats import Metric, RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
-from frame.testing.conformance import Check, Subject, count_elements, read_process_state
+from frame.testing.conformance import Check, Subject, count_elements, unchanged_process
 
 MANY = 6000  # records
 MAX_SECONDS = 1e-3  # of one record
@@ -153,10 +153,7 @@ def _closes_twice(make: Any) -> None:
 
 
 def _changes_nothing_of_the_process(make: Any) -> None:
-    before = read_process_state()
-    logger = make()
-    _run(logger, 20)
-    logger.close()
-    after = read_process_state()
-    for what in before:
-        assert before[what] == after[what], f"the logger changes the process's {what}"
+    with unchanged_process("the logger changes"):
+        logger = make()
+        _run(logger, 20)
+        logger.close()

@@ -28,7 +28,7 @@ from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingContext, SchedulingPolicy
-from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
+from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.request import Request
@@ -36,13 +36,13 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.drafters import Script, ScriptedDrafter
-from frame.testing.fake_groups import GroupedFakeRunner
 from frame.testing.fake_runner import FakeRunner, continuation
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
+IsInvalid = Callable[[Sequence[int]], bool]  # of a row's tokens: whether its logits are not finite
 PATIENCE = 4  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
 
 
@@ -103,28 +103,27 @@ class SchedulerRig:
         policy: SchedulingPolicy,
         eviction: EvictionPolicy | None = None,
         prefix_cache: bool | PrefixCache = True,  # frame's own, none, or this one
-        is_invalid: Callable[[Sequence[int]], bool] | None = None,
-        further: Sequence[PagePool] = (),  # the pools of cache groups besides `tokens`
+        is_invalid: IsInvalid | None = None,
     ) -> None:
         self.config = config
         self.now = 0.0
         self.requests: dict[str, Expected] = {}
         self.max_rows = 0
-        pools = (PagePool("tokens", config.num_pages, config.page_size), *further)
+        pools, self.allocator, self.runner = self.make_memory(is_invalid)
         cache = prefix_cache
         if isinstance(cache, bool):
             taken = (eviction or OldestFirst()) if cache else None
             cache = load_cache_class(cache)(PrefixCacheContext(config.page_size, config.num_pages, taken, pools))
-        sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size, is_invalid)
-        if further:
-            self.allocator: PageAllocator = GroupedAllocator(pools)
-            self.runner: FakeRunner = GroupedFakeRunner(pools, *sizes)
-        else:
-            self.allocator = PagedAllocator(config.num_pages)
-            self.runner = FakeRunner(*sizes)
         self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._kept_waiting: dict[str, int] = {}  # steps in a row
+
+    def make_memory(self, is_invalid: IsInvalid | None) -> tuple[tuple[PagePool, ...], PageAllocator, FakeRunner]:
+        """The pools of the cache groups, their allocator, and a runner that uses them."""
+        config = self.config
+        pool = PagePool("tokens", config.num_pages, config.page_size)
+        sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
+        return (pool,), PagedAllocator(config.num_pages), FakeRunner(*sizes, is_invalid)
 
     def add(
         self,

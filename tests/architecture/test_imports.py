@@ -72,7 +72,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.core", ("frame.core", KERNELS)),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
-    ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", MARKER)),
+    ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.core.ipc.socket_directory", MARKER)),
     ("frame.plugins.platforms", (*DATA, "frame.core.execution.host_memory", MARKER)),
     ("frame.plugins.http_extensions", (*DATA, MARKER, "frame.entrypoints.http")),  # the routers of the server's own APIs
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),

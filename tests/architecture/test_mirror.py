@@ -79,10 +79,8 @@ UNTESTED: dict[str, str] = {
         ("frame.entrypoints.http.response_models.dialects", "frame.entrypoints.http.response_models.operations"),
         "tests/entrypoints/http/protocol/test_response_docs.py validates responses against its schemas",
     ),
-    **dict.fromkeys(
-        tuple(f"frame.entrypoints.http.extensions.{name}" for name in ("hooks", "middleware", "plugin_routes")),
-        "tests/entrypoints/http/extensions/test_loading.py serves requests through them",
-    ),
+    "frame.entrypoints.http.extensions.hooks": "tests/entrypoints/http/extensions/test_loading.py serves requests through them",
+    "frame.testing.conformance_eviction": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",
     "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     **dict.fromkeys(
@@ -99,7 +97,6 @@ UNTESTED: dict[str, str] = {
     "frame.entrypoints.http.chat.tools": "tests/clients/test_openai_chat.py asks for all that it allows and refuses",
     "frame.core.text.tool_prompt": "tests/core/text/test_chat_template.py renders what it writes",
     "frame.core.sampling.prompt_logprobs": "tests/core/execution/test_model_runner.py compares chunks with whole prompts",
-    "frame.core.execution.async_output": "every StepResult in tests/core/execution/test_model_runner.py comes out of it",
     "frame.core.interfaces.attention_spec": "one data class and a protocol; every test of an attention backend uses both",
     "frame.core.interfaces.rank_context": "data classes and protocols; every backend under test is built from them",
     "frame.core.interfaces.row_operations": "data and a protocol; tests of frame-amx and of the Triton kernels use them",

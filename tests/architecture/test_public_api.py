@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,12 +59,6 @@ def test_public_names() -> None:
 def test_dir_lists_public_names_and_unknown_ones_fail() -> None:
     assert set(frame.__all__) <= set(dir(frame))
     assert not hasattr(frame, "no_such_name")
-
-
-def test_testing_names_are_importable() -> None:
-    testing = importlib.import_module("frame.testing")
-    if hasattr(testing, "__all__"):
-        assert unsorted_or_missing(testing) == []
 
 
 def test_every_field_has_default_and_description() -> None:

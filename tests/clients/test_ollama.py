@@ -120,6 +120,8 @@ def test_what_clients_ask_first(client: httpx.Client) -> None:
         ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature is a string; send a number"),
         ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat is not supported"),
         ("/api/chat", {"options": {"wrong": 2}}, "options.wrong is unknown"),
+        ("/api/chat", {"options": {"num_predct": 2}}, "options.num_predct is unknown; did you mean 'num_predict'?"),
+        ("/api/generate", {"model": "other", "prompt": ""}, "the model 'other' does not exist"),
         ("/api/chat", {"format": "yaml"}, "format is 'yaml'"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images is not supported"),
         ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls: expected a list"),

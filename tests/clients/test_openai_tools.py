@@ -181,7 +181,7 @@ def test_fields_that_change_nothing_here(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "only tools of type function"),
         ({"tools": [tool("f", {"type": "object", "properties": [1]})]}, "properties: expected an object"),
         ({"tools": [tool("f", {"type": "nothing"})], "tool_choice": "required"}, r"tools\[0\].function.parameters.type is 'nothing'"),
-        ({"service_tier": "gold"}, "must be one of"),
+        ({"service_tier": "gold"}, "service_tier is .gold.; it must be .auto."),
         ({"modalities": ["text", "audio"]}, "answers in text"),
         ({"extra_body": {"structured_outputs": {"a": 1}}}, "structured_outputs.a is not a known field"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "json": {}}}}, "exactly one of"),

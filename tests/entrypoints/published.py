@@ -12,8 +12,8 @@ import jsonschema
 import msgspec
 from fastapi.openapi.utils import get_openapi
 
-from frame.entrypoints.http.app import described
 from frame.entrypoints.http.extensions.loading import CORE_ROUTES, load_built_in
+from frame.entrypoints.http.protocol.response_docs import complete_schema
 from frame.entrypoints.http.protocol.routing import PathIndex
 
 ROUTES = (*load_built_in().routes, *CORE_ROUTES)  # of a server as it is configured by default
@@ -21,7 +21,7 @@ ROUTES = (*load_built_in().routes, *CORE_ROUTES)  # of a server as it is configu
 
 @cache
 def description() -> dict[str, Any]:
-    return described(get_openapi(title="frame", version="0", routes=ROUTES), ROUTES)
+    return complete_schema(get_openapi(title="frame", version="0", routes=ROUTES), ROUTES)
 
 
 @cache

@@ -19,17 +19,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 READY = re.compile(r"ready on (https?://\S+)")
 START_TIMEOUT = 90.0
+FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 
 
 class RunningServer:
-    """`fake`: the engine runs a fake model (`frame.testing.fake_engine`), which starts fast and
+    """`fake`: the engine runs a fake model (`fake_engine.py`), which starts fast and
     needs no weights. `reads_log`: standard error is read to its end; else only until the server is
     ready."""
 
     def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None, reads_log: bool = True) -> None:
-        module = ["frame.testing.fake_engine", "serve"] if fake else ["frame", "serve"]
+        command = FAKE_SERVE if fake else (sys.executable, "-m", "frame", "serve")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *module, "--model", str(folder), "--port", "0", *flags],
+            [*command, "--model", str(folder), "--port", "0", *flags],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},

@@ -20,7 +20,6 @@ from frame.entrypoints.logs import (
     JsonFormatter,
     LogHandler,
     LogWriter,
-    RateLimitFilter,
     TextFormatter,
     _add_request_id,
     request_id_of,
@@ -41,18 +40,6 @@ def test_text_lines_cannot_be_forged() -> None:
     line = TextFormatter("main").format(record("GET %s", "/a\nfake line\x1b[31m"))
     assert line.endswith(r"WARNING main: GET /a\nfake line\x1b[31m [r1]")
     REQUEST_ID.set("")
-
-
-def test_warnings_that_anybody_can_cause_are_sparse() -> None:
-    now = 0.0
-    sparse = RateLimitFilter(60.0, lambda: now)
-    assert [sparse.filter(record("no HTTP")) for _ in range(5)] == [True, False, False, False, False]
-    assert sparse.filter(record("another"))
-    assert sparse.filter(record("no HTTP")) and not sparse.filter(record("no HTTP"))
-    now = 61.0
-    later = record("no HTTP")
-    assert sparse.filter(later)
-    assert later.getMessage() == "no HTTP (1 similar lines suppressed since the last one)"
 
 
 def test_json_lines() -> None:

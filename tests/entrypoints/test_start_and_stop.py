@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.entrypoints.serving import wait_until
+from tests.entrypoints.serving import FAKE_SERVE, wait_until
 
-SERVE = (sys.executable, "-m", "frame.testing.fake_engine", "serve", "--max-model-len", "512", "--max-total-tokens", "1024", "--model")
+SERVE = (*FAKE_SERVE, "--max-model-len", "512", "--max-total-tokens", "1024", "--model")
 
 
 @contextmanager

@@ -28,10 +28,11 @@ from frame.kernels import peer_sum
 from frame.plugins.collectives import P2pOptions, p2p
 from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.loader import load_registry
-from frame.testing import conformance, fake_collective
+from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
+from frame.testing.conformance import run_suite
 from frame.testing.conformance_collective import suite
-from frame.testing.mutants import run_suite
+from tests.plugins import fake_collective
 
 ROOT = Path(__file__).resolve().parents[2]
 

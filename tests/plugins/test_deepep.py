@@ -18,7 +18,7 @@ from frame.core.interfaces.moe import DispatcherCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins.moe_dispatchers.deepep import Communicator, DeepEP
 from frame.testing import conformance
-from frame.testing.mutants import run_suite
+from frame.testing.conformance import run_suite
 from frame.testing.suites.thread_group import ThreadGroup, run_ranks
 
 

@@ -162,9 +162,9 @@ EXAMPLES = {
     "prefix_cache:blocks": "tests/examples/packages/frame-block-cache/frame_block_cache.py",
     "weight_source:tar": "tests/examples/packages/frame-tar-weights/frame_tar_weights.py",
     "stat_logger:statsd": "tests/examples/packages/frame-statsd/frame_statsd.py",
-    "collective:store": "frame/testing/fake_collective.py",
+    "collective:store": "tests/plugins/fake_collective.py",
     "platform:abacus": "tests/plugins/platform_example.py",
-    "launcher:reversed": "frame/testing/fake_launcher.py",
+    "launcher:reversed": "tests/plugins/fake_launcher.py",
 }
 
 

@@ -14,10 +14,11 @@ from frame.core.config.schema import FrameConfig
 from frame.core.interfaces.launcher import LauncherCapabilities, LauncherContext, LauncherRequirements
 from frame.entrypoints.configuration.prepare import prepare
 from frame.plugins.loader import load_registry
-from frame.testing import conformance, fake_launcher
+from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
+from frame.testing.conformance import run_suite
 from frame.testing.conformance_launcher import suite
-from frame.testing.mutants import run_suite
+from tests.plugins import fake_launcher
 
 
 @pytest.mark.parametrize("name", ["local", "rendezvous"])

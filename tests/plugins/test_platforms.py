@@ -25,12 +25,12 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
-from frame.testing import conformance, fake_platform
+from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
+from frame.testing.conformance import run_suite
 from frame.testing.conformance_platform import suite
-from frame.testing.fake_platform import FakeGraph
-from frame.testing.mutants import run_suite
-from tests.plugins import platform_example
+from tests.plugins import fake_platform, platform_example
+from tests.plugins.fake_platform import FakeGraph
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [9]]
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,9 +153,8 @@ def test_a_tunnel_connects_sockets_of_two_folders(tmp_path: Path) -> None:
 
 
 @contextmanager
-def two_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RendezvousLauncher, subprocess.Popen[bytes]]]:
+def two_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RendezvousLauncher, subprocess.Popen[bytes], Path]]:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    (folder / "node").mkdir()
     address = f"127.0.0.1:{free_port()}"
     code = f"""if True:
         from pathlib import Path
@@ -162,17 +162,18 @@ def two_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[R
         from frame.plugins.launchers.rendezvous import RendezvousLauncher
         RendezvousLauncher(LauncherContext(4, Path("."), 2, 1, {address!r})).serve_node()
     """
-    node = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folder / "node")})
-    launcher = RendezvousLauncher(LauncherContext(4, folder, 2, 0, address))
-    try:
-        yield launcher, node
-    finally:
-        launcher.close()
-        node.wait(20)
+    with tempfile.TemporaryDirectory(prefix="node-", dir="/tmp") as temporary:  # pytest's folder may be too long for sockets
+        node = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": temporary})
+        launcher = RendezvousLauncher(LauncherContext(4, folder, 2, 0, address))
+        try:
+            yield launcher, node, Path(temporary)
+        finally:
+            launcher.close()
+            node.wait(20)
 
 
 def test_processes_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with two_hosts(tmp_path, monkeypatch) as (launcher, node):
+    with two_hosts(tmp_path, monkeypatch) as (launcher, node, temporary):
         places = launcher.place().ranks
         assert [(place.rank, place.local_index) for place in places] == [(0, 0), (1, 1), (2, 0), (3, 1)]
         code = "import os, sys; print(os.environ['OWN'], sys.argv[1], sys.stdin.readline(), file=sys.stderr, flush=True); sys.exit(5)"
@@ -184,7 +185,7 @@ def test_processes_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         process.stdin.write(b"a line\n")
         own, folder, line = process.stderr.read().decode().split(maxsplit=2)
         assert (own, line.strip(), process.wait(10)) == ("x", "a line", 5)
-        assert Path(folder).parent == tmp_path / "node"  # its own folder in place of the first host's
+        assert Path(folder).parent == temporary  # its own folder in place of the first host's
         sleeping = launcher.start(places[2], [sys.executable, "-c", "import time; time.sleep(60)"], {}, pipes_errors=False)
         with pytest.raises(subprocess.TimeoutExpired):
             sleeping.wait(0.1)

@@ -251,6 +251,13 @@ def test_quantization_while_loading_stays_close(target: type, architecture: str,
         assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < bound
 
 
+@pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"])
+def test_formats_read_each_name_of_the_list_of_unquantized_layers(name: str) -> None:
+    found = Awq(FormatContext(torch.float32, {"bits": 4, name: ["down_proj"]}))
+    assert isinstance(found.describe_layer("model.layers.0.mlp.down_proj", "linear"), PlainLayer)
+    assert not isinstance(found.describe_layer("model.layers.0.mlp.up_proj", "linear"), PlainLayer)
+
+
 def test_ignored_layers_stay_unquantized() -> None:
     context = FormatContext(torch.float32)
     found = Int4(context, Int4Options(ignore=("layers.0.", "o_proj$"), group_size=32))

@@ -12,9 +12,9 @@ from frame.core.interfaces.attention import Phase
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
 from frame.testing.attention_cases import Case, Rows, build_context
-from frame.testing.plain_attention import CAPABILITIES, PlainAttention
 from frame.testing.suites.attention_steps import Script, check_steps, layers_of, write
 from frame.testing.suites.unchanged import unchanged
+from tests.testing.plain_attention import CAPABILITIES, PlainAttention
 
 CASE = Case(Rows.of([1]), head_dim=16, v_head_dim=16)
 

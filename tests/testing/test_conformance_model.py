@@ -10,7 +10,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.models.llama import LlamaForCausalLM
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.mutants import run_suite
+from frame.testing.conformance import run_suite
 from frame.testing.suites import model, model_session
 
 CONFIG = {
@@ -48,3 +48,20 @@ def test_without_a_checkpoint_the_suite_is_skipped() -> None:
     (check,) = model.suite(subject(LlamaForCausalLM))
     with pytest.raises(conformance.SkipCheck, match="`conformance_config`"):
         check.run()
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "result"),
+    [
+        ("gemma4", "decodes", "passed"),  # heads of two sizes
+        ("gemma4", "bfloat16", "passed"),
+        ("deepseek_v32", "weights_are_complete", "passed"),  # a module that two others have
+        ("kimi_linear", "decodes", "skipped"),  # a recurrent state
+    ],
+)
+def test_models_with_other_caches(name: str, check: str, result: str) -> None:
+    found = conformance.find(load_registry(installed=False), f"model:{name}", conformance.Setting())
+    label = next(each.name for each in conformance.checks("model", found) if each.name.startswith(f"{check}-"))
+    assert [(outcome.result, outcome.message) for outcome in run_suite(found, only=label)] == [
+        (result, "the suite has no cache of kind snapshot; compare served tokens with transformers instead" if result == "skipped" else "")
+    ]

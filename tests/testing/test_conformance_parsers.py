@@ -8,10 +8,10 @@ import pytest
 
 from frame.core.interfaces.parsing import CallRule, Format
 from frame.testing import conformance_parsers
-from frame.testing.conformance import SkipCheck
+from frame.testing.conformance import SkipCheck, run_suite
 from frame.testing.contexts import PARSER
-from frame.testing.mutants import Mutant, run_suite
 from frame.testing.suites import parser_texts
+from tests.testing.mutants import Mutant
 from tests.testing.mutants.reasoning_parser import ThinkTags
 from tests.testing.mutants.tool_call_parser import Hermes
 

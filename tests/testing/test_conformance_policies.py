@@ -4,7 +4,6 @@ calls do not show."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 
@@ -12,10 +11,7 @@ from frame.core.interfaces.scheduling import SchedulerView
 from frame.core.scheduling.request import Request
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.conformance_eviction import check_eviction_policy
-from frame.testing.conformance_policies import check_scheduling_policy
-from frame.testing.contexts import EVICTION, SCHEDULING
-from tests.testing.mutants.eviction_policy import LeastUsed
+from tests.testing.mutants import Mutant, load_mutants
 from tests.testing.mutants.scheduling_policy import PreemptsTheOldest, ShortestFirst
 
 REGISTRY = load_registry(installed=False)
@@ -40,13 +36,12 @@ class FailsLate(ShortestFirst):
 
 @pytest.mark.parametrize("policy", [PreemptsTheOldest, FailsLate])
 def test_a_run_finds_a_wrong_victim(policy: type[ShortestFirst]) -> None:
-    checks = {check.name: check for check in check_scheduling_policy(partial(policy, SCHEDULING))}
-    with pytest.raises(AssertionError, match="asked for a victim"):
-        checks["runs_plain_with_pages_of_1"].run()
+    wrong = Mutant("wrong", "scheduling_policy", lambda: policy, "")
+    (outcome,) = conformance.run_suite(wrong.subject(), only="runs_plain_with_pages_of_1")
+    assert outcome.result == "failed" and "asked for a victim" in outcome.message
 
 
 def test_checks_that_do_not_apply_are_left_out() -> None:
-    names = [check.name for check in check_scheduling_policy(partial(ShortestFirst, SCHEDULING))]
+    names = [check.name for check in conformance.checks("scheduling_policy", load_mutants("scheduling_policy").reference.subject())]
     assert "priorities_are_kept" not in names
     assert len(names) == len(set(names))
-    assert len(list(check_eviction_policy(partial(LeastUsed, EVICTION)))) >= 8

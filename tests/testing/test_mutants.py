@@ -7,14 +7,18 @@ the documents show, are current. The check that killed a mutant is the one that 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from frame.testing import conformance_launcher
-from frame.testing.mutants import Mutant, kill_table, run_suite
-from tests.testing.mutants import kinds, load_mutants
+from frame.testing.conformance import run_suite
+from tests.testing.mutants import Mutant, kill_table, kinds, load_mutants
 
 RESULTS = Path(__file__).with_name("mutants")
 MINIMUM = 10  # mutants of a kind
@@ -31,6 +35,22 @@ def recorded(kind: str) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.fixture
+def process() -> Iterator[None]:
+    """Sets back what mutants change in this process, which is what the suites find them by."""
+    root, handlers = logging.getLogger(), {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
+    level, targets, folder, environment = root.level, list(root.handlers), Path.cwd(), dict(os.environ)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = targets
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("process")
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
 def test_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance_launcher, "_PATIENCE", 3.0)  # a mutant that does not answer is waited for to the end

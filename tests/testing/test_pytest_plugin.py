@@ -4,6 +4,8 @@ it writes."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -105,3 +107,8 @@ def test_mistakes_are_usage_errors(run: Any, arguments: list[str], sentence: str
 def test_without_the_option_nothing_changes(run: Any, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_other="def test_other(): pass")
     run().assert_outcomes(passed=1)
+
+
+def test_without_the_option_no_torch_is_loaded() -> None:
+    code = "import sys, frame.testing, frame.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -223,7 +223,7 @@ class _Solver:
             self._select("weight_source", requirements, named, "No weight source reads the checkpoint")
         with self._collect():
             self._attention(kv_dtype)
-        if self.model_config.num_experts:
+        with self._collect():
             self._experts()
         self._policies(task)
         return task, pooling
@@ -234,9 +234,15 @@ class _Solver:
         return bool(found and getattr(found[-1].record.capabilities, feature, False))
 
     def _experts(self) -> None:
+        moe, model = self.config.moe, self.model_config
+        if not model.num_experts:
+            for key, value in (("moe.runner", moe.runner), ("moe.dispatcher", moe.dispatcher)):
+                if value is not None:
+                    raise ResolveError(f"{key} is {value}, but {model.architecture} has no experts.", change=f"{key}: auto")
+            return
         biased = self._model_has("biased_experts")
         requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased)
-        named = {"moe_dispatcher": self.config.moe.dispatcher, "moe_runner": self.config.moe.runner}
+        named = {"moe_dispatcher": moe.dispatcher, "moe_runner": moe.runner}
         for kind, name in named.items():
             with self._collect():
                 needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements

@@ -209,7 +209,8 @@ def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {first['msg']}.") from None
+        message = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {message}.") from None
 
 
 def check_option_names(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> None:

@@ -19,7 +19,6 @@ import torch
 from frame import kernels
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
-from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
@@ -38,6 +37,7 @@ from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
+from frame.core.parallel.collectives import is_true_on_all_ranks
 from frame.core.parallel.expert_moves import ExpertBalancer, count_transit_bytes, list_movable
 from frame.core.parallel.stage_runner import StageRunner
 from frame.core.sampling.logits_pipeline import Processors
@@ -123,7 +123,9 @@ def limits_of(resolved: Resolved) -> Limits:
         page_size=resolved.page_size,
         max_drafted=resolved.most_drafted,
         verifies_trees=resolved.tree is not None,
-        max_single_rows=max(resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0),
+        max_single_rows=max(
+            resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0, resolved.tree.width if resolved.tree else 0
+        ),
     )
 
 
@@ -396,7 +398,7 @@ def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
     obstacle = ""
     if runner.drafts is not None and runner.drafts.model.tapped_layers:
         obstacle = f"the drafter {resolved.user.speculative.algorithm} reads hidden states in the middle of a step"
-    elif groups is not None and groups.has_windows:
+    elif groups is not None and groups.windows:
         obstacle = "layers with windows have page tables of their own"
     if asked and obstacle:
         raise ConfigurationError(f"execution.prompt_graph_max_tokens is {asked}, but {obstacle}; set --prompt-graph-max-tokens 0.")

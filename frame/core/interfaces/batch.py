@@ -80,9 +80,9 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: np.ndarray | None = None  # int32 [rows]; drafted tokens at the row's end; the row samples one more; None: all 0
     draft_parents: np.ndarray | None = None  # int32 [sum of num_drafts]; as `Drafts.parents`; None: all drafts are chains
     draft_order: DraftOrder | None = None  # None: there is no device drafter
-    # int32 [rows]: the row's drafted tokens in the step in flight, which `num_computed` counts as
-    # if all were accepted. The ids of drafts are then on the device, and those in `token_ids` have
-    # no meaning. None: all lengths and ids are known.
+    # int32 [rows]: the most drafted tokens of the row that the step in flight may accept, which
+    # `num_computed` counts as accepted. Then the ids of drafts and the parents of trees are on the
+    # device, and the ids in `token_ids` have no meaning. None: all lengths and ids are known.
     num_unsettled: np.ndarray | None = None
     grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it

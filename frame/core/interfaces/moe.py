@@ -116,8 +116,9 @@ class MoECapabilities:
         plan = requirements.plan
         if plan.ep > 1 and not getattr(self, "whole_experts", False):
             reasons.append(Reason("does not exchange tokens between ranks that hold different experts", "parallel.ep: 1"))
-        if plan.tp > 1 and plan.ep == 1 and not getattr(self, "sliced_experts", True):
-            reasons.append(Reason("needs whole experts on each rank", f"parallel.ep: {plan.tp}"))
+        if plan.ep == 1 and not getattr(self, "sliced_experts", True):
+            alone = Reason("exchanges tokens between the ranks of parallel.ep, and there is one")
+            reasons.append(alone if plan.tp == 1 else Reason("needs whole experts on each rank", f"parallel.ep: {plan.tp}"))
         if plan.num_groups > 1 and not getattr(self, "attention_groups", False):
             reasons.append(Reason("does not exchange the tokens of attention groups", "parallel.dp_attention: false"))
         if requirements.biased and not self.biased:

@@ -15,25 +15,15 @@ import click
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.bench_kernels import attention, finish, moe
-from frame.entrypoints.cli.options import config_command, join_options
-from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.cli.options import ParsedType, config_command, join_options
+from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.reference import ALL, Workload, chosen
-from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, Span, span
+from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, span
 
 WARM_UP = Shape(8, (32, 32), (8, 8))
 
 
-class SpanType(click.ParamType):
-    """A length `128` or a range of lengths `32:256`."""
-
-    name = "N[:M]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Span:
-        try:
-            return span(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
+SPAN = ParsedType("N[:M]", span)
 
 # The options that choose and change workloads.
 workload_options = join_options(
@@ -45,8 +35,8 @@ workload_options = join_options(
         help="Workload; repeatable. all: the six reference workloads. Default: mixed.",
     ),
     click.option("--requests", type=click.IntRange(min=1), help="Number of requests. Default: the workload's."),
-    click.option("--input-len", "input", type=SpanType(), help="Prompt tokens per request. Default: the workload's."),
-    click.option("--output-len", "output", type=SpanType(), help="Output tokens per request. Default: the workload's."),
+    click.option("--input-len", "input", type=SPAN, help="Prompt tokens per request. Default: the workload's."),
+    click.option("--output-len", "output", type=SPAN, help="Output tokens per request. Default: the workload's."),
     click.option(
         "--shared-prefix", "shared", type=click.IntRange(min=0), help="Length in tokens of the prefix that the prompts of a group share."
     ),
@@ -76,6 +66,7 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
     from frame.entrypoints.tools.bench.offline import floors, measure
     from frame.entrypoints.tools.bench.report import report
 
+    refuse_server_settings(loaded)
     wanted = chosen(names, changes)
     under = None if ceilings == "none" else floors(loaded.config, ceilings)
     with Engine(config=loaded.config) as engine:
@@ -121,13 +112,17 @@ def serve(
     vocabulary: int,
     **rest: Any,
 ) -> None:
+    from frame.entrypoints.cli.chat import ask_server
     from frame.entrypoints.tools.bench.load import Target, run
     from frame.entrypoints.tools.bench.report import report
     from frame.entrypoints.tools.bench.summary import Objective, row
 
     goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None
-    target = Target(base_url, model or _first_model(base_url, api_key), api_key)
+    if not model:
+        found = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
+        model = str(found["data"][0]["id"])
+    target = Target(base_url, model, api_key)
     arrivals = Arrivals(math.inf if rate is None else rate, burstiness)
     asyncio.run(run(target, WARM_UP.jobs(vocabulary, -1)))
     rows = {
@@ -149,6 +144,7 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     from frame.entrypoints.tools.bench.report import report
     from frame.kernels.cache import CACHE_DIR_VARIABLE
 
+    refuse_server_settings(loaded)
     kept = {name: os.environ.get(name) for name in (CACHE_DIR_VARIABLE, "HOME")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if cold:
@@ -187,10 +183,3 @@ def _check_lengths(wanted: Mapping[str, Workload | Shape], longest: int) -> None
                 f"The workload {name} has requests of up to {workload.longest} tokens, and the engine takes {longest};"
                 " give a larger --max-model-len, or shorter ones with --input-len, --output-len or --shared-prefix."
             )
-
-
-def _first_model(base_url: str, api_key: str | None) -> str:
-    from frame.entrypoints.cli.chat import ask_server
-
-    found = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
-    return str(found["data"][0]["id"])

@@ -12,8 +12,9 @@ import click
 
 from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import join_options
+from frame.entrypoints.cli.options import ParsedType, join_options
 from frame.entrypoints.tools.bench.workload import Span, span
+from frame.plugins.loader import load_registry
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord
@@ -22,44 +23,20 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-class Numbers(click.ParamType):
-    """A list of numbers, `1,8,64`."""
-
-    name = "A,B,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        try:
-            found = [int(part) for part in str(value).split(",")]
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers; write 1,8,64", param, ctx)
-        if min(found) < 1:
-            self.fail("the numbers must be at least 1", param, ctx)
-        return found
+def parse_numbers(text: str) -> list[int]:
+    """Numbers from 1, `1,8,64`. Raises ValueError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of numbers; write 1,8,64") from None
+    if min(found) < 1:
+        raise ValueError("the numbers must be at least 1")
+    return found
 
 
-class Spans(click.ParamType):
-    """A list of lengths or ranges, `1024,100:8000`."""
-
-    name = "N[:M],…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Span]:
-        if isinstance(value, list):
-            return value
-        try:
-            return [span(part) for part in str(value).split(",")]
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Names(click.ParamType):
-    """A list of names, `a,b`."""
-
-    name = "A,B,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        return value if isinstance(value, tuple) else tuple(filter(None, str(value).split(",")))
+NUMBERS = ParsedType("A,B,…", parse_numbers)
+SPANS = ParsedType("N[:M],…", lambda text: [span(part) for part in text.split(",")])
+NAMES = ParsedType("A,B,…", lambda text: tuple(filter(None, text.split(","))))
 
 
 # The options of device, hardware limits and report.
@@ -83,14 +60,14 @@ machine_options = join_options(
 
 
 @click.command(help="Time attention backends against the roofline. Batches are decodes and extends of one shape.")
-@click.option("--backend", "names", type=Names(), default="", show_default="all that can be loaded", help="Plugin names.")
+@click.option("--backend", "names", type=NAMES, default="", show_default="all that can be loaded", help="Plugin names.")
 @machine_options
 @click.option("--heads", type=click.IntRange(min=1), default=32)
 @click.option("--kv-heads", type=click.IntRange(min=1), default=8)
 @click.option("--head-dim", type=click.IntRange(min=1), default=128)
 @click.option("--phase", type=click.Choice(["decode", "extend", "both"]), default="both")
-@click.option("--batch", "rows", type=Numbers(), default="1,8,64", help="Numbers of rows per batch.")
-@click.option("--context", "contexts", type=Spans(), default="1024,4096", help="Tokens per row; a range N:M: drawn uniformly.")
+@click.option("--batch", "rows", type=NUMBERS, default="1,8,64", help="Numbers of rows per batch.")
+@click.option("--context", "contexts", type=SPANS, default="1024,4096", help="Tokens per row; a range N:M: drawn uniformly.")
 @click.option("--new", type=click.IntRange(min=1), help="New tokens per row of an extend. Default: the whole context.")
 @click.option("--page-size", type=click.IntRange(min=1), default=16)
 def attention(
@@ -99,44 +76,38 @@ def attention(
 ) -> None:  # fmt: skip
     from frame.core.loading.model_config import read_model_config
     from frame.entrypoints.tools.bench.attention import AttentionBench, AttentionShape, parse_batches
-    from frame.plugins.loader import load_registry
 
     phases = ("decode", "extend") if phase == "both" else (phase,)
     batches = parse_batches(phases, rows, contexts, new)
     shape = AttentionShape(heads, kv_heads, head_dim, head_dim) if model is None else AttentionShape.of(read_model_config(model))
-    clock, ceilings, dtype = _machine(machine)
-    registry = load_registry()
-    bench = AttentionBench(registry, shape, clock, ceilings, dtype, page_size)
-    records = _records(registry, "attention_backend", names)
+    bench = AttentionBench(load_registry(), shape, *_machine(machine), page_size)
+    records = _records(bench.registry, "attention_backend", names)
     measured = [(record.name, batch.name, figures) for record in records for batch, figures in bench.rows(record, batches)]
-    _report("attention", measured, shape, machine, ceilings, path, plot)
+    _report("attention", measured, bench, machine, path, plot)
 
 
 @click.command(help="Time MoE runners against the roofline. The experts are those of one layer.")
-@click.option("--runner", "names", type=Names(), default="", show_default="all that can be loaded", help="Plugin names.")
+@click.option("--runner", "names", type=NAMES, default="", show_default="all that can be loaded", help="Plugin names.")
 @machine_options
 @click.option("--experts", type=click.IntRange(min=1), default=128)
 @click.option("--top-k", type=click.IntRange(min=1), default=8, help="Experts per token.")
 @click.option("--hidden", type=click.IntRange(min=1), default=2048)
 @click.option("--inner", type=click.IntRange(min=1), default=768)
-@click.option("--tokens", "counts", type=Numbers(), default="1,8,64,256,4096", help="Numbers of tokens per batch.")
+@click.option("--tokens", "counts", type=NUMBERS, default="1,8,64,256,4096", help="Numbers of tokens per batch.")
 def moe(
     names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
     path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
     from frame.core.loading.model_config import read_model_config
     from frame.entrypoints.tools.bench.experts import ExpertBench, ExpertShape
-    from frame.plugins.loader import load_registry
 
     if model is None and top_k > experts:
         raise ConfigError(f"--top-k {top_k} is more than --experts {experts}; a token uses each expert once.")
     shape = ExpertShape(experts, top_k, hidden, inner) if model is None else ExpertShape.of(read_model_config(model))
-    clock, ceilings, dtype = _machine(machine)
-    registry = load_registry()
-    bench = ExpertBench(registry, shape, clock, ceilings, dtype)
-    layer, records = bench.layer(), _records(registry, "moe_runner", names)
+    bench = ExpertBench(load_registry(), shape, *_machine(machine))
+    layer, records = bench.layer(), _records(bench.registry, "moe_runner", names)
     measured = [(record.name, f"{count} tokens", figures) for record in records for count, figures in bench.rows(record, layer, counts)]
-    _report("moe", measured, shape, machine, ceilings, path, plot)
+    _report("moe", measured, bench, machine, path, plot)
 
 
 def finish(found: dict[str, Any], path: Path | None) -> None:
@@ -162,7 +133,6 @@ def _choose_device(wanted: str | None) -> str:
     from frame.core.config.resolve_platform import choose_platform
     from frame.core.config.schema import FrameConfig
     from frame.entrypoints.configuration.hardware_probe import probe
-    from frame.plugins.loader import load_registry
 
     platforms = load_registry().records("platform")
     config = FrameConfig.model_validate({"execution": {"device": wanted}})
@@ -188,17 +158,15 @@ def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _report(
-    kind: str, measured: Sequence[tuple[str, str, dict[str, Any]]], shape: Any, machine: dict[str, Any], ceilings: Any,
+    kind: str, measured: Sequence[tuple[str, str, dict[str, Any]]], bench: Any, machine: dict[str, Any],
     path: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     from dataclasses import asdict
 
-    from frame.entrypoints.tools.bench.report import report
+    from frame.entrypoints.tools.bench.report import draw, report
 
     rows = {f"{name}: {batch}": {"plugin": name, "batch": batch, **figures} for name, batch, figures in measured}
-    found = report(kind, rows, shape=asdict(shape), settings=machine, ceilings=asdict(ceilings))
+    found = report(kind, rows, shape=asdict(bench.shape), settings=machine, ceilings=asdict(bench.ceilings))
     finish(found, path)
     if plot is not None:
-        from frame.entrypoints.tools.bench.plot import draw
-
         draw(found, plot)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from frame.entrypoints.cli.options import config_command, refuse_engine_flags
-from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.eval.evaluate import EvalBackend, Report, evaluate
 from frame.entrypoints.tools.eval.tasks import TASKS, Message
 
@@ -46,6 +46,7 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
             raise click.ClickException(unreachable(base_url, error)) from None
     from frame.entrypoints.offline.engine import Engine
 
+    refuse_server_settings(loaded)
     with Engine(config=loaded.config) as engine:
         return await evaluate(EngineBackend(engine), tasks, samples, seed, concurrency)
 

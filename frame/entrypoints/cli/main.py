@@ -11,7 +11,6 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -75,17 +74,8 @@ class LazyGroup(click.Group):
             ctx.exit(EX_CONFIG)
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        try:
-            click.echo(f"frame {version('frame-serve')}")
-        except PackageNotFoundError:
-            click.echo("frame (not installed)")
-        ctx.exit()
-
-
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version.")
+@click.version_option(package_name="frame-serve", message="frame %(version)s", help="Print the version.")
 @click.option(
     "--plugin", "paths", multiple=True, is_eager=True, metavar="FILE", help="Read the commands of a Python file too; may be repeated."
 )

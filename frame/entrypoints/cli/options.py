@@ -46,6 +46,22 @@ class ConfigCommand(click.Command):
                 formatter.write_dl(groups[title])
 
 
+class ParsedType(click.ParamType):
+    """An option's type: `parse` makes the value of its text, and its ValueError is the error."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 def join_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """One decorator of several `click.option`, in their order."""
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)

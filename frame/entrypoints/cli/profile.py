@@ -13,7 +13,7 @@ import click
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.options import config_command, join_options
-from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.workload import SHAPES
 
 _LONGEST_WAIT = 120.0  # seconds to wait for a server's steps
@@ -60,6 +60,7 @@ def offline(
     from frame.entrypoints.offline.engine import Engine
     from frame.entrypoints.tools.bench.workload import changed
 
+    refuse_server_settings(loaded)
     spans = {name: (length, length) for name in ("input", "output") if (length := lengths[f"{name}_len"]) is not None}
     shape = changed(SHAPES[workload], requests=lengths["requests"], **spans)
     with tempfile.TemporaryDirectory() as folder:

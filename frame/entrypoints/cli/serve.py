@@ -3,10 +3,15 @@ codes: 0 stopped by a signal, 1 a process failed, 78 wrong configuration."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +23,8 @@ from frame.entrypoints.configuration.sources import LoadedConfig
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.prepare import Prepared
 
+POLL_SECONDS = 0.5
+STOP_SECONDS = 60.0  # for a server that drains; then it is killed
 HELP = "Serve a model over HTTP: OpenAI API at /v1, native API at /generate. The default model is the embedded frame-tiny."
 
 
@@ -27,12 +34,10 @@ HELP = "Serve a model over HTTP: OpenAI API at /v1, native API at /generate. The
 def command(ctx: click.Context, loaded: LoadedConfig, watch: bool) -> None:
     if not watch:
         ctx.exit(run(loaded))
-    from frame.entrypoints.processes import watch as watching
-
     files = [*loaded.config.plugins.paths, *([loaded.file] if loaded.file else [])]
     if not files:
         raise ConfigurationError("--watch needs a file to watch; give --plugin FILE or --config FILE")
-    ctx.exit(watching.watch([argument for argument in sys.argv[1:] if argument != "--watch"], files))
+    ctx.exit(restart_at_changes([argument for argument in sys.argv[1:] if argument != "--watch"], files))
 
 
 def serve_node(prepared: Prepared) -> int:
@@ -62,3 +67,50 @@ def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker"
     except RuntimeError as error:  # a child process ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
         return 1
+
+
+def restart_at_changes(arguments: Sequence[str], paths: Iterable[str]) -> int:
+    """Run `frame ARGUMENTS` until a signal, and again after each change below `paths`. -> the exit
+    code of the last run. A server that has ended by itself is started again with the next change.
+    """
+    watched, is_stopped = [Path(path).expanduser() for path in paths], False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    click.echo(f"frame: watching {', '.join(map(str, watched))}", err=True)
+    code = 0
+    while not is_stopped:
+        state = read_state(watched)
+        server = subprocess.Popen([sys.executable, "-m", "frame", *arguments], start_new_session=True)
+        while not is_stopped and read_state(watched) == state:
+            time.sleep(POLL_SECONDS)
+        code = _stop(server)
+        if not is_stopped:
+            click.echo("frame: a watched file changed; restarting", err=True)
+    return code
+
+
+def read_state(paths: Iterable[Path]) -> dict[str, int]:
+    """The modification time in nanoseconds of each file, folders with their Python files."""
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else (path,))]
+    found = {}
+    for file in files:
+        try:
+            found[str(file)] = file.stat().st_mtime_ns
+        except FileNotFoundError:  # an editor replaces it
+            continue
+    return found
+
+
+def _stop(server: subprocess.Popen[bytes]) -> int:
+    if server.poll() is None:
+        server.terminate()
+    try:
+        return server.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()

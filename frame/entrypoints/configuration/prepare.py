@@ -18,7 +18,7 @@ from frame.core.config.resolve import resolve
 from frame.core.config.resolve_drafter import find_drafter, resolve_draft_model
 from frame.core.config.resolve_moves import find_moves
 from frame.core.config.resolved import Resolved
-from frame.core.config.schema import FrameConfig, ServerSection
+from frame.core.config.schema import BatchesSection, FrameConfig, ServerSection
 from frame.core.config.selection import ResolveError, UnknownPluginError, join_conflicts
 from frame.core.errors import ConfigError, ConfigurationError, PluginError
 from frame.core.interfaces.model import ModelCapabilities
@@ -57,6 +57,7 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     """
     if is_served:
         _check_server(config.server)
+        _check_switches(config)
     if OWN_DISTRIBUTION in config.plugins.deny:
         raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
     registry = load_configured(config.plugins, classes)
@@ -103,6 +104,15 @@ def _check_server(server: ServerSection) -> None:
     for first, second in combinations([name for name, port in ports.items() if port], 2):
         if ports[first] == ports[second]:
             raise ConfigurationError(f"server.{second} is {ports[second]}, as is server.{first}; choose another port")
+
+
+def _check_switches(config: FrameConfig) -> None:
+    """Raise ConfigurationError for a setting without the one that switches its feature on."""
+    for section, switch, names in (("batches", "folder", BatchesSection.model_fields), ("server", "admin_port", ("admin_host",))):
+        part = getattr(config, section)
+        given = [name for name in names if getattr(part, name) != type(part).model_fields[name].default]
+        if given and getattr(part, switch) is None:
+            raise ConfigurationError(f"{section}.{given[0]} is set without {section}.{switch}; give both, or neither")
 
 
 def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:

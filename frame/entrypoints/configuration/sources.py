@@ -23,6 +23,10 @@ from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain
 ENV_PREFIX = "FRAME_"
 ENV_CONFIG = "FRAME_CONFIG"
 SECRETS = ("server.api_key", "server.admin_key")
+SERVER_KEYS = frozenset(  # beside the sections server and batches
+    {"log.access", "log.stat_loggers", "text.detokenizer_workers", "text.moderation_policy", "text.reasoning_parser"}
+    | {"text.tokenizer_workers", "text.tool_call_parser", "text.trust_request_chat_template"}
+)
 EVERY_KEY = "`frame config show` lists every key"
 
 Path = tuple[str, ...]  # ("cache", "page_size"), ("plugins", "options", "attention_backend/x", "splits")
@@ -44,10 +48,7 @@ class LoadedConfig:
 
 
 def load_config(
-    file: str | None = None,
-    flags: Mapping[str, Any] | None = None,
-    sets: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+    file: str | None = None, flags: Mapping[str, Any] | None = None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> LoadedConfig:
     """The configuration of a command. Raises ConfigError that names file and line, variable or
     flag.
@@ -57,11 +58,8 @@ def load_config(
     flags.
     """
     environ = os.environ if environ is None else environ
-    layers = _Layers()
     path = file or environ.get(ENV_CONFIG)
-    if path:
-        layers.add_all(_from_mapping(read_yaml(path)))
-    layers.add_all(_from_environment(environ))
+    layers = _Layers(path, environ)
     layers.add_all(_from_flags(flags or {}))
     layers.add_all(_from_sets(sets))
     return replace(layers.build(), file=path or None, reread=partial(load_config, file, flags, sets, environ))
@@ -75,11 +73,7 @@ def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) 
     Environment and file apply as for commands.
     """
     environ = os.environ if environ is None else environ
-    layers = _Layers()
-    path = keywords.pop("config", None) or environ.get(ENV_CONFIG)
-    if path:
-        layers.add_all(_from_mapping(read_yaml(str(path))))
-    layers.add_all(_from_environment(environ))
+    layers = _Layers(keywords.pop("config", None) or environ.get(ENV_CONFIG), environ)
     seen: dict[Path, str] = {}
     for key, value, source in _from_python(keywords):
         if key in seen:
@@ -89,12 +83,23 @@ def from_keywords(environ: Mapping[str, str] | None = None, /, **keywords: Any) 
     return layers.build()
 
 
-class _Layers:
-    """Values by path; later values replace earlier ones."""
+def refuse_server_settings(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for a flag or keyword of an engine without a server that only servers
+    read. A file or the environment may serve both."""
+    for key, source in loaded.sources.items():
+        if source.startswith(("flag ", "keyword ")) and (key.startswith(("server.", "batches.")) or key in SERVER_KEYS):
+            raise ConfigError(f"{source}: {key} applies to servers, and this engine has none; leave it out, or use frame serve")
 
-    def __init__(self) -> None:
+
+class _Layers:
+    """Values by path: of a file, then of the environment, then those added; the last one counts."""
+
+    def __init__(self, file: Any, environ: Mapping[str, str]) -> None:
         self.values: dict[Path, Any] = {}
         self.sources: dict[str, str] = {}
+        if file:
+            self.add_all(_from_mapping(read_yaml(str(file))))
+        self.add_all(_from_environment(environ))
 
     def add_all(self, items: Iterator[tuple[Path, Any, str]]) -> None:
         for key, value, source in items:
@@ -254,7 +259,7 @@ def _located(value: Any, place: str) -> Located:
 def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path, Any, str]]:
     """A value given as text, parsed by the setting's type."""
     if setting.path == OPTIONS_KEY:
-        yield from _options(_replace_place(parse_yaml(text, source), source))
+        yield from _options(_located(plain(parse_yaml(text, source)), source))
     elif setting.shape == "list":
         is_flow = text.strip().startswith("[")
         parts = plain(parse_yaml(text, source)) if is_flow else [part.strip() for part in text.split(",") if part.strip()]
@@ -263,11 +268,6 @@ def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path,
         yield setting.path, None, source
     else:
         yield setting.path, text, source
-
-
-def _replace_place(located: Located, place: str) -> Located:
-    value = located.value
-    return Located({k: _replace_place(v, place) for k, v in value.items()} if isinstance(value, dict) else value, place)
 
 
 def _known(key: str, known: Mapping[str, Setting], place: str) -> Setting:

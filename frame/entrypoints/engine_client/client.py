@@ -4,7 +4,7 @@ and its core client.
 It submits sequences, routes each step's tokens to their `RequestState`, aborts cancelled requests
 and, after a crash of the engine, admits all requests again from their last token. A step's message
 costs one pass over its requests and wakes each waiting handler once. Used by the HTTP and gRPC
-servers and by the supervisor. Knows no HTTP.
+servers and by the supervisor. Must not know HTTP.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.ipc.transport import Transport
 from frame.core.messages import (
     Abort,
     AbortAll,
@@ -28,7 +29,6 @@ from frame.core.messages import (
     Finish,
     Generate,
     Heartbeat,
-    Message,
     Ready,
     StepText,
     StepTokens,
@@ -37,13 +37,7 @@ from frame.core.messages import (
 from frame.core.scheduling.request import timed_out
 from frame.core.text.detokenizer import Detokenizer
 from frame.entrypoints.engine_client.commands import EngineCommands
-from frame.entrypoints.engine_client.limits import (
-    ClientLimits,
-    EngineDeadError,
-    InvalidRequestError,
-    QueueFullError,
-    get_child_params,
-)
+from frame.entrypoints.engine_client.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, get_child_params
 from frame.entrypoints.engine_client.request_recovery import RequestRecovery, build_generate, build_start_detokenize
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.stats import ClientStats, Outstanding
@@ -58,21 +52,13 @@ LOST = "the server failed to process a step's tokens of this request and ended i
 EXPIRY_GRACE = 10.0  # seconds after its deadline in which the engine itself ends a request
 
 
-class Link(Protocol):
-    """The client's end of a transport to the engine."""
-
-    def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]: ...
-
-    def send(self, message: Message) -> None: ...
-
-
 class EngineClient:
     """Not thread-safe: every method runs in the event loop's thread. `outstanding`: shared with the
     clients of other replicas."""
 
     def __init__(
         self,
-        link: Link,
+        link: Transport,
         limits: ClientLimits,
         detokenizer: Detokenizer | None = None,
         remote_text: bool = False,
@@ -106,16 +92,12 @@ class EngineClient:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if count > self.limits.max_outstanding:
-            raise InvalidRequestError(
-                f"the request asks for {count} sequences, and this server holds {self.limits.max_outstanding}; send fewer at once,"
-                " or serve with a larger --max-queued-requests"
-            )
+            most, remedy = self.limits.max_outstanding, "send fewer at once, or serve with a larger --max-queued-requests"
+            raise InvalidRequestError(f"the request asks for {count} sequences, and this server holds {most}; {remedy}")
         if self._outstanding.count + count > self.limits.max_outstanding:
             self.stats.rejected += count
-            raise QueueFullError(
-                f"{self._outstanding.count} requests are running or waiting, which is all that scheduler.max_queued_requests"
-                " allows; try again later"
-            )
+            allowed = "all that scheduler.max_queued_requests allows"
+            raise QueueFullError(f"{self._outstanding.count} requests are running or waiting, which is {allowed}; try again later")
         self._outstanding.reserved += count
 
     def release_sequences(self, count: int) -> None:
@@ -143,7 +125,9 @@ class EngineClient:
         is_single = len(prompts) == 1 and params[0].n == 1
         for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             for number in range(wanted.n):
-                own = self._with_seed(wanted if wanted.n == 1 else get_child_params(wanted, number))
+                own = wanted if wanted.n == 1 else get_child_params(wanted, number)
+                if own.seed is None:  # a recovered sequence must draw the same tokens
+                    own = msgspec.structs.replace(own, seed=self._random.getrandbits(63))
                 index = len(request.sequences)
                 sequence = SequenceState(request, index, prompt_index, request.rid if is_single else f"{request.rid}-{index}", prompt, own)
                 self._check_name(sequence)
@@ -162,10 +146,6 @@ class EngineClient:
         started = sum(sequence.recovery.generate is not None for sequence in request.sequences)
         self.abandon_request(request)
         self._outstanding.reserved += started
-
-    def _with_seed(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a seed, so that a recovered sequence draws the same tokens."""
-        return params if params.seed is not None else msgspec.structs.replace(params, seed=self._random.getrandbits(63))
 
     def start_sequence(self, sequence: SequenceState, priority: int = 0, namespace: str = "", deadline: float | None = None) -> None:
         """Start a prepared sequence, in room that the caller has reserved. `deadline`: seconds from
@@ -202,9 +182,7 @@ class EngineClient:
         if self.stats.loggers is not None:
             for sequence in running:
                 self.stats.loggers.record_request(sequence, Finish("abort"), time.perf_counter(), is_abandoned=True)
-        admitted = [sequence.recovery.engine_rid for sequence in running if not self._recovery.is_held(sequence)]
-        if admitted:
-            self.link.send(Abort(rids=admitted))
+        self._abort_admitted(running)
         for sequence in running:
             self._outstanding.rids.discard(sequence.rid)
             self._recovery.remove_sequence(sequence)
@@ -219,13 +197,12 @@ class EngineClient:
             for s in self._sequences.values()
             if (owner is None or s.request.owner == owner) and (is_all or s.name in named or s.request.rid in named)
         ]
-        admitted = [sequence.recovery.engine_rid for sequence in found if not self._recovery.is_held(sequence)]
         for sequence in found:
             sequence.recovery.is_aborted = True
         if is_all and owner is None:
             self.link.send(AbortAll())  # also ends requests that this client does not know
-        elif admitted:
-            self.link.send(Abort(rids=admitted))
+        else:
+            self._abort_admitted(found)
         self._end_here([s for s in found if self._recovery.is_held(s)], Finish("abort"))
         return len(found)
 
@@ -334,12 +311,17 @@ class EngineClient:
 
     def _end_lost(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences here and abort them in the engine."""
-        admitted = [sequence.recovery.engine_rid for sequence in sequences if not self._recovery.is_held(sequence)]
+        admitted = self._abort_admitted(sequences)
         self._end_here(sequences, finish)
+        if admitted and self._detokenizer is not None:
+            self._detokenizer.drop_requests(admitted)
+
+    def _abort_admitted(self, sequences: Sequence[SequenceState]) -> list[str]:
+        """Abort those of these sequences that the engine has; returns their names there."""
+        admitted = [sequence.recovery.engine_rid for sequence in sequences if not self._recovery.is_held(sequence)]
         if admitted:
             self.link.send(Abort(rids=admitted))
-            if self._detokenizer is not None:
-                self._detokenizer.drop_requests(admitted)
+        return admitted
 
     # crashes --------------------------------------------------------------------------------------
 

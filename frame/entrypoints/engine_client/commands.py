@@ -1,5 +1,5 @@
 """`EngineCommands`: control commands to the engine that await a reply, and the state that a
-restarted engine gets again. Used by `EngineClient`. Knows no request."""
+restarted engine gets again. Used by `EngineClient`. Must not know a request."""
 
 from __future__ import annotations
 

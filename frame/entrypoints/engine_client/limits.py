@@ -1,5 +1,5 @@
 """Checks of a request against the engine's limits before it is submitted, and the errors that they
-raise. Used by the client, the servers and the offline engine. Knows no HTTP."""
+raise. Used by the client, the servers and the offline engine. Must not know HTTP."""
 
 from __future__ import annotations
 
@@ -76,10 +76,8 @@ def check_params(limits: ClientLimits, params: SamplingParams) -> None:
     if problems:
         raise InvalidRequestError(problems[0].sentence, problems[0].param)
     if params.grammar is not None and not limits.grammar and not limits.is_pooling:
-        raise InvalidRequestError(
-            "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer",
-            "response_format",
-        )
+        sentence = "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer"
+        raise InvalidRequestError(sentence, "response_format")
     if limits.refused_params or params.custom:
         _check_processors(limits, params)
 
@@ -93,36 +91,31 @@ def _check_processors(limits: ClientLimits, params: SamplingParams) -> None:
     for key in params.custom:
         if known is not None and key not in known:
             listed = f"they read {', '.join(known)}" if known else "they read none"
-            raise InvalidRequestError(
-                f"custom holds {key!r}, which no logits processor of this server reads ({listed}); leave it out, or add its logits"
-                " processor to sampling.processors",
-                "custom",
-            )
+            remedy = "leave it out, or add its logits processor to sampling.processors"
+            sentence = f"custom holds {key!r}, which no logits processor of this server reads ({listed}); {remedy}"
+            raise InvalidRequestError(sentence, "custom")
 
 
 def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingParams) -> None:
     """Raise InvalidRequestError for a prompt that exceeds the context with its output."""
     if not prompt:
-        raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
+        raise InvalidRequestError(f"the {'input' if limits.is_pooling else 'prompt'} is empty; send at least one token", "prompt")
     if limits.is_pooling:
-        _check_pooling_prompt(limits, prompt)
+        if len(prompt) > limits.max_pooling_tokens:
+            sentence = f"the input has {len(prompt)} tokens; shorten it, or have it cut with truncate_prompt_tokens: -1"
+            raise ContextLengthError(limits.max_pooling_tokens, sentence, "input")
+        _check_ids(limits, prompt)
         return
     if len(prompt) >= limits.max_context:
-        raise ContextLengthError(
-            limits.max_context,
-            f"the prompt has {len(prompt)} tokens and must leave room for one more; shorten the prompt, or serve with a larger"
-            " --max-model-len",
-            "prompt",
-        )
+        remedy = "shorten the prompt, or serve with a larger --max-model-len"
+        sentence = f"the prompt has {len(prompt)} tokens and must leave room for one more; {remedy}"
+        raise ContextLengthError(limits.max_context, sentence, "prompt")
     most = min(limits.max_context, limits.capacity + 1)
     room = most - len(prompt)
     if (params.max_tokens or 1) > room:
         remedy = f"lower max_tokens to {room}" if room > 0 else "enlarge cache.max_total_tokens"
-        raise ContextLengthError(
-            most,
-            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}; {remedy}, or shorten the prompt",
-            "max_tokens",
-        )
+        sentence = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}; {remedy}, or shorten the prompt"
+        raise ContextLengthError(most, sentence, "max_tokens")
     _check_ids(limits, prompt)
 
 
@@ -139,16 +132,6 @@ def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
     is_valid = least >= 0 and most < limits.vocab_size
     if not is_valid:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
-
-
-def _check_pooling_prompt(limits: ClientLimits, prompt: Sequence[int]) -> None:
-    if len(prompt) > limits.max_pooling_tokens:
-        raise ContextLengthError(
-            limits.max_pooling_tokens,
-            f"the input has {len(prompt)} tokens; shorten it, or have it cut with truncate_prompt_tokens: -1",
-            "input",
-        )
-    _check_ids(limits, prompt)
 
 
 def get_child_params(params: SamplingParams, number: int) -> SamplingParams:

@@ -1,8 +1,8 @@
 """`TenantQuotas`: limits on the concurrent requests and sequences of each API key, over all
 protocols. `FairSemaphore`: a semaphore that serves its waiters round-robin by tenant.
 
-Used by the HTTP and gRPC servers and by the batch runner. Knows tenant names only, no key and no
-protocol.
+Used by the HTTP and gRPC servers and by the batch runner. Must not know a key or a protocol:
+tenants have names.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """`RequestState` and its `SequenceState`s: the client's view of one request, to which each engine
 step adds tokens and text.
 
-vLLM's counterpart is `RequestState` of its `OutputProcessor`, with `RequestOutputCollector`. Knows
-no transport and no HTTP.
+vLLM's counterpart is `RequestState` of its `OutputProcessor`, with `RequestOutputCollector`. Must
+not know a transport or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -91,6 +92,12 @@ class SequenceState:
         """Output tokens so far."""
         return len(self.recovery.output_ids)
 
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities of its output and prompt so far, those of alternatives too."""
+        own = 0 if self.params.logprobs is None else self.num_tokens * (1 + self.params.logprobs)
+        return own if self.prompt_logprobs is None else own + len(self.prompt) * (1 + (self.params.prompt_logprobs or 0))
+
     def take_output(self) -> tuple[str, list[int], list[TokenLogprobs]]:
         """The text, tokens and logprobs since the last call."""
         texts, ids, logprobs = self.texts, self.token_ids, self.logprobs
@@ -124,10 +131,15 @@ class RequestState:
     def __post_init__(self) -> None:
         self.created = self.submitted
 
+    @property
+    def first_sequences(self) -> list[SequenceState]:
+        """The first sequence of each prompt, which counts once in usage."""
+        return list({sequence.prompt_index: sequence for sequence in reversed(self.sequences)}.values())
+
     def set_backpressure_limit(self, max_unread: int, on_overrun: Callable[[], None]) -> None:
         """Bound the output that waits for the reader of a streamed response: above `max_unread`
         tokens (each alternative logprob counts as one more) `on_overrun` is called, once; it should
-        end the request. Responses that are sent whole need no limit.
+        end the request.
         """
         self._overrun = max_unread, on_overrun
 
@@ -155,11 +167,17 @@ class RequestState:
             sequence.has_update = False
         return changed
 
-    async def wait_until_complete(self) -> None:
-        """Return when every sequence has ended, or the client has disconnected. The output stays in
-        the sequences for one `take_output`."""
-        while self.num_unfinished and not self.is_disconnected:
-            await self.wait()
+    async def wait_until_complete(self, most_logprobs: float = math.inf) -> None:
+        """Return when every sequence has ended, the client has disconnected, or more than
+        `most_logprobs` log-probabilities are held. The output stays in the sequences for one
+        `take_output`."""
+        held: dict[int, int] = {}  # by index of the sequence
+        total = 0
+        while self.num_unfinished and not self.is_disconnected and total <= most_logprobs:
+            for sequence in await self.wait():
+                if number := sequence.num_logprobs:
+                    total += number - held.get(sequence.index, 0)
+                    held[sequence.index] = number
 
     def mark_disconnected(self) -> None:
         """The client closed its connection: wake the handler."""

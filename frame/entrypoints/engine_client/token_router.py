@@ -1,8 +1,8 @@
 """`TokenRouter`: appends the tokens of a step's message to the state of its requests.
 
 It runs for every token, so it makes one pass a message and creates no task and no object a token.
-Used by `EngineClient`; vLLM's counterpart is `OutputProcessor.process_outputs`. Knows no transport
-and no recovery.
+Used by `EngineClient`; vLLM's counterpart is `OutputProcessor.process_outputs`. Must not know a
+transport or recovery.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokenization without blocking the event loop: in threads of this process, or in tokenizer
 processes.
 
-Used by the HTTP and gRPC servers; `tokenize` is the work of a tokenizer process. Knows no request
-and no HTTP.
+Used by the HTTP and gRPC servers; `tokenize` is the work of a tokenizer process. Must not know a
+request or HTTP.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`GrpcCaller` and `CallHandlers`: what surrounds each gRPC method: the key's quota, a trace span,
-errors as gRPC statuses. Used by the gRPC server. Knows no method."""
+errors as gRPC statuses. Used by the gRPC server. Must not know a method."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """`Health`: the service grpc.health.v1.Health. It needs no key, so watches are limited in number
-and in time. Used by the gRPC server, which sets the status. Knows no other service and no key."""
+and in time. Used by the gRPC server, which sets the status. Must not know another service or a
+key."""
 
 from __future__ import annotations
 

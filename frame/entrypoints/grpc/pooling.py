@@ -1,5 +1,5 @@
 """The gRPC methods of pooling models (embed, rerank, score, classify) and of moderation, over the
-functions of the HTTP routes. Knows no socket."""
+functions of the HTTP routes. Must not know a socket."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The messages of `frame.proto`: classes created at run time from its compiled description, so that
-any protobuf version works. Converts messages to plain values and back. Knows no engine."""
+any protobuf version works. Converts messages to plain values and back. Must not know an engine."""
 
 from __future__ import annotations
 
@@ -45,13 +45,11 @@ def read(kind: Any, data: bytes) -> Any:
 
 def plain(message: Message) -> dict[str, Any]:
     """The fields that are set, by name; maps as dicts, repeated fields as lists."""
-    return {field.name: _plain_value(message, field, value) for field, value in message.ListFields()}
-
-
-def _plain_value(message: Message, field: Any, value: Any) -> Any:
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return dict(value)
-    return value if isinstance(value, str | int | float | bool | bytes) else list(value)
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        found[field.name] = dict(value) if is_map else value if isinstance(value, str | int | float | bool | bytes) else list(value)
+    return found
 
 
 def chat_of(chat: Any) -> Chat:

@@ -1,5 +1,5 @@
 """The methods of the gRPC service, over the same `Services` as the HTTP routes: same limits,
-quotas, request names and errors. Knows no socket and no key: `GrpcCaller` has the tenant."""
+quotas, request names and errors. Must not know a socket or a key: `GrpcCaller` has the tenant."""
 
 from __future__ import annotations
 
@@ -202,7 +202,6 @@ class Session:
             self._slots.release()
 
     def _abort(self, ids: Iterable[str]) -> None:
-        """Cancel requests of this call."""
         for name in ids:
             if name in self._tasks and name not in self._stopped:
                 self._stopped.add(name)

@@ -16,14 +16,14 @@ from fastapi.openapi.utils import get_openapi
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
+from frame.entrypoints.http.extensions.hooks import GuardedMiddleware, with_channel
 from frame.entrypoints.http.extensions.loading import CORE_ROUTES, Extensions, load_built_in
-from frame.entrypoints.http.extensions.middleware import GuardedMiddleware, InnermostChannel
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.protocol.access import Gate
 from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, MAX_PATH_CHARS, Access, ApiRoute, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
 from frame.entrypoints.http.protocol.origin import Cors, is_preflight, read_cors
-from frame.entrypoints.http.protocol.response_docs import add_responses
+from frame.entrypoints.http.protocol.response_docs import complete_schema
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.services import Services
@@ -34,8 +34,6 @@ from frame.entrypoints.version import package_version
 # a preflight
 NO_ROUTE = "none"
 ANY_METHOD = ("GET", "POST", "DELETE")  # of a path without a route, whose 404 a page may read
-
-ADMIN_ROUTES = CORE_ROUTES
 
 
 class App(FastAPI):
@@ -49,18 +47,14 @@ class App(FastAPI):
     """
 
     def __init__(
-        self,
-        services: Services,
-        is_admin: bool = False,
-        routes: Sequence[ApiRoute] | None = None,
-        extensions: Extensions | None = None,
+        self, services: Services, is_admin: bool = False, routes: Sequence[ApiRoute] | None = None, extensions: Extensions | None = None
     ) -> None:
         super().__init__(title="frame", version=package_version(), openapi_url=None, docs_url=None, redoc_url=None)
         server, context = services.resolved.user.server, services.resolved.max_context
         self._cors = None if is_admin else read_cors(server)
         self.extensions = Extensions(()) if is_admin else extensions or load_built_in()
         self.hooks = self.extensions.hooks or None
-        self.api_routes = routes or (ADMIN_ROUTES if is_admin else (*self.extensions.routes, *CORE_ROUTES))
+        self.api_routes = routes or (CORE_ROUTES if is_admin else (*self.extensions.routes, *CORE_ROUTES))
         self.dispatcher = Dispatcher(self.api_routes, self._cors)
         self.services = services
         self.gate = Gate(server, is_admin, self._cors)
@@ -97,7 +91,7 @@ class App(FastAPI):
         answer their own errors, and five wrappers cost 50 us for each request."""
         app: Any = self.dispatcher
         if self.extensions.middleware:
-            app = InnermostChannel(app)
+            app = with_channel(app)
         for kind, options, extension in reversed(self.extensions.middleware):
             app = GuardedMiddleware(app, kind, options, extension)
         return app
@@ -118,7 +112,7 @@ class App(FastAPI):
         if self.openapi_schema is None:
             shown = [route for route in self.api_routes if route.include_in_schema]
             schema = get_openapi(title=self.title, version=self.version, routes=[*shown, *self.extensions.documented])
-            self.openapi_schema = described(schema, shown)
+            self.openapi_schema = complete_schema(schema, shown)
         return self.openapi_schema
 
 
@@ -168,22 +162,6 @@ def body_limits(services: Services) -> dict[str, int]:
     """Bytes that a body may have, by what it holds."""
     most = services.resolved.user.server.max_body_bytes
     return {"file": most, "small": min(most, SMALL_BODY), "prompts": min(most, prompt_limit(services.resolved.max_context))}
-
-
-def described(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """FastAPI's schema with the license, responses, and ways to send a key."""
-    schema["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
-    schema.setdefault("components", {})["securitySchemes"] = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    }
-    schema["security"] = [{}, {"bearer": []}, {"key": []}]
-    add_responses(schema, routes)
-    for route in routes:
-        if route.access is Access.OPEN:
-            for method in route.methods or ():
-                schema["paths"][route.path_format][method.lower()]["security"] = []
-    return schema
 
 
 async def _refuse(scope: Scope, error: ApiError) -> None:

@@ -14,17 +14,13 @@ import msgspec
 from frame.entrypoints.http.response_models.openai import ErrorResponse
 
 TYPES = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 413, 415, 431), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     499: "client_closed_request",
     500: "server_error",
     503: "overloaded_error",

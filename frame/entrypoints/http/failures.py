@@ -4,7 +4,8 @@ client receives. Must not depend on a route."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from frame.core.messages import Finish
 from frame.core.text.chat_template import ChatTemplateError
@@ -21,6 +22,13 @@ def raise_failed(sequences: Sequence[SequenceState]) -> None:
             raise failure(sequence.finish, sequence.request.sent_name)
 
 
+def error_event(sequence: SequenceState) -> bytes | None:
+    """The event of a sequence that ended with an error; None for any other."""
+    if sequence.finish is None or sequence.finish.reason != "error":
+        return None
+    return b"data: " + failure(sequence.finish, sequence.request.sent_name).body() + b"\n\n"
+
+
 def failure(finish: Finish, sent_name: Callable[[str], str] = str) -> ApiError:
     """The error of a sequence, with the status of its code. `sent_name`: see `as_sent`."""
     sentence = finish.error or "the request failed"
@@ -35,6 +43,11 @@ def failure(finish: Finish, sent_name: Callable[[str], str] = str) -> ApiError:
     if finish.code == "invalid_request":
         return ApiError(400, public(sentence), finish.param)
     return ApiError(500, sentence)
+
+
+def aborted() -> ApiError:
+    """The error of a request that was aborted, where its response has no other form for that."""
+    return ApiError(503, "the request was aborted before it was finished; send it again", code="aborted")
 
 
 def too_many(error: QuotaExceededError) -> ApiError:
@@ -68,3 +81,18 @@ def as_sent(error: BaseException, sent_name: Callable[[str], str]) -> BaseExcept
         return error
     message = error.message if ours in PROSE else re.sub(rf"\b{re.escape(ours)}\b", name, error.message)
     return ApiError(error.status, message, name + error.param[len(ours) :], error.code, error.retry_after)
+
+
+@contextmanager
+def sent_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of the body name the client's fields: `names` maps words of sentences, and
+    parameters, to the client's."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status != 400:
+            raise
+        words = "|".join(re.escape(word) for word in sorted(names, key=len, reverse=True))
+        message = re.sub(rf"(?<!\w)(?:{words})(?!\w)", lambda found: names[found[0]], error.message)
+        param = names.get(error.param, error.param) if error.param else None
+        raise ApiError(error.status, message, param, error.code) from None

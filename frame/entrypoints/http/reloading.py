@@ -2,7 +2,7 @@
 of the log.
 
 The server gives it the parts that use them. Everything is read and checked before anything is
-changed. Knows no signal and no route.
+changed. Must not know a signal or a route.
 """
 
 from __future__ import annotations

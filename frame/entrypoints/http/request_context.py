@@ -28,15 +28,16 @@ JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
 INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
+LINGER = 5.0  # seconds in which the rest of a body is discarded after an answer that ends the connection
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class RequestContext:
-    """`started` once the response's headers are out: from then on an error can only be an event of
-    the stream."""
+    """`started`: the headers of the response were sent, so an error can only be an event of the
+    stream."""
 
-    __slots__ = ("_bodies", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
+    __slots__ = ("_bodies", "_has_rest", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
                  "started", "status")  # fmt: skip
 
     def __init__(
@@ -48,10 +49,11 @@ class RequestContext:
         self.max_body = max_body
         self.errors = errors
         self.started = False
-        self.answer: RequestState | None = None  # what is generated for it
+        self.answer: RequestState | None = None  # the state of its generation
         self.status = 0  # of the response, once it has started
-        self.ignored: tuple[str, ...] = ()  # fields of the body that no one reads, which the response names
+        self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
         self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
+        self._has_rest = False  # a part of the body was asked for and may still come
         self._held = 0  # bytes of the body that count in `_bodies`
         self._watcher: asyncio.Task[None] | None = None
 
@@ -59,18 +61,18 @@ class RequestContext:
 
     @property
     def request_id(self) -> str:
-        """As the request brought it, or new; in the response and in every line logged."""
+        """The id that the request brought, or a new one; in the response and in each log line."""
         return str(self.scope.get("request_id", ""))
 
     @property
     def tenant(self) -> str:
-        """Whose key the request brought; "" where no key is asked for. What is kept for a client
-        must be kept by tenant."""
+        """The tenant of the request's key; "" on a server without keys. What is stored for a client
+        is stored by tenant."""
         return str(self.scope.get("tenant", ""))
 
     @property
     def lease(self) -> QuotaLease | None:
-        """Of what its key may have at work; None where nothing is counted."""
+        """What the request holds of its key's quota; None without a quota."""
         return self.scope.get("lease")
 
     def header(self, name: bytes) -> str | None:
@@ -78,23 +80,25 @@ class RequestContext:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The pieces of the body as they arrive; none is kept. Raises ApiError 413 before more than
-        the limit is read, 408 when nothing arrives and 415 when it is compressed, DisconnectedError
-        when the client disconnects."""
+        """The pieces of the body as they arrive; none is stored. Raises ApiError 413 before more
+        than the limit is read, 408 when nothing arrives and 415 for a compressed body, and
+        DisconnectedError when the client disconnects."""
+        self._has_rest = True
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self.max_body:
                 raise self._too_large()
             if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
-                raise ApiError(415, f"the body is packed (content-encoding: {value[:40].decode('latin-1')}); send it as it is")
+                raise ApiError(415, f"the body is compressed (content-encoding: {value[:40].decode('latin-1')}); send it uncompressed")
         size, until = 0, asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
         while True:
             message = await self._piece(until)
+            self._has_rest = message.get("more_body", False)
             piece: bytes = message.get("body", b"")
             size += len(piece)
             if size > self.max_body:
                 raise self._too_large()
             yield piece
-            if not message.get("more_body", False):
+            if not self._has_rest:
                 return
 
     async def body(self) -> bytes:
@@ -110,19 +114,19 @@ class RequestContext:
         return bytes(whole) if whole else first
 
     async def held_pieces(self) -> AsyncIterator[bytes]:
-        """`pieces`, which count as held until the request is over. Raises as `body`."""
+        """`pieces`, which count as held until the request ends. Raises as `body`."""
         async for piece in self.pieces():
             self.hold(len(piece))
             yield piece
 
     def hold(self, size: int) -> None:
-        """Count `size` bytes as held until the request is over. Raises ApiError 503 where all
-        requests together hold more than they may."""
+        """Count `size` bytes as held until the request ends. Raises ApiError 503 where all requests
+        together would hold more than they may."""
         self._bodies.take(size)
         self._held += size
 
     async def _piece(self, until: float) -> MutableMapping[str, Any]:
-        """What comes next of a body, which must be over at `until` (the loop's time)."""
+        """The next message of a body that must be complete at `until` (the event loop's time)."""
         loop, pause = asyncio.get_running_loop(), self._bodies.pause
         try:
             async with asyncio.timeout_at(min(until, loop.time() + pause)):
@@ -135,7 +139,7 @@ class RequestContext:
         return message
 
     async def read_json(self, is_required: bool = True) -> Any:
-        """The decoded body; None for none where none is required. Raises ApiError."""
+        """The decoded body; None for an empty one that is not required. Raises ApiError."""
         data = await self.body()
         if not data or data.isspace():
             if not is_required:
@@ -153,8 +157,8 @@ class RequestContext:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """Call `act` when the client disconnects, whether or not anything is being sent. The body
-        must have been read. A second call replaces the first."""
+        """Call `act` when the client disconnects, also while nothing is sent. The body must have
+        been read. A second call replaces the first."""
         if self._watcher is not None:
             self._watcher.cancel()
         self._watcher = asyncio.get_running_loop().create_task(self._watch(act))
@@ -165,7 +169,7 @@ class RequestContext:
         act()
 
     async def close(self) -> None:
-        """The request is over; stop watching."""
+        """End the request: release its held bytes, and stop watching the connection."""
         self._bodies.give_back(self._held)
         self._held = 0
         if self._watcher is not None:
@@ -180,20 +184,33 @@ class RequestContext:
         await self.end(body)
 
     async def respond_pieces(self, pieces: AsyncIterator[bytes], size: int, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> None:
-        """A response of `size` bytes; a piece is asked for when those before are taken."""
+        """Send a response of `size` bytes; each piece is read when the one before was sent."""
         await self._start(200, (*headers, (b"content-length", b"%d" % size)))
         async for piece in pieces:
             await self.event(piece)
         await self.end()
 
     async def fail(self, error: ApiError) -> None:
-        """The error as the response, or as the last event of the stream."""
+        """Send the error as the response, or as the last event of the stream."""
         if self.started:
             await self.event(self.errors.events(error))
             await self.end()
             return
         headers = () if error.retry_after is None else ((b"retry-after", str(error.retry_after).encode()),)
-        await self.respond(self.errors.body(error), error.status, (JSON, *headers, *error.headers))
+        body = self.errors.body(error)
+        await self._start(error.status, (JSON, *headers, *error.headers, (b"content-length", b"%d" % len(body))))
+        await self.event(body)
+        if error.headers == CLOSE and self._has_rest:
+            await self._discard_rest()
+        await self.end()
+
+    async def _discard_rest(self) -> None:
+        """Read on. To close with bytes unread would reset the connection, and a client that sends
+        its whole body first would not see the answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER):
+                while (await self.receive()).get("more_body"):
+                    pass
 
     async def start_events(self, media_type: bytes = EVENT_STREAM) -> None:
         await self._start(200, ((b"content-type", media_type), *UNBUFFERED))
@@ -202,7 +219,7 @@ class RequestContext:
         await self.send_message({"type": "http.response.start", "status": status, "headers": headers})
 
     async def event(self, body: bytes) -> None:
-        """Raw bytes of one or more server-sent events."""
+        """Send the bytes of one or more server-sent events."""
         await self._put({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:

@@ -25,7 +25,7 @@ class RequestOptions(RequestBody):
     request_id: str | None = None
 
     def resolve_priority(self) -> int:
-        """The priority for the scheduler. Raises ApiError for a wrong word of a dialect."""
+        """The priority for the scheduler."""
         return self.priority or 0
 
     def request_name(self) -> str | None:

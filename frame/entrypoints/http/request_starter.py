@@ -47,13 +47,14 @@ MAX_NAME_CHARS = 256  # of a rid, and of a cache's salt
 COUNTED_TOKENS = 256 * 1024  # of a text that is only counted, where the context is not larger
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1024 * 1024  # of all tools and template arguments together, as JSON
-TURN = 0.005  # seconds of work over many items before others get a turn
+MAX_LOGPROBS_HELD = 2 * 1024 * 1024  # of a response that is sent whole; each takes about 350 bytes at the end
+TURN = 0.005  # seconds of work over many items before other tasks run
 CUT = "shorten it, or have it cut with truncate_prompt_tokens: -1"
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to be made a prompt of."""
+    """A conversation, from which the chat template makes a prompt."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -61,7 +62,7 @@ class Chat:
 
 
 class Pair(NamedTuple):
-    """Two texts that a model reads together."""
+    """Two texts of one input, for models that compare them."""
 
     first: str
     second: str
@@ -71,9 +72,9 @@ Prompt = str | list[int] | Chat | Pair
 
 
 class Caller(Protocol):
-    """A request's sender, whatever protocol it speaks."""
+    """The sender of a request, over any protocol."""
 
-    answer: RequestState | None  # filled in by `begin`
+    answer: RequestState | None  # set by `start_request`
 
     @property
     def tenant(self) -> str: ...
@@ -82,7 +83,7 @@ class Caller(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def lease(self) -> QuotaLease | None: ...  # of what its key may have at work
+    def lease(self) -> QuotaLease | None: ...  # of its key's quota
 
     def header(self, name: bytes) -> str | None: ...
 
@@ -103,22 +104,22 @@ async def start_request(
     refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
     encoder_inputs: Sequence[bytes] = (),
 ) -> RequestState:
-    """Start a request. Its places are taken before any work is spent on it, and the client's
-    hang-up ends it. Raises ApiError.
+    """Start a request. It reserves its sequences before any other work, and ends when its client
+    disconnects. Raises ApiError.
 
-    `options.timeout`, or the header x-request-timeout, ends it early. `tasks` are those that the
-    route is for; with other tasks than generating, each prompt yields its sequence's `vector`,
-    and texts of more than `longest` tokens are cut. A request without a name gets one that
-    begins with `prefix`. `refine` completes the parameters of a prompt once its tokens are
-    known. `encoder_inputs`: one a prompt, for encoder-decoder models.
+    `options.timeout`, or the header x-request-timeout, is its time limit. `tasks`: those that the
+    route serves; with tasks other than generate, each prompt yields a vector, and texts of more
+    than `longest` tokens are truncated. A request without a name gets one that begins with
+    `prefix`. `refine` completes the parameters of a prompt once its tokens are known.
+    `encoder_inputs`: one a prompt, for encoder-decoder models.
     """
     services.need_task(*tasks)
     deadline = _deadline(services, call, options.timeout)
     arrived = time.perf_counter()
-    priority, salt, rid = options.resolve_priority(), options.cache_salt or "", options.request_name()
+    salt, rid = options.cache_salt or "", options.request_name()
     count = sum(own.n for own in params)
     check_sequence_count(services, count)
-    _check_params(services, params, priority, options)
+    priority = check_all_params(services, params, options)
     _check_sizes(prompts, rid=rid, cache_salt=salt)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
@@ -150,7 +151,7 @@ async def start_request(
         for sequence in answer.sequences if encoder_inputs else ():
             sequence.recovery.encoder_input = encoder_inputs[sequence.prompt_index]
         await _start(services, answer, priority, space, deadline)
-    except BaseException as error:  # noqa: BLE001 - cancellation too must give the places back
+    except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
         raise as_sent(as_api_error(error), options.sent_name) from None
     answer.created = arrived
@@ -161,7 +162,7 @@ async def start_request(
 
 
 async def _start(services: Services, answer: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
-    """Start all sequences of a prepared answer, or none."""
+    """Start all sequences of a prepared request, or none."""
     try:
         await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), answer.sequences)
     except BaseException:
@@ -177,7 +178,10 @@ def check_sequence_count(services: Services, count: int, param: str = "n") -> No
         raise ApiError(400, f"{sentence}; send several requests", param)
 
 
-def _check_params(services: Services, params: Sequence[SamplingParams], priority: int, options: RequestOptions) -> None:
+def check_all_params(services: Services, params: Sequence[SamplingParams], options: RequestOptions) -> int:
+    """The priority of a request with these parameters. Raises ApiError 400 for a parameter or a
+    priority that cannot be served with any prompt."""
+    priority = options.resolve_priority()
     try:
         for own in _unique(params):
             check_params(services.client.limits, own)
@@ -185,19 +189,20 @@ def _check_params(services: Services, params: Sequence[SamplingParams], priority
         raise as_sent(as_api_error(error), options.sent_name) from None
     if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
         raise ApiError(400, f"priority is {priority}; it must fit in 32 bits", "priority")
+    return priority
 
 
 def _namespace(services: Services, call: Caller, salt: str) -> str:
-    """Which prefix cache a request sees: its key's own, and in that its salt's; else timing
-    would tell one tenant of another. The part before the colon is whose it is, also where turns
-    are taken and pages are evicted.
+    """The namespace of the prefix cache that a request reads: that of its key and, within it, of
+    its salt, because latencies would reveal the prompts of another tenant. Scheduling and eviction
+    divide by the part before the colon.
     """
     owner = "" if services.resolved.user.server.share_cache else call.tenant
     return f"{owner}:{salt}" if owner or salt else ""
 
 
 def _deadline(services: Services, call: Caller, time_limit: float | None) -> float | None:
-    """Seconds that a request gives itself; never more than the server allows."""
+    """The time limit of a request in seconds, at most the server's. Raises ApiError 400."""
     name, given = "timeout", time_limit
     if given is None:
         text = call.header(TIMEOUT_HEADER.encode())
@@ -216,12 +221,12 @@ def _deadline(services: Services, call: Caller, time_limit: float | None) -> flo
 async def _encode_all(
     services: Services, prompts: Sequence[Prompt], add_special_tokens: bool, longest: int | None, most: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Token ids of each, and where the second texts of pairs begin."""
+    """Token ids of each prompt, and the index of each pair's second text."""
     inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
     if len(inputs) < len(prompts) or (len(inputs) == 1 and services.resolved.task == "generate"):
         return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, most) for one in prompts], []
     special = add_special_tokens or services.resolved.task != "generate"
-    bound = None if longest is not None else most  # what is cut has no bound
+    bound = None if longest is not None else most  # a text that is truncated may have any length
     encoded = await _within(services, most, services.need_text_input().encode_inputs(inputs, longest, bound, special))
     return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if services.resolved.task != "generate"]
 
@@ -229,8 +234,8 @@ async def _encode_all(
 async def encode_prompt(
     services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None
 ) -> list[int]:
-    """The token ids of a text or a conversation. Raises ApiError for one of more than `most` tokens
-    (the context's, where it is left out), before all of it is tokenized."""
+    """The token ids of a text or a conversation. Raises ApiError for more than `most` tokens (None:
+    those of the context), before all of it is tokenized."""
     text_input, most = services.need_text_input(), services.client.limits.max_context if most is None else most
     if isinstance(prompt, Chat):
         _check_sizes([prompt])
@@ -243,7 +248,7 @@ async def encode_prompt(
 
 
 def countable_tokens(services: Services) -> int:
-    """The most tokens of a text that is tokenized for its own sake."""
+    """The most tokens of a text that is only tokenized."""
     return max(services.client.limits.max_context, COUNTED_TOKENS)
 
 
@@ -258,7 +263,7 @@ async def _within(services: Services, most: int, work: Awaitable[T]) -> T:
 
 
 async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
-    """The parameters with their bad words as token ids."""
+    """The parameters with their bad words as token ids. Raises ApiError 400 without a tokenizer."""
     if not any(own.stop or own.bad_words for own in params):
         return params
     tokenizer = services.need_tokenizer()  # stop strings are matched on text
@@ -267,10 +272,13 @@ async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) 
 
 
 async def wait_complete(answer: RequestState) -> list[SequenceState]:
-    """Wait for a whole answer. Raises ApiError for a failure, DisconnectedError."""
-    await answer.wait_until_complete()
+    """Wait for all sequences of a request. Raises ApiError for a failure, DisconnectedError."""
+    await answer.wait_until_complete(MAX_LOGPROBS_HELD)
     if answer.is_disconnected:
         raise DisconnectedError
+    if answer.num_unfinished:
+        sentence = f"the response has more than {MAX_LOGPROBS_HELD} log-probabilities; ask for fewer of them, fewer tokens or a smaller n"
+        raise ApiError(400, f"{sentence}, or stream it", "logprobs")
     raise_failed(answer.sequences)
     return answer.sequences
 
@@ -283,10 +291,10 @@ async def stream_response(
     close: Callable[[], bytes],
     media_type: bytes = EVENT_STREAM,
 ) -> None:
-    """Send `write` of each sequence that has something new, as it comes, then `close`.
+    """Send `write` of each sequence with new output as it arrives, then `close`.
 
     A failure before the first token is an ordinary error response; a later one is an event of
-    its sequence. A client that falls too far behind is told so and given up.
+    its sequence. A client that reads too slowly gets an error event, and its request ends.
     """
     pump = EventPump(context, answer, write)
     limit_unread_tokens(services, answer, pump.give_up)
@@ -302,14 +310,14 @@ async def stream_response(
 
 
 def limit_unread_tokens(services: Services, answer: RequestState, give_up: Callable[[ApiError], None]) -> None:
-    """Let no more of a streamed answer wait for its reader than the server allows."""
+    """Call `give_up` when more tokens of a stream wait for its reader than the server allows."""
     most = services.resolved.user.server.max_unread_tokens
     sentence = f"the answer was not read: more than {most} of its tokens wait (server.max_unread_tokens); read it as it comes"
     answer.set_backpressure_limit(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
 
 
 async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`act` of each item, with a turn for the event loop's other work every few milliseconds."""
+    """`act` of each item; other work of the event loop runs every `TURN` seconds."""
     found, until = [], time.perf_counter() + TURN
     for item in items:
         found.append(act(item))
@@ -320,7 +328,7 @@ async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def _unique(params: Sequence[SamplingParams]) -> Iterable[SamplingParams]:
-    """Each once; many prompts may share one."""
+    """Each object once; prompts may share one."""
     return {id(own): own for own in params}.values()
 
 

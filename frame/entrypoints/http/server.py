@@ -58,12 +58,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_OK = 0
-LAST_WORDS = 0.5  # seconds for error events to leave after a child's death
+FLUSH_TIME = 0.5  # seconds to send error events after a child's end
 POLL = 0.02  # seconds
-BEAT = 1.0  # seconds between two words of the loop that it lives,
-STUCK = 10.0  # and without one until the stacks of its threads are written
-FOLD = 5.0  # seconds between two counts of the latency lists
+WATCHDOG_RESET = 1.0  # seconds between two resets of the event loop's watchdog
+STUCK = 10.0  # seconds without a reset, after which the stacks of all threads are written
+RATE_UPDATE = 5.0  # seconds between two measurements of the throughput
 
 
 def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals) -> int:
@@ -115,8 +114,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
         admin.close()
 
 
-def configured_layout(resolved: Resolved, module: str = "frame.entrypoints.processes.worker") -> Layout:
-    """The processes that a configuration asks for."""
+def configured_layout(resolved: Resolved, module: str) -> Layout:
+    """The processes of a configuration; children run `module`."""
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
     detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"
     return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module)
@@ -130,7 +129,7 @@ def split_layout(layout: Layout, replicas: int) -> list[Layout]:
 
 
 def replica_report(deployment: Deployment) -> Callable[[str], None]:
-    """What reports about a deployment's processes."""
+    """The function that reports on the processes of a deployment."""
     number = deployment.layout.replica
     return report if number is None else lambda text: report(f"replica {number}: {text}")
 
@@ -223,7 +222,7 @@ class Replica:
 
 
 class Server:
-    """The running server: listeners, clients' readers, watch over the children, signals."""
+    """The running server: listeners, readers of the transports, supervision, signals."""
 
     def __init__(
         self,
@@ -239,7 +238,7 @@ class Server:
         self._listener, self._admin = listeners
         self._started = started
         self._stop = asyncio.Event()
-        self._now = asyncio.Event()  # a second signal: do not wait
+        self._now = asyncio.Event()  # a second signal: stop without waiting
         server = services.resolved.user.server
         self._certificate = load_certificate(server)
         limits = ConnectionLimits(server.max_connections, server.client_timeout)
@@ -250,12 +249,12 @@ class Server:
             reload.rings.append(app.keys)
 
     async def run(self) -> int:
-        """-> exit code."""
+        """Serve until a signal or a failure. Returns the exit code."""
         loop = asyncio.get_running_loop()
         self._signals.forward(self._on_signal, lambda: self._services.run(self._reload.run()))
         for replica in self._replicas:
             loop.add_reader(replica.deployment.transport.fd, replica.client.receive_messages)
-            replica.client.receive_messages()  # the descriptor tells of changes only
+            replica.client.receive_messages()  # the descriptor reports changes only
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()
@@ -272,8 +271,8 @@ class Server:
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
-            watching.result()  # a fault of ours ends the server too
-            await asyncio.sleep(LAST_WORDS)
+            watching.result()  # an error of the supervision ends the server too
+            await asyncio.sleep(FLUSH_TIME)
         else:
             await self._drain()
         watching.cancel()
@@ -294,7 +293,7 @@ class Server:
         if not died:
             timeout = 0.0 if self._now.is_set() else 10.0
             await asyncio.gather(*(asyncio.to_thread(replica.deployment.stop, timeout) for replica in self._replicas))
-        return self._replicas[0].supervisor.exit_code if died else EXIT_OK
+        return self._replicas[0].supervisor.exit_code if died else 0
 
     def _announce(self) -> None:
         where = address(*self._listener.getsockname()[:2])
@@ -309,19 +308,19 @@ class Server:
         self._stop.set()
 
     async def _watch(self) -> None:
-        """Until the server cannot go on; then every answer has been told so."""
-        folded = beaten = time.monotonic()
+        """Supervise the children until the server has to stop; then every request has an error."""
+        measured = reset = time.monotonic()
         client, alarm = self._services.client, LoopWatchdog(STUCK)
         while client.dead_reason is None:
             await asyncio.sleep(TICK)
             for replica in self._replicas:
                 if replica.client.dead_reason is None:
                     await self._tick(replica)
-            if time.monotonic() - beaten > BEAT:
-                beaten = time.monotonic()
+            if time.monotonic() - reset > WATCHDOG_RESET:
+                reset = time.monotonic()
                 alarm.reset()
-            if time.monotonic() - folded > FOLD:
-                folded = time.monotonic()
+            if time.monotonic() - measured > RATE_UPDATE:
+                measured = time.monotonic()
                 if self._services.metrics is not None:
                     self._services.metrics.update_rate()
         alarm.close()
@@ -334,21 +333,17 @@ class Server:
             replica.deployment.kill_children([name for name in replica.deployment.names if not name.startswith("tokenizer-")])
 
     async def _drain(self) -> None:
-        """Take no more requests, finish those that run, end the rest."""
+        """Refuse new requests, wait for those that run, abort the rest."""
         self._services.draining = True
         client, timeout = self._services.client, self._services.resolved.user.server.drain_timeout
         report(f"stopping: {client.num_outstanding} requests have {timeout:g} s to finish")
         deadline = time.monotonic() + timeout
-        await self._until_empty(deadline)
-        if client.num_outstanding:
-            client.abort_requests([])
-            deadline = time.monotonic() + LAST_WORDS
-            while client.num_outstanding and time.monotonic() < deadline:  # noqa: ASYNC110 - as below
-                await asyncio.sleep(POLL)
-        await asyncio.sleep(0.05)  # last bytes leave
-
-    async def _until_empty(self, deadline: float) -> None:
-        client = self._services.client
-        # four conditions, the clock among them: no single event tells of them
+        # four conditions, the clock among them: no single event has them
         while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead_reason is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL)
+        if client.num_outstanding:
+            client.abort_requests([])
+            deadline = time.monotonic() + FLUSH_TIME
+            while client.num_outstanding and time.monotonic() < deadline:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(POLL)
+        await asyncio.sleep(0.05)  # for the last bytes

@@ -48,8 +48,8 @@ ROUTES_FOR = {
 
 @dataclass(slots=True)
 class Services:
-    """One a server. `reasoning` and `tool_calls` make a parser for a response; None where none is
-    configured."""
+    """What all routes of one server share. `reasoning` and `tool_calls` make a parser for a
+    response; None where none is configured."""
 
     resolved: Resolved
     client: EngineClient | ReplicaClient
@@ -63,39 +63,37 @@ class Services:
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
     tracing: Tracing | None = None
-    watch: ResourceMonitor | None = None  # over what processes hold
+    watch: ResourceMonitor | None = None  # resource usage of the processes
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
-    quotas: TenantQuotas = field(init=False)  # what each key has at work
+    quotas: TenantQuotas = field(init=False)  # of the API keys
     responses: ResponseStore = field(init=False)  # of /v1/responses
-    # Of requests whose clients do not wait
+    # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
-    # None where there is no folder for them
+    # None without batches.folder
     batches: BatchJobRunner | None = field(init=False, default=None)
-    # Held while an audio file is decoded, which may take some hundred megabytes
+    # Held while an audio file is decoded, which may need some hundred megabytes
     audio_decoding: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(2))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
-    # Of the model and what runs it: OpenAI's system_fingerprint
+    # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
         server, batches = self.resolved.user.server, self.resolved.user.batches
-        # Of this build and all settings that outputs may depend on
         digest = hashlib.sha256(self.resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
         self.fingerprint = f"frame-{package_version()}-{digest.hexdigest()[:8]}"
         has_neighbours = len(load_keys(server) or ()) > 1
         self.quotas = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
         if self.tokenizer is not None:
-            # Reading a large vocabulary takes a while, which no request should wait for
-            _ = self.tokenizer.bounds
+            _ = self.tokenizer.bounds  # read now: for a large vocabulary it takes a while
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
         self.responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
         if batches.folder is not None:
             self.batches = BatchJobRunner(batches, FileStore(batches), self.quotas, lambda: self.draining)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work that no client waits for. What it needs of the engine, it holds already, so there
-        is never more than of other work."""
+        """Run background work, which no client awaits. It has reserved its sequences before, so
+        quotas and the queue bound it."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)
@@ -103,28 +101,26 @@ class Services:
     def _done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("work without a client failed", exc_info=error)
+            log.error("background work failed", exc_info=error)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What the model is called in the API; responses have the first."""
+        """The names of the model in the API; responses have the first."""
         return tuple(dict.fromkeys((self.resolved.served_name, *self.resolved.user.model.served_aliases)))
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
         if name and name not in (*self.model_names, self.resolved.user.model.path):
-            raise ApiError(
-                404, f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}", "model", "model_not_found"
-            )
+            sentence = f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}"
+            raise ApiError(404, sentence, "model", "model_not_found")
 
     def need_task(self, *tasks: Task) -> None:
-        """Raise ApiError 400 unless the model that is served here is asked for one of these."""
+        """Raise ApiError 400 unless the server's task is one of these."""
         task = self.resolved.task
         if task not in tasks:
             name, wanted = self.resolved.served_name, " or ".join(tasks)
-            raise ApiError(
-                400, f"{name!r} is served to {task} (model.task), not to {wanted}; use {ROUTES_FOR[task]}", "model", "wrong_task"
-            )
+            sentence = f"{name!r} is served to {task} (model.task), not to {wanted}; use {ROUTES_FOR[task]}"
+            raise ApiError(400, sentence, "model", "wrong_task")
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -137,5 +133,5 @@ class Services:
         return self.text_input
 
     def ready_problem(self) -> str | None:
-        """Why this server should get no requests now; None when it is well."""
+        """Why this server takes no requests now; None while it takes them."""
         return "the server is shutting down" if self.draining else self.client.dead_reason or self.client.unavailable_reason

@@ -1,5 +1,6 @@
 """Server-sent events of OpenAI streams, as bytes: what is equal in every chunk of a response is
-written once. Only a chunk's text goes through a JSON encoder. Knows no engine and no socket."""
+written once. Only a chunk's text goes through a JSON encoder. Must not know an engine or a
+socket."""
 
 from __future__ import annotations
 

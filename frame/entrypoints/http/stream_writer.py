@@ -1,9 +1,9 @@
-"""`EventPump`: writes an answer's news to its connection from within the client's own pass over a
-step's tokens.
+"""`EventPump`: writes the new output of a streamed response to its connection, within the engine
+client's pass over a step's tokens.
 
-Waking a task for every token of every stream would cost as much as the writing itself. Only while a
-connection is full does a task wait for it; what comes meanwhile is joined into one event. Knows
-ASGI's `send` and no dialect.
+To wake a task for every token of every stream would cost as much as the writing itself. A task
+waits only while a connection is full; output that arrives meanwhile is joined into one event. Must
+not depend on a dialect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from frame.entrypoints.http.request_context import CLOSED, RequestContext
 
 
 class EventPump:
-    """One streaming response, from its second event to its last."""
+    """One streamed response, from its first output to its last."""
 
     __slots__ = ("_answer", "_call", "_done", "_waiting", "_write")
 
@@ -28,10 +28,10 @@ class EventPump:
         self._answer = answer
         self._write = write
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting: asyncio.Task[None] | None = None  # for a connection that is full
+        self._waiting: asyncio.Task[None] | None = None  # writes to a full connection
 
     async def run(self, changed: Sequence[SequenceState]) -> None:
-        """Write `changed` and all that follows until the end. Raises what writing raises."""
+        """Write `changed` and all later output until the end. Raises what writing raises."""
         self._answer.on_update = self._push
         try:
             if not self._done.done():
@@ -43,12 +43,12 @@ class EventPump:
                 self._waiting.cancel()
 
     def give_up(self, error: Exception) -> None:
-        """End the response with this error; what waits to be written is dropped."""
+        """End the response with this error; output that was not written is dropped."""
         if not self._done.done():
             self._done.set_exception(error)
 
     def _push(self) -> None:
-        """The answer's news, unless the connection is full."""
+        """Write new output, unless the connection is full."""
         if self._waiting is None and not self._done.done():
             self._send(self._answer.take_changed())
 
@@ -74,7 +74,7 @@ class EventPump:
             self._done.set_result(None)
 
     async def _finish(self, sending: Coroutine[Any, Any, None], first: Any) -> None:
-        """Wait until the connection takes more, then go on with what came meanwhile."""
+        """Wait until the connection takes more, then write the output that arrived meanwhile."""
         try:
             await _resume(sending, first)
         except Exception as error:  # noqa: BLE001 - as above

@@ -23,6 +23,8 @@ _WANTED: Mapping[str, str] = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
     "none_required": "null",
 }
+# pydantic's error type -> the bound's name in its context, and words
+_BOUNDS: Mapping[str, tuple[str, str]] = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "at most")}
 _COUNTED: Mapping[type, str] = {str: "characters", dict: "pairs", list: "entries"}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
@@ -63,6 +65,9 @@ def _sentence(error: Mapping[str, Any]) -> str:
         return f" {error['msg']}"
     if kind == "literal_error":
         return f" is {quoted(error['input'])}; it must be {context['expected']}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f" is {quoted(error['input'])}; it must be {words} {context[name]:g}"
     return f": {error['msg']}"
 
 

@@ -3,7 +3,7 @@ offline side of the transport.
 
 A step costs one list extension per sequence. Text is decoded once at the end, except for streams
 and stop strings. Used by `Engine` and by the sessions of `frame.entrypoints.processes.launch`.
-Knows no process.
+Must not know a process.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ class Collector:
             self._replies[name] = on_reply
 
     def handle_message(self, message: AnyMessage) -> None:
-        """Handle one message of the transport."""
         if isinstance(message, StepTokens):
             self._add_tokens(message)
         elif isinstance(message, ControlReply):

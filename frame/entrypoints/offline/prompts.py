@@ -1,5 +1,5 @@
 """Prompts and parameters in the forms that the offline `Engine` and the remote `Client` take, and
-the errors of both. Knows no engine."""
+the errors of both. Must not know an engine."""
 
 from __future__ import annotations
 

@@ -88,7 +88,6 @@ class Client:
 
     @property
     def tokenizer(self) -> RemoteTokenizer:
-        """The tokenizer of the server's model."""
         return RemoteTokenizer(self)
 
     @property

@@ -1,5 +1,5 @@
 """The JSON of `/generate` for `Client`: prompts and parameters to a request body, results and
-events to outputs. Knows no connection."""
+events to outputs. Must not know a connection."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`Vectors`: embedding, classification and scoring of the offline API. Knows no session: `run`
-computes the sequences."""
+"""`Vectors`: embedding, classification and scoring of the offline API. Must not know a session:
+`run` computes the sequences."""
 
 from __future__ import annotations
 

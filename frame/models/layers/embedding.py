@@ -14,14 +14,14 @@ from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
 from frame.models.layers.weights.plain_product import PlainProduct
 from frame.models.layers.weights.products import build_product
+from frame.models.layers.weights.stored_weight import ROWS_ON_CPU, StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Product
     from frame.core.interfaces.weight_format import LayerFormat
 
-_ROWS = 16384  # of a tied head that are quantized at a time
-
+_ROWS = 16384  # of a tied head that a GPU quantizes at a time
 
 def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
     """(rows on every rank, this rank's range). The last ranks may hold padding, so any vocabulary
@@ -65,8 +65,10 @@ class Head(nn.Module):
             self.weight, self._name, self._choices = tied.weight, name, context.gemm_kernels
             self._layout = None if context.weight_format is None else describe_layer(context, name, "head")
             if self.weight.is_meta and self._layout is not None and self._layout.rounds:  # the memory plan counts it
-                for key, tensor in self._round(self._layout).tensors.items():
-                    self.register_buffer(key, tensor, persistent=False)
+                sizes = WeightSizes(hidden_size, hidden_size, (len(self.weight),))
+                for rounded in StoredWeight(nn.Module(), self._layout, sizes, context.dtype).decode():
+                    for key, tensor in rounded.tensors.items():
+                        self.register_buffer(key, tensor, persistent=False)
             return
         rows, span = split_vocabulary(context, vocab_size)
         self.weights = LayerWeight(self, context, (name,), Range.whole(hidden_size), (rows,), "head")
@@ -98,7 +100,8 @@ class Head(nn.Module):
     def _round(self, layout: LayerFormat) -> PackedWeight:
         """The embedding's weight, quantized in parts to need little memory besides."""
         rows, inputs = self.weight.shape
-        parts = [layout.encode(part, (len(part),)) for part in self.weight.data.split(_ROWS)]
+        size = ROWS_ON_CPU if self.weight.device.type == "cpu" else _ROWS
+        parts = [layout.encode(part, (len(part),)) for part in self.weight.data.split(size)]
         return layout.decode({name: torch.cat([part[name] for part in parts]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

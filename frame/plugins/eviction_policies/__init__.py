@@ -13,18 +13,12 @@ if TYPE_CHECKING:
 @hookimpl
 def register_eviction_policies(registry: KindRegistry) -> None:
     """Add the in-tree eviction policies."""
-    here = "frame.plugins.eviction_policies"
-    registry.add("lru", f"{here}.lru:Lru", summary="Evicts the least recently used prefix.")
-    registry.add(
-        "lfu", f"{here}.lfu:Lfu", summary="Evicts the least frequently used prefix; on a tie the least recently used."
-    )
-    registry.add("fifo", f"{here}.fifo:Fifo", summary="Evicts the prefix that was cached first.")
-    registry.add(
-        "mru", f"{here}.mru:Mru", summary="Evicts the most recently used prefix, for scans over more prefixes than fit."
-    )
-    registry.add("slru", f"{here}.slru:Slru", summary="Segmented LRU: evicts prefixes used once before those used again.")
-    registry.add(
-        "priority",
-        f"{here}.priority:Priority",
-        summary="Evicts the prefix with the lowest request priority; on a tie the least recently used.",
-    )
+    for name, target, summary in (
+        ("lru", "lru:Lru", "Evicts the least recently used prefix."),
+        ("lfu", "lfu:Lfu", "Evicts the least frequently used prefix; on a tie the least recently used."),
+        ("fifo", "fifo:Fifo", "Evicts the prefix that was cached first."),
+        ("mru", "mru:Mru", "Evicts the most recently used prefix, for scans over more prefixes than fit."),
+        ("slru", "slru:Slru", "Segmented LRU: evicts prefixes used once before those used again."),
+        ("priority", "priority:Priority", "Evicts the prefix with the lowest request priority; on a tie the least recently used."),
+    ):
+        registry.add(name, f"frame.plugins.eviction_policies.{target}", summary=summary)

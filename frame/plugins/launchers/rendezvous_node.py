@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +21,7 @@ from typing import Any
 
 from frame.core.interfaces.launcher import SHARED_SOCKETS
 from frame.core.ipc.child_process import is_stopped, start_process
+from frame.core.ipc.socket_directory import SocketDirectory
 from frame.plugins.launchers import authenticated_link as frames
 from frame.plugins.launchers.authenticated_link import Link, LinkError, SocketTunnel, authenticate
 
@@ -70,7 +69,8 @@ async def serve_node(number: int, host: str, port: int, key: bytes) -> None:
 
 async def _serve(link: Link, number: int) -> bool:
     """Serve one connection. -> whether the first host ends in order."""
-    folder = Path(tempfile.mkdtemp(prefix="frame-"))
+    sockets = SocketDirectory()
+    folder = sockets.path
     tunnel, ranks, loop = SocketTunnel(link, folder, 1), dict[int, Rank](), asyncio.get_running_loop()
     link.post(frames.STARTED, number, link.local_host.encode())
     tasks = [asyncio.create_task(link.beat()), asyncio.create_task(_report_stops(link, ranks))]
@@ -105,7 +105,7 @@ async def _serve(link: Link, number: int) -> bool:
         for rank in ranks.values():
             rank.process.kill()
             rank.writer.shutdown(wait=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        sockets.remove()
 
 
 async def _report_stops(link: Link, ranks: Mapping[int, Rank]) -> None:

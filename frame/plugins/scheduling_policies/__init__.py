@@ -13,18 +13,12 @@ if TYPE_CHECKING:
 @hookimpl
 def register_scheduling_policies(registry: KindRegistry) -> None:
     """Add the in-tree scheduling policies."""
-    here = "frame.plugins.scheduling_policies"
-    registry.add("fcfs", f"{here}.fcfs:Fcfs", summary="First come, first served.")
-    registry.add("lpm", f"{here}.lpm:LongestPrefixMatch", summary="Longest cached prefix first, for the most reuse.")
-    registry.add(
-        "dfs-weight",
-        f"{here}.dfs_weight:DepthFirstByWeight",
-        summary="Groups requests by shared cached prefix, the largest group first.",
-    )
-    registry.add(
-        "lof", f"{here}.lof:LongestOutputFirst", summary="Longest allowed output first, so that no long one is left for the end."
-    )
-    registry.add("random", f"{here}.random:RandomOrder", summary="A new random order each step, from a fixed seed.")
-    registry.add(
-        "priority", f"{here}.priority:PriorityFirst", summary="Highest request priority first; pushes lower ones off the device."
-    )
+    for name, target, summary in (
+        ("fcfs", "fcfs:Fcfs", "First come, first served."),
+        ("lpm", "lpm:LongestPrefixMatch", "Longest cached prefix first, for the most reuse."),
+        ("dfs-weight", "dfs_weight:DepthFirstByWeight", "Groups requests by shared cached prefix, the largest group first."),
+        ("lof", "lof:LongestOutputFirst", "Longest allowed output first, so that no long one is left for the end."),
+        ("random", "random:RandomOrder", "A new random order each step, from a fixed seed."),
+        ("priority", "priority:PriorityFirst", "Highest request priority first; pushes lower ones off the device."),
+    ):
+        registry.add(name, f"frame.plugins.scheduling_policies.{target}", summary=summary)

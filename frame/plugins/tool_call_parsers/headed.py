@@ -33,11 +33,8 @@ class HeadedCalls(Machine):
     def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._span = JsonSpan()
-        self.follows_call = False
 
     def start(self) -> bool:
-        if self.follows_call:
-            self.follows_call = not self.strip_held()
         mark = self.emit_until(self.opening, *self.around)
         if mark is None:
             return False

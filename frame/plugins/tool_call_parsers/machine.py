@@ -24,13 +24,14 @@ _OUTSIDE, _INSIDE = re.compile(r'[{}\[\]"]'), re.compile(r'["\\]')
 
 class Machine(ToolCallParser):
     """`read` is the current state. `emit_content`, `start_call` and `emit_arguments` collect the
-    result."""
+    result. `follows_call`: the text follows a call, to which whitespace at its start belongs."""
 
     def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self.held = ""
         self.read: Callable[[], bool] = self.start
         self.names: frozenset[str] = frozenset()
+        self.follows_call = False
         self._num_calls = 0
         self._searched = 0  # characters of `held` without a mark
         self._content: list[str] = []
@@ -101,6 +102,8 @@ class Machine(ToolCallParser):
     def emit_until(self, *marks: str) -> str | None:
         """Emit the text up to the first of `marks` and return that mark. None: no mark yet. The
         mark, and whitespace before it, stay held."""
+        if self.follows_call:
+            self.follows_call = not self.strip_held()
         found = self.find_mark(*marks)
         until = len(self.held) - held_back(self.held, *marks) if found is None else found[0]
         near = max(0, until - MAX_GAP)

@@ -1,5 +1,5 @@
-"""Reads consecutive call objects, `{"name": …, "arguments": …}`, from the held text of a `Machine`.
-Knows no marks."""
+"""Reads consecutive call objects, `{"name": …, "arguments": …}`, from the held text of a `Machine`:
+`ObjectRun`, and `ObjectCalls`, a machine with a state that reads them. Must not know a mark."""
 
 from __future__ import annotations
 
@@ -75,3 +75,31 @@ class ObjectRun:
         self._machine.emit_content(("".join(self._lead) if not self.num_calls else "") + raw)
         self.is_over = True
         return True
+
+
+class ObjectCalls(Machine):
+    """A machine whose calls are objects. `begin_objects` begins to read them, and `end_objects`
+    chooses the state after them."""
+
+    run: ObjectRun | None = None
+
+    def begin_objects(self, lead: str, separators: str, names: Container[str] | None = None) -> bool:
+        """Change to the state that reads objects; the arguments are those of `ObjectRun`."""
+        self.run = ObjectRun(self, lead, separators, names)
+        return self.set_state(self.read_objects)
+
+    def read_objects(self) -> bool:
+        """State: objects, up to what is none."""
+        if self.run is None or not self.run.read():
+            return False
+        return not self.run.is_over or self.end_objects(self.run.num_calls)
+
+    def end_objects(self, num_calls: int) -> bool:
+        """Change the state: `num_calls` objects were calls, and the next text is none."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        if self.read == self.read_objects and self.run is not None:
+            self.run.end()
+        else:
+            super().end()

@@ -38,7 +38,6 @@ class Qwen3Coder(Machine):
         self._name = ""
         self._key = ""
         self._has_arguments = False
-        self._follows_call = False
 
     def begin(self, functions: Sequence[Function]) -> None:
         super().begin(functions)
@@ -56,8 +55,6 @@ class Qwen3Coder(Machine):
         return tag(f"{OPEN}\n{FUNCTION}{function.name}>\n", arguments, f"{FUNCTION_END}\n{CLOSE}")
 
     def start(self) -> bool:
-        if self._follows_call:
-            self._follows_call = not self.strip_held()
         return self.emit_until(OPEN, FUNCTION) is not None and self.set_state(self._header)
 
     def _header(self) -> bool:
@@ -116,7 +113,7 @@ class Qwen3Coder(Machine):
             return False
         if mark == CLOSE:
             self.take_held(len(mark))
-        self._follows_call = True
+        self.follows_call = True
         return self.set_state(self.start)
 
     def end(self) -> None:

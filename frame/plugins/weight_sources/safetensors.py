@@ -123,7 +123,7 @@ def find_files(folder: Path) -> tuple[list[Path], list[str]]:
 def _read_index(index: Path) -> tuple[list[str], list[str]]:
     try:
         entries: dict[str, str] = msgspec.convert(msgspec.json.decode(index.read_bytes())["weight_map"], dict[str, str])
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weights ({error}): download it again.") from error
     shards = sorted(set(entries.values()))
     for shard in shards:

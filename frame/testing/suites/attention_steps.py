@@ -17,6 +17,7 @@ import torch
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, Phase
 from frame.core.interfaces.batch import ForwardBatch
 from frame.testing.attention_cases import (
+    DTYPES,
     LATENT,
     Case,
     Pages,
@@ -311,7 +312,6 @@ def check_steps(make: MakeBackend, subject: Subject, case: Case) -> None:
 def step_checks(make: MakeBackend, subject: Subject) -> Iterator[Check]:
     """The checks for the sizes that the capabilities cover."""
     capabilities, device = subject.record.capabilities, subject.setting.device
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     heads = Case(Rows.of([1]), head_dim=64, v_head_dim=64)
     candidates = [
         {"steps-mha": heads, "steps-mha-wide": replace(heads, page_size=64, head_dim=128, v_head_dim=128)},
@@ -323,8 +323,8 @@ def step_checks(make: MakeBackend, subject: Subject) -> Iterator[Check]:
     ]
     for alternatives in candidates:  # the first that fits
         for name, case in alternatives.items():
-            dtype = next(iter(getattr(capabilities, "dtypes", names)))
-            found = replace(case if name.endswith("-1") else with_pages_for(case, capabilities), dtype=names[dtype], device=device)
+            dtype = next(iter(getattr(capabilities, "dtypes", DTYPES)))
+            found = replace(case if name.endswith("-1") else with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device)
             if not capabilities.unsupported(replace(requirements(found), phases=())):
                 yield Check(f"{name}-{dtype}", partial(check_steps, make, subject, found))
                 break

@@ -7,17 +7,24 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
+from frame.core.interfaces.parallel import ParallelPlan
+from frame.testing.attention_cases import DTYPES
 from frame.testing.conformance import Subject
 from frame.testing.devices import open_platform
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # relative to the largest value
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def supports(subject: Subject, dtype: str) -> bool:
-    """Whether the plugin states that it runs on the device in this dtype."""
+def supports(subject: Subject, dtype: str, num_ranks: int = 1) -> bool:
+    """Whether the plugin states that it runs on the device in this dtype, with whole experts on
+    each of `num_ranks` ranks."""
     device, capabilities = subject.setting.device, subject.record.capabilities
-    need = MoERequirements(device=device.partition(":")[0], compute_capability=open_platform(device).compute_capability, dtype=dtype)
+    need = MoERequirements(
+        device=device.partition(":")[0],
+        compute_capability=open_platform(device).compute_capability,
+        dtype=dtype,
+        plan=ParallelPlan(tp=num_ranks, ep=num_ranks),
+    )
     return dtype in getattr(capabilities, "dtypes", DTYPES) and not (
         isinstance(capabilities, MoECapabilities) and capabilities.unsupported(need)
     )

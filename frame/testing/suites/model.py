@@ -87,7 +87,7 @@ def _weights_are_complete(tools: Tools) -> None:
     """Every parameter has a value after loading, and `load_weights` names no other."""
     model = build(tools.subject, tools.checkpoint)
     loaded = model.load_weights(iter(read(model, tools.checkpoint)))
-    known = dict(model.named_parameters())
+    known = dict(model.named_parameters(remove_duplicate=False))  # modules may share a layer
     wrong = sorted(set(loaded) - set(known))
     assert not wrong, f"`load_weights` returns {', '.join(wrong[:4])}, which are no parameters of the model"
     unnamed = sorted(set(known) - set(loaded))

@@ -1,8 +1,8 @@
 """A tiny checkpoint of an architecture, and a model over a plain paged cache, step by step. For the
 suite of models.
 
-Attention is computed row by row in float32, so that a difference is the model's. Must not know the
-scheduler or the model runner.
+Attention is that of `torch_native`, which has a suite of its own, so that a difference is the
+model's. Must not know the scheduler or the model runner.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,19 @@ from torch import nn
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.cache_groups import LayerCache
 from frame.core.interfaces.model import Model, ModelConfig, ModelContext
 from frame.core.interfaces.rank_context import Task
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
+from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.core.loading.model_config import read_model_config
 from frame.core.loading.weight_reader import read_weights
 from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_context, forward_batch
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
-from frame.testing.conformance import Subject
+from frame.testing.conformance import SkipCheck, Subject
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
-from frame.testing.plain_attention import PlainAttention
 from frame.testing.suites.attention_steps import LayeredKVCache
 from frame.testing.suites.unchanged import unchanged
 
@@ -97,25 +99,25 @@ def find_checkpoints(subject: Subject) -> Iterator[Checkpoint]:
             yield make_tiny(architecture, is_encoder)
 
 
+def make_part(kind: str, name: str, context: Any) -> Any:
+    """One of frame's own plugins."""
+    registry = load_own_plugins()
+    return registry.load(registry.get(kind, name))(context)
+
+
 def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelContext:
-    """The context of a model with plain attention, unquantized weights and one rank."""
-    registry, config = load_own_plugins(), checkpoint.model_config
-    device = subject.setting.device
-    bare: BuildContext = build_context(device, dtype, 16)
-
-    def part(kind: str, name: str, context: Any) -> Any:
-        return registry.load(registry.get(kind, name))(context)
-
-    backend: AttentionBackend = PlainAttention(bare) if device == "cpu" else part("attention_backend", "torch_native", bare)
+    """The context of a model with PyTorch's attention, unquantized weights and one rank."""
+    config = checkpoint.model_config
+    bare: BuildContext = build_context(subject.setting.device, dtype, 16)
     task: Task = "generate" if "generate" in getattr(subject.record.capabilities, "tasks", ("generate",)) else "embed"
     context = replace(
         bare,
         task=task,
-        attention=backend,
-        weight_format=part("weight_format", "none", FormatContext(dtype)),
+        attention=make_part("attention_backend", "torch_native", bare),
+        weight_format=make_part("weight_format", "none", FormatContext(dtype)),
         gemm_kernels=make_gemm_kernels(bare),
-        moe_runner=part("moe_runner", "torch_native", bare) if config.num_experts else None,
-        moe_dispatcher=part("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
+        moe_runner=make_part("moe_runner", "torch_native", bare) if config.num_experts else None,
+        moe_dispatcher=make_part("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
     )
     return ModelContext.from_build(context, config)
 
@@ -151,23 +153,34 @@ def load(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.fl
     return model.eval().requires_grad_(False)
 
 
+def list_caches(model: Model, config: ModelConfig, page_size: int) -> list[LayerCache]:
+    """What each layer stores of every token. Raises SkipCheck for a model that stores other
+    things."""
+    groups = model_geometry(model, kv_geometry(config, 1, page_size, "float32")).groups
+    others = {group.kind for group in groups} - {"tokens", "window"}
+    if others:
+        raise SkipCheck(f"the suite has no cache of kind {' or '.join(sorted(others))}; compare served tokens with transformers instead")
+    return sorted((layer for group in groups for layer in group.layers), key=attrgetter("layer"))
+
+
 class Session:
     """A model and its requests. Unused pages are NaN."""
 
     def __init__(self, subject: Subject, checkpoint: Checkpoint, model: Model, page_size: int = 16, slots: int = 5) -> None:
-        config, backend = checkpoint.model_config, getattr(model, "context", None)
+        config, context = checkpoint.model_config, getattr(model, "context", None)
         self.subject, self.model, self.page_size = subject, model, page_size
-        self.backend = backend.attention if backend is not None else PlainAttention(build_context("cpu", torch.float32, page_size))
+        bare = build_context(subject.setting.device, torch.float32, page_size)
+        self.backend: AttentionBackend = make_part("attention_backend", "torch_native", bare) if context is None else context.attention
         pages = -(-LENGTH // page_size)
         order = np.random.default_rng(7).permutation(slots * pages).astype(np.int32)
         self.pages = Pages(page_size, slots * pages, order.reshape(slots, pages), np.zeros(0, np.int32), [])
-        latent = config.kind == "mla" and config.latent and not getattr(subject.record.capabilities, "expands_mla", False)
-        heads = ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.v_head_dim))
-        shapes = ((sum(config.latent or ()),),) if latent else heads
+        if getattr(subject.record.capabilities, "expands_mla", False):
+            config = replace(config, kind="mha", latent=None, num_kv_heads=config.num_heads)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
         make = partial(torch.full, fill_value=torch.nan, dtype=dtype, device=subject.setting.device)
         layers = [
-            PlainKVCache(page_size, [make((self.pages.num_pages, page_size, *shape)) for shape in shapes]) for _ in range(config.num_layers)
+            PlainKVCache(page_size, [make((self.pages.num_pages, page_size, *tensor.shape)) for tensor in layer.tensors])
+            for layer in list_caches(model, config, page_size)
         ]
         self.kv = LayeredKVCache(page_size, layers)
         self.computed = [0] * slots

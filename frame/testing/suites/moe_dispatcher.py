@@ -16,9 +16,10 @@ import torch
 from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, MoEDispatcher
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.rank_context import Limits, RankContext
+from frame.testing.attention_cases import DTYPES
 from frame.testing.conformance import Check, Subject
 from frame.testing.devices import open_platform
-from frame.testing.suites.experts import DTYPES, TOLERANCE, draw, reference, split, supports
+from frame.testing.suites.experts import TOLERANCE, draw, reference, split, supports
 from frame.testing.suites.thread_group import ThreadGroup, run_ranks
 from frame.testing.suites.unchanged import unchanged
 
@@ -54,12 +55,12 @@ class Place:
 
 def suite(subject: Subject) -> Iterator[Check]:
     """The checks of MoE dispatchers, in every dtype of the capabilities."""
+    capabilities = subject.record.capabilities
+    sliced = not isinstance(capabilities, DispatcherCapabilities) or capabilities.sliced_experts
+    whole = isinstance(capabilities, DispatcherCapabilities) and capabilities.whole_experts
     for name, dtype in DTYPES.items():
-        if not supports(subject, name):
+        if not supports(subject, name, num_ranks=1 if sliced else 2):
             continue
-        capabilities = subject.record.capabilities
-        sliced = not isinstance(capabilities, DispatcherCapabilities) or capabilities.sliced_experts
-        whole = isinstance(capabilities, DispatcherCapabilities) and capabilities.whole_experts
         place = Place(subject, dtype, is_whole=not sliced)
         for ranks in (1, 2, 3):
             yield Check(f"ranks-{ranks}-{name}", partial(_agrees, place, ranks))

@@ -9,6 +9,7 @@ import pytest
 
 from frame.core.config.hardware import Accelerator, Hardware
 from frame.core.config.resolve import ResolveError, resolve
+from frame.core.config.resolve_drafter import resolve_draft_model
 from frame.core.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, count_weights, launch_bound_tokens
 from frame.core.config.resolve_parallel import find_conflicts
 from frame.core.config.schema import FrameConfig
@@ -205,6 +206,18 @@ def test_trees_ask_the_attention_backend_for_a_mask() -> None:
     with pytest.raises(ConfigurationError, match="has no mask for trees of drafted tokens"):
         resolve_tree({}, {"eagle_topk": 2}, {}, "flex_attention")
     assert resolve_tree({}, {}, {}, "flex_attention").most_drafted == 3
+
+
+def test_the_draft_model_of_trees_gets_the_attention_backend_of_the_target() -> None:
+    target = resolve_tree({"algorithm": "draft_model", "draft_model_path": EMBEDDED}, {"eagle_topk": 2}, {})
+    asked: list[FrameConfig] = []
+
+    def note(config: FrameConfig) -> Any:
+        asked.append(config)
+        return target
+
+    resolve_draft_model(target, target.model, note)
+    assert asked[0].attention.backend == target.choice("attention_backend").name == "triton"
 
 
 @pytest.mark.parametrize(("chosen_format", "gib"), [(None, 131), ("none", 131), ("fp8", None), ("int4", None)])

@@ -325,6 +325,8 @@ def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> N
         ("Qwen3MoeForCausalLM", GROUPS | {"dp": 3}, None, r"parallel.dp is 3, which does not divide parallel.tp \(2\)"),
         ("Qwen3MoeForCausalLM", GROUPS | {"pp": 2}, None, "groups of a pipeline"),
         ("Qwen3MoeForCausalLM", GROUPS, "all_reduce", "does not exchange the tokens of attention groups"),
+        ("Qwen3MoeForCausalLM", {"tp": 1}, "all_to_all", "between the ranks of parallel.ep, and there is one\n.*all_reduce"),
+        ("LlamaForCausalLM", {"tp": 1}, "all_reduce", "moe.dispatcher is all_reduce, but LlamaForCausalLM has no experts.\n.*: auto"),
         ("Qwen3MoeForCausalLM", {"tp": 2}, "all_to_all", r"needs whole experts on each rank \(try parallel.ep: 2\)"),
     ],
 )

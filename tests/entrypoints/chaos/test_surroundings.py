@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import psutil
 
 from tests.entrypoints.chaos.storm import Storm
 from tests.entrypoints.chaos.test_requests import body_of, connect
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import FAKE_SERVE, RunningServer, wait_until
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -39,7 +38,7 @@ def test_a_full_disk(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    serve = [sys.executable, "-m", "frame.testing.fake_engine", "serve", "--model", str(checkpoint), "--port", str(port), "--access-log"]
+    serve = [*FAKE_SERVE, "--model", str(checkpoint), "--port", str(port), "--access-log"]
     with Path("/dev/full").open("w") as full:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "FRAME_FAKE_STEP": "0.002"}
         process = subprocess.Popen(serve, stderr=full, env=environment)

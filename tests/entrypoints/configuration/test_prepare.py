@@ -26,3 +26,15 @@ def test_a_server_that_cannot_start_is_refused(server: dict[str, Any], sentence:
         monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(ConfigurationError, match=sentence):
         prepare(FrameConfig(server=ServerSection(**server)), is_served=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "sentence"),
+    [
+        ("batches", {"concurrency": 3}, "batches.concurrency is set without batches.folder; give both, or neither"),
+        ("server", {"admin_host": "::1"}, "server.admin_host is set without server.admin_port; give both, or neither"),
+    ],
+)
+def test_settings_of_a_feature_that_is_off_are_refused(section: str, values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        prepare(FrameConfig.model_validate({section: values}), is_served=True)

@@ -14,8 +14,7 @@ from frame.core.messages import Finish, Heartbeat, StepTokens
 from frame.entrypoints.engine_client.stats import StatLoggers
 from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers import log as log_module
-from frame.testing.conformance import Setting, Subject
-from frame.testing.mutants import run_suite
+from frame.testing.conformance import Setting, Subject, run_suite
 from tests.entrypoints.engine_client.test_client import make, submit
 
 CONTEXT = StatLoggerContext("tiny")

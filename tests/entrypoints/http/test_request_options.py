@@ -8,6 +8,7 @@ import pytest
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.generate import DetokenizeRequest, TokenizeRequest
 from frame.entrypoints.http.openai.completions_schema import CompletionRequest
+from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_options import RequestOptions
 from tests.entrypoints.published import ROUTES
 
@@ -34,4 +35,4 @@ def test_priority() -> None:
     assert CompletionRequest(prompt="x", service_tier="flex").resolve_priority() == -1
     assert CompletionRequest(prompt="x", service_tier="flex", priority=4).resolve_priority() == 4
     with pytest.raises(ApiError, match="service_tier is 'gold'"):
-        CompletionRequest(prompt="x", service_tier="gold").resolve_priority()
+        parse_body(CompletionRequest, {"prompt": "x", "service_tier": "gold"})

@@ -98,7 +98,7 @@ def test_deltas_add_up_to_the_message(text: str, cuts: list[int]) -> None:
     assert found["content"] == (message["content"] or "")
     assert found["reasoning_content"] == message.get("reasoning_content", "")
     assert found["calls"] == [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
-    assert parser.has_tool_calls == bool(found["calls"])
+    assert parser.ends_in_call(None) == bool(found["calls"])
 
 
 def test_a_message_of_calls_only_has_no_content() -> None:
@@ -108,8 +108,12 @@ def test_a_message_of_calls_only_has_no_content() -> None:
     assert message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert message["tool_calls"][0]["id"].startswith("call_")
-    assert finish_reason(Finish("stop"), parser.has_tool_calls) == "tool_calls"
+    assert finish_reason(Finish("stop"), parser.ends_in_call(Finish("stop"))) == "tool_calls"
     assert finish_reason(Finish("length"), True) == "length"
+    assert parser.ends_in_call(Finish("stop", matched="x"))
+    parser = OutputParser(None, Calls())
+    parser.feed('#{"x": ', Finish("stop", matched="x"))
+    assert parser.ends_in_call(None) and not parser.ends_in_call(Finish("stop", matched="x"))
 
 
 @given(text=st.text(max_size=10))

@@ -22,7 +22,7 @@ class Body(RequestBody):
     size: int | None = None
     prompt: str | list[int | str] = ""
     parts: list[Part] = Field(default_factory=list)
-    ratio: float = 1.0
+    ratio: float = Field(1.0, ge=0, le=1)
     form: Literal["float", "base64"] | None = None
     biases: dict[str, float] = Field(default_factory=dict)
     names: dict[str, str] = Field(default_factory=dict, max_length=2)
@@ -41,6 +41,8 @@ class Body(RequestBody):
         ('{"parts": [{"name": 1}]}', "parts[0].name is a whole number; send a string", "parts[0].name"),
         ('{"parts": [{}]}', "parts[0].name is missing; send it", "parts[0].name"),
         ('{"ratio": false}', "ratio is false; send a number", "ratio"),
+        ('{"ratio": -1}', "ratio is -1; it must be at least 0", "ratio"),
+        ('{"ratio": "1.5"}', "ratio is '1.5'; it must be at most 1", "ratio"),
         ('{"form": "int8"}', "form is 'int8'; it must be 'float' or 'base64'", "form"),
         ('{"biases": {"5": "high"}}', "biases.5 is a string; send a number", "biases.5"),
         ('{"names": {"a": "", "b": "", "c": ""}}', "names has more than 2 pairs; send fewer", "names"),
@@ -84,9 +86,9 @@ def test_bytes_that_are_no_json(data: bytes, reason: str) -> None:
     assert unreadable_json(data, wrong.value).message == f"the body is not valid JSON: {reason}"
 
 
-async def test_a_packed_body_is_named() -> None:
+async def test_a_compressed_body_is_named() -> None:
     body = gzip.compress(b'{"prompt": "x"}')
     async with serving() as server:
         answer = await server.request("POST", "/v1/completions", body, [(b"content-encoding", b"gzip")])
         assert answer.status == 415
-        assert answer.json()["error"]["message"] == "the body is packed (content-encoding: gzip); send it as it is"
+        assert answer.json()["error"]["message"] == "the body is compressed (content-encoding: gzip); send it uncompressed"

@@ -297,6 +297,9 @@ def test_a_dead_engine_leaves_no_memory_behind(checkpoint: Path, monkeypatch: py
 def test_wrong_configuration_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'tp'"):
         Engine(model="frame-tiny", tpp=2)
+    for keywords in ({"port": 8000}, {"server": {"max_body_bytes": 2048}}, {"reasoning_parser": "deepseek_r1"}):
+        with pytest.raises(ConfigurationError, match=f"^keyword {next(iter(keywords))}: .* applies to servers"):
+            Engine(**keywords)
     with pytest.raises(ConfigurationError, match="is no folder"):
         Engine(model=str(tmp_path / "nothing"))
 

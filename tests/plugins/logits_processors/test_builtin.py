@@ -11,7 +11,7 @@ from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.loader import load_registry
-from frame.testing.conformance_processors import check_processor
+from frame.testing.conformance_processors import checks_of
 
 CPU = torch.device("cpu")
 VOCAB = 96
@@ -40,7 +40,8 @@ def make(name, vocab=VOCAB, slots=16):
 
 @pytest.mark.parametrize("name", WANTED)
 def test_conformance(name):
-    check_processor(lambda vocab, slots: make(name, vocab, slots), WANTED[name])
+    for check in checks_of(lambda vocab, slots: make(name, vocab, slots), WANTED[name]):
+        check.run()
 
 
 def test_all_built_in_ones_are_checked():

@@ -9,8 +9,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.plain_attention import PlainAttention, Row
 from tests.testing.mutants.attention_state import MUTANTS
+from tests.testing.plain_attention import PlainAttention, Row
 
 __all__ = ["MUTANTS"]
 

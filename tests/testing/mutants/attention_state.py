@@ -10,8 +10,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.mutants import MutantList
-from frame.testing.plain_attention import CAPABILITIES, PlainAttention, Row
+from tests.testing.mutants import MutantList
+from tests.testing.plain_attention import CAPABILITIES, PlainAttention, Row
 
 mutant = MUTANTS = MutantList("attention_backend", reference=PlainAttention, capabilities=CAPABILITIES)
 

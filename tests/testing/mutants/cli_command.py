@@ -14,7 +14,7 @@ import click
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
 from frame.testing.conformance_commands import MAX_SECONDS
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class Greeting(CliCommand):

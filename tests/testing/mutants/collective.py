@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from frame.testing.fake_collective import CAPABILITIES, StoreCollective
-from frame.testing.mutants import MutantList
+from tests.plugins.fake_collective import CAPABILITIES, StoreCollective
+from tests.testing.mutants import MutantList
 
 mutant = MUTANTS = MutantList("collective", reference=StoreCollective, capabilities=CAPABILITIES)
 

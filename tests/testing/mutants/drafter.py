@@ -14,7 +14,7 @@ from frame.core.interfaces.batch import ForwardBatch, SlotSetup
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.drafter import Drafter, DrafterCapabilities, DrafterContext, Drafts
 from frame.plugins.drafters.mtp import MtpDrafter, PredictionLayer
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class PlainDrafter(Drafter):

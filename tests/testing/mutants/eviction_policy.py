@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 Key = tuple[float, ...]
 

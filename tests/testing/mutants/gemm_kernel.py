@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GroupedProduct, Product, Speed
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class Dequantized(GemmKernel):

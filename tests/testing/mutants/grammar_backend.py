@@ -15,7 +15,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling import Grammar, GrammarCapabilities
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from frame.core.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class AddHeader:

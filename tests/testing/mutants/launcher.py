@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from frame.core.interfaces.launcher import LauncherCapabilities, Placement, RankPlace, RankProcess
 from frame.core.ipc.child_process import start_process
-from frame.testing.fake_launcher import ReversedLauncher
-from frame.testing.mutants import MutantList
+from tests.plugins.fake_launcher import ReversedLauncher
+from tests.testing.mutants import MutantList
 
 mutant = MUTANTS = MutantList("launcher", reference=ReversedLauncher, capabilities=LauncherCapabilities())
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

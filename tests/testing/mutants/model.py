@@ -13,7 +13,7 @@ from torch import nn
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelCapabilities, ModelContext
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class PlainLlama(CausalLM, nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, ExpertPlacement, MoEDispatcher, select_local
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class PlainDispatcher(MoEDispatcher):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoECapabilities, MoERunner
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class PlainRunner(MoERunner):

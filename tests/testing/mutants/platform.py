@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices
-from frame.testing.fake_platform import CAPABILITIES, MEMORY, FakeEvent, FakeGraph, FakePlatform, FakeStream
-from frame.testing.mutants import MutantList
+from tests.plugins.fake_platform import CAPABILITIES, MEMORY, FakeEvent, FakeGraph, FakePlatform, FakeStream
+from tests.testing.mutants import MutantList
 
 mutant = MUTANTS = MutantList("platform", reference=FakePlatform, capabilities=CAPABILITIES)
 

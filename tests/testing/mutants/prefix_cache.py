@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 Prefix = tuple[str, bytes]
 

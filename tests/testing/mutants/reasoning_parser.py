@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from frame.core.interfaces.parsing import Format, ReasoningDelta
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 mutant = MUTANTS = MutantList("reasoning_parser", reference=ThinkTags)
 

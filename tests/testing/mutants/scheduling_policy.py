@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 if TYPE_CHECKING:
     from frame.core.scheduling.request import Request

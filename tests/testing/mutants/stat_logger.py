@@ -10,7 +10,7 @@ import time
 from typing import Any, ClassVar
 
 from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 
 class PlainLogger(StatLogger):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from frame.core.interfaces.parsing import CallRule, Format, Function, ToolCallDelta, ToolDelta
 from frame.plugins.tool_call_parsers.deepseek_v31 import DeepSeekV31
 from frame.plugins.tool_call_parsers.hermes import OPEN, Hermes
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 mutant = MUTANTS = MutantList("tool_call_parser", reference=Hermes)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from frame.core.interfaces.weight_format import Axis, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat, WeightScheme
-from frame.testing.mutants import MutantList
+from tests.testing.mutants import MutantList
 
 GROUP = 64
 OUTPUTS, INPUTS, GROUPS = Axis("output"), Axis("input"), Axis("input", GROUP, splits=True)

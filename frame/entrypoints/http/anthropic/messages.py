@@ -11,12 +11,11 @@ from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from frame.entrypoints.http.chat.chat_request import encode_chat, make_output_parsers, start_chat
-from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks, NoEvents
+from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
-from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.failures import aborted, failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_models.anthropic import AnthropicErrorResponse, AnthropicMessage, MessageEvent, MessageTokenCount
 from frame.entrypoints.http.services import Services
@@ -79,10 +78,10 @@ class MessageResponse:
 
     def build_message(self) -> dict[str, Any]:
         """The message of a finished sequence. Raises ApiError 503 if it was aborted."""
-        self._blocks.read(self._sequence, self._parser, NoEvents())
+        self._blocks.read(self._sequence, self._parser, BlockEventWriter())
         finish = self._sequence.finish
         if finish is not None and finish.reason == "abort":
-            raise _aborted()
+            raise aborted()
         content = [_content(block) for block in self._blocks.blocks]
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
@@ -90,7 +89,7 @@ class MessageResponse:
         """The events of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):
-            return _error_event(failure(finish, sequence.request.sent_name) if finish.reason == "error" else _aborted())
+            return _error_event(failure(finish, sequence.request.sent_name) if finish.reason == "error" else aborted())
         events = b"" if self._is_started else self._opening()
         events += self._blocks.read(sequence, self._parser, EventWriter())
         return events + self._closing(finish) if finish is not None else events
@@ -111,7 +110,7 @@ class MessageResponse:
         matched = finish.matched if finish is not None else None
         if finish is not None and finish.reason == "length":
             reason = "max_tokens"
-        elif self._blocks.has_tool_calls:
+        elif self._parser is not None and self._parser.ends_in_call(finish):
             reason = "tool_use"
         else:
             reason = "stop_sequence" if isinstance(matched, str) else "end_turn"
@@ -128,7 +127,7 @@ class MessageResponse:
         }
 
 
-class EventWriter:
+class EventWriter(BlockEventWriter):
     """Writes content blocks as Anthropic's events."""
 
     def write_start(self, block: ContentBlock) -> bytes:
@@ -167,7 +166,3 @@ def arguments_of(text: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"_unparsed": text}
-
-
-def _aborted() -> ApiError:
-    return ApiError(503, "the request was aborted on the server before it was finished; send it again")

@@ -75,7 +75,6 @@ class MessagesRequest(CountTokensRequest):
     metadata: Metadata | None = None
 
     def to_chat_request(self, **more: Any) -> ChatRequest:
-        """See `CountTokensRequest.to_chat_request`."""
         return super().to_chat_request(
             max_tokens=self.max_tokens,
             stream=self.stream,

@@ -15,10 +15,9 @@ from pydantic import Field, model_validator
 from frame.entrypoints.audio import MAX_BYTES, RATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import CLOSE, ApiError
-from frame.entrypoints.http.failures import as_api_error, raise_failed
-from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep
+from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed
+from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.multipart import FormReader
-from frame.entrypoints.http.protocol.response_docs import responds_with
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
@@ -161,7 +160,7 @@ def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]
 async def _finish(answer: RequestState) -> list[SequenceState]:
     sequences = await wait_complete(answer)
     if any(each.finish is not None and each.finish.reason == "abort" for each in sequences):
-        raise ApiError(503, "the request was aborted before its text was complete; send it again", code="aborted")
+        raise aborted()
     return sequences
 
 

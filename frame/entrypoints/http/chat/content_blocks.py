@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.chat.output_parser import OutputParser
@@ -35,14 +35,18 @@ class ContentBlock:
         return "".join(self.pieces)
 
 
-class BlockEventWriter(Protocol):
-    """Writes the events of one API for a block that was opened, has a new piece, or was closed."""
+class BlockEventWriter:
+    """Writes the events of one API for a block that was opened, has a new piece, or was closed;
+    this one writes none, for responses that are not streamed."""
 
-    def write_start(self, block: ContentBlock) -> bytes: ...
+    def write_start(self, block: ContentBlock) -> bytes:
+        return b""
 
-    def write_delta(self, block: ContentBlock, piece: str) -> bytes: ...
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
+        return b""
 
-    def write_stop(self, block: ContentBlock) -> bytes: ...
+    def write_stop(self, block: ContentBlock) -> bytes:
+        return b""
 
 
 class ContentBlocks:
@@ -57,10 +61,6 @@ class ContentBlocks:
         self.blocks: list[ContentBlock] = []
         self.open: ContentBlock | None = None  # the last block, until it is closed
         self._call = -1  # index of the open call among the calls
-
-    @property
-    def has_tool_calls(self) -> bool:
-        return any(block.kind == "call" for block in self.blocks)
 
     def feed(self, deltas: Iterable[dict[str, Any]], writer: BlockEventWriter) -> bytes:
         """Add chat deltas, as `OutputParser.feed` returns them; returns their events."""
@@ -113,16 +113,3 @@ class ContentBlocks:
         self.open = ContentBlock(len(self.blocks), kind, name, call_id)
         self.blocks.append(self.open)
         return closing + writer.write_start(self.open)
-
-
-class NoEvents:
-    """A `BlockEventWriter` without events, for responses that are not streamed."""
-
-    def write_start(self, block: ContentBlock) -> bytes:
-        return b""
-
-    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
-        return b""
-
-    def write_stop(self, block: ContentBlock) -> bytes:
-        return b""

@@ -100,9 +100,9 @@ class OutputParser:
         self._calls: dict[int, dict[str, Any]] = {}
         self._arguments: dict[int, list[str]] = {}
 
-    @property
-    def has_tool_calls(self) -> bool:
-        return bool(self._calls)
+    def ends_in_call(self, finish: Finish | None) -> bool:
+        """Whether there are tool calls, of which no stop string cut the last one."""
+        return bool(self._calls) and not _is_cut(finish, "".join(self._arguments[max(self._calls)]))
 
     @property
     def has_reasoning(self) -> bool:
@@ -163,8 +163,18 @@ class OutputParser:
         return message
 
 
+def _is_cut(finish: Finish | None, arguments: str) -> bool:
+    """Whether a stop string ended the output within the arguments of a tool call."""
+    if finish is None or not isinstance(finish.matched, str):
+        return False
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return True
+    return False
+
+
 def _tool_call(head: dict[str, Any], arguments: str) -> dict[str, Any]:
-    """A tool call in OpenAI's shape."""
     return {"id": head["id"], "type": head["type"], "function": {"name": head["name"], "arguments": arguments}}
 
 

@@ -9,9 +9,10 @@ import msgspec
 
 from frame.entrypoints.http.chat.request_fields import check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.failures import sent_as
+from frame.entrypoints.http.native.pooling import CUT_FIELD
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import CohereEmbeddings, CohereErrorResponse
 from frame.entrypoints.http.services import Services
@@ -26,7 +27,7 @@ class EmbedRequest(RequestBody):
     texts, NONE refuses them."""
 
     model: str = ""
-    input_type: str | None = None
+    input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
     texts: list[str] | None = None
     inputs: list[dict[str, Any]] | None = None
     images: list[str] | None = None
@@ -42,8 +43,6 @@ class EmbedRequest(RequestBody):
             raise ApiError(400, "images is not supported; this model takes texts", "images")
         if (self.texts is None) == (self.inputs is None):
             raise ApiError(400, "send either texts or inputs", "texts")
-        if self.input_type is not None and self.input_type not in PROMPTS:
-            raise ApiError(400, f"input_type is {self.input_type!r}; it must be one of {', '.join(PROMPTS)}", "input_type")
         sentence = services.resolved.model.sentence
         known = sentence.prompts if sentence is not None else {}
         prompt = next((name for name in PROMPTS.get(self.input_type or "", ()) if name in known), None)
@@ -79,7 +78,10 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 @router.post("/v2/embed", responses=responds_with(CohereEmbeddings))
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Cohere."""
-    vectors, count = await compute_embeddings(context, services, request.to_embedding_request(services))
+    name = "inputs" if request.texts is None else "texts"
+    names = {"the input": f"a text of {name}", "input": name, CUT_FIELD: "truncate: END"}
+    with sent_as({**names, "truncate_prompt_tokens": "max_tokens", "dimensions": "output_dimension"}):
+        vectors, count = await compute_embeddings(context, services, request.to_embedding_request(services))
     return {
         "id": uuid.uuid4().hex,
         "response_type": "embeddings_by_type",

@@ -12,14 +12,14 @@ import msgspec
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages import arguments_of
 from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
-from frame.entrypoints.http.chat.content_blocks import ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dialects.ollama_schema import ChatBody, EmbedBody, GenerateBody, ShowBody, name_option, served_name
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.failures import failure, sent_as
+from frame.entrypoints.http.native.pooling import CUT_FIELD
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
-from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.dialects import (
@@ -56,6 +56,7 @@ async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> An
     """Create a chat completion, as Ollama."""
     name = served_name(body.model, services)
     if not body.messages:
+        services.check_model(name)
         return _loaded(body.model, message={"role": "assistant", "content": ""})
     request = body.to_chat_request(name)
     state = await start_chat(context, services, request)
@@ -68,6 +69,7 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
     """Complete a prompt, with the chat template unless `raw` is set."""
     name = served_name(body.model, services)
     if not body.prompt:
+        services.check_model(name)
         return _loaded(body.model, response="")
     if body.raw:
         completion = body.to_completion_request(name)
@@ -113,7 +115,7 @@ def _response(content: str = "", thinking: str = "", calls: list[dict[str, Any]]
     return {"response": content} | ({"thinking": thinking} if thinking else {})
 
 
-class ResponseLines:
+class ResponseLines(BlockEventWriter):
     """Writes a response as lines or one object. `shape` makes a delta of the route."""
 
     def __init__(self, state: RequestState, parser: OutputParser | None, model: str, shape: Callable[..., dict[str, Any]]) -> None:
@@ -139,9 +141,6 @@ class ResponseLines:
         texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in ("text", "reasoning")}
         calls = [_call(block) for block in blocks if block.kind == "call"]
         return self._line(self._shape(texts["text"], texts["reasoning"], calls), **self._end())
-
-    def write_start(self, block: ContentBlock) -> bytes:
-        return b""
 
     def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         if block.kind == "call":
@@ -191,7 +190,8 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
         model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
     )
     started = time.perf_counter()
-    vectors, count = await compute_embeddings(context, services, request)
+    with sent_as({CUT_FIELD: "truncate: true"}):
+        vectors, count = await compute_embeddings(context, services, request)
     duration = int((time.perf_counter() - started) * 1e9)
     rows: list[Any] = vectors.tolist()
     return {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import Field, ValidationError
 
+from frame.core.errors import did_you_mean
 from frame.entrypoints.http.chat.request_fields import check_object, check_string
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
@@ -155,7 +156,8 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
             if value != NEUTRAL[name] and NEUTRAL[name] is not None:
                 raise ApiError(400, f"options.{name} is not supported; leave it out", f"options.{name}")
         elif name not in OPTIONS:
-            raise ApiError(400, f"options.{name[:100]} is unknown; leave it out", f"options.{name[:100]}")
+            hint = did_you_mean(name, (*OPTIONS, *FIXED, *NEUTRAL)) or "; leave it out"
+            raise ApiError(400, f"options.{name[:100]} is unknown{hint}", f"options.{name[:100]}")
         else:
             found[OPTIONS[name]] = value
     if found.get("max_tokens") in (-1, -2):  # the rest of the context

@@ -10,8 +10,7 @@ from frame.entrypoints.http.native import classify, rerank
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.openai import embeddings
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody, parse_body
 from frame.entrypoints.http.response_models.native import ClassificationList, GenerateResult, Health, Ranking, ScoreList
 from frame.entrypoints.http.response_models.openai import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, EmbeddingList

@@ -10,8 +10,7 @@ from frame.core.messages import Finish
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.tools import resolve_tools
 from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import ModelInfo, ParsedCalls, SeparatedReasoning
 from frame.entrypoints.http.services import Services

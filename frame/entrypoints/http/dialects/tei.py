@@ -3,29 +3,30 @@ the requests of `/v1/rerank` too. Must not depend on the engine."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from pydantic import Field
 
 from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.failures import sent_as
+from frame.entrypoints.http.native.pooling import CUT_FIELD
 from frame.entrypoints.http.native.rerank import Document, RerankRequest, rank_documents, ranking_of
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import TeiErrorResponse, TeiScore
 from frame.entrypoints.http.response_models.native import Ranking
 
 ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}
-RIGHT = ("right", "Right")  # supported truncation directions
+TRUNCATE = "truncate: true"  # the remedy that sentences name for long inputs
 
 
 class EmbedRequest(RequestBody):
     inputs: str | list[str]
     truncate: bool | None = None
-    truncation_direction: str | None = None
+    truncation_direction: Literal["right", "Right"] | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
     dimensions: int | None = None
@@ -39,7 +40,7 @@ class AnyRerankRequest(RerankRequest):
     raw_scores: bool = False
     return_text: bool = False
     truncate: bool = False
-    truncation_direction: str | None = None
+    truncation_direction: Literal["right", "Right"] | None = None
 
 
 def _error_body(error: ApiError) -> bytes:
@@ -55,14 +56,14 @@ rerank_router = ApiRouter(access=Access.USER)
 @router.post("/embed", responses=responds_with(list[list[float]]))
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as a plain list."""
-    _check_direction(request.truncation_direction)
     longest = -1 if request.truncate else None
     inputs: Any = request.inputs
     given = EmbeddingRequest(input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=longest)
     pooling = services.resolved.pooling
     if request.normalize is False and pooling is not None and pooling.normalize:
         raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
-    vectors, _ = await compute_embeddings(context, services, given)
+    with sent_as({"the input": "a text of inputs", "input": "inputs", CUT_FIELD: TRUNCATE}):
+        vectors, _ = await compute_embeddings(context, services, given)
     if request.normalize is not False:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
     return vectors.tolist()
@@ -73,19 +74,13 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
     """Rank texts by their relevance to a query, best first."""
     if request.texts is None:
         return await ranking_of(context, services, request)
-    _check_direction(request.truncation_direction)
     if request.raw_scores:
         raise ApiError(400, "raw_scores is not supported; the scores are probabilities, leave it out", "raw_scores")
     longest = -1 if request.truncate else request.truncate_prompt_tokens
     given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=longest)
-    ranking, _ = await rank_documents(context, services, given, "texts")
+    ranking, _ = await rank_documents(context, services, given, "texts", TRUNCATE)
     results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
     if request.return_text:
         for result in results:
             result["text"] = request.texts[result["index"]]
     return results
-
-
-def _check_direction(direction: str | None) -> None:
-    if direction is not None and direction not in RIGHT:
-        raise ApiError(400, f"truncation_direction is {direction[:50]!r}; it must be right", "truncation_direction")

@@ -10,17 +10,14 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from frame.entrypoints.engine_client.limits import InvalidRequestError, check_params
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.failures import as_api_error, as_sent
 from frame.entrypoints.http.native.pooling import compute_vectors, list_reply
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
-from frame.entrypoints.http.request_starter import check_sequence_count, encode_prompt
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.request_starter import check_all_params, check_sequence_count, encode_prompt
 from frame.entrypoints.http.response_models.dialects import ServerLoad, Version
 from frame.entrypoints.http.response_models.native import PooledList
 from frame.entrypoints.http.response_models.openai import ChatCompletion, RenderedRequest
@@ -82,10 +79,7 @@ async def render_completion_request(request: CompletionRequest, services: Servic
 
 
 def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids: list[int], params: Any) -> dict[str, Any]:
-    try:
-        check_params(services.client.limits, params)
-    except InvalidRequestError as error:
-        raise as_sent(as_api_error(error), request.sent_name) from None
+    priority = check_all_params(services, [params], request)
     return {
         "request_id": f"render-{uuid.uuid4().hex}",
         "model": services.resolved.served_name,
@@ -94,7 +88,7 @@ def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids:
         "sampling_params": msgspec.to_builtins(params),
         "stream": bool(request.stream),
         "cache_salt": request.cache_salt,
-        "priority": request.resolve_priority(),
+        "priority": priority,
     }
 
 

@@ -1,21 +1,21 @@
-"""`Hooks`: runs `on_request` and `on_response` of the HTTP extensions that have them, and names the
-extension whose hook fails.
+"""The hooks and the middleware of HTTP extensions, guarded: an error ends its request alone, and
+the log names the extension.
 
-Used by the application and by `ApiRoute`, which have None where no extension has a hook. Must not
-depend on a route.
+Used by the application and by `ApiRoute`, where an extension has any. Must not depend on a route.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from frame.core.blame import describe, remedy
 from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.entrypoints.http.errors import SEE_LOG, ApiError
-from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_context import JSON, Receive, RequestContext, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ def _summarise(context: RequestContext, status: int) -> HttpResponse:
     seconds = time.perf_counter() - context.scope["arrived"]
     if state is None:
         return HttpResponse(status, seconds)
-    prompts = {sequence.prompt_index: len(sequence.prompt) for sequence in state.sequences}
-    return HttpResponse(status, seconds, sum(prompts.values()), sum(sequence.num_tokens for sequence in state.sequences))
+    num_prompt_tokens = sum(len(first.prompt) for first in state.first_sequences)
+    return HttpResponse(status, seconds, num_prompt_tokens, sum(sequence.num_tokens for sequence in state.sequences))
 
 
 def _refusal(extension: HttpExtension, refusal: RefuseRequest) -> ApiError:
@@ -86,3 +86,41 @@ def _refusal(extension: HttpExtension, refusal: RefuseRequest) -> ApiError:
         return ApiError(500, SEE_LOG)
     headers = tuple((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in refusal.headers.items())
     return ApiError(refusal.status, refusal.sentence, code=refusal.code, headers=headers)
+
+
+class GuardedMiddleware:
+    """`kind(app, **arguments)`, whose errors are answered with 500 unless the response has begun.
+    Errors of inner applications do not come this far: routes answer theirs."""
+
+    def __init__(self, app: Any, kind: type, arguments: Mapping[str, Any], extension: HttpExtension) -> None:
+        self._app = kind(app, **arguments)
+        self._extension = extension
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def watched(message: MutableMapping[str, Any]) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            sentence = "%s failed in its middleware; the request is answered with 500; %s"
+            log.exception(sentence, describe(self._extension), remedy(self._extension))
+            if is_started:
+                raise  # the server closes the connection: a response that is cut off must not look complete
+            body = ApiError(500, SEE_LOG).body()
+            await send({"type": "http.response.start", "status": 500, "headers": [JSON, (b"content-length", b"%d" % len(body))]})
+            await send({"type": "http.response.body", "body": body})
+
+
+def with_channel(app: Any) -> Any:
+    """Lets routes write through the middleware: they send to `scope["asgi_channel"]`."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["asgi_channel"] = (receive, send)
+        await app(scope, receive, send)
+
+    return call

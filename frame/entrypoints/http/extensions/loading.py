@@ -1,32 +1,43 @@
 """Builds the HTTP extensions that the configuration selects: `Extensions` holds their routes,
 middleware and hooks.
 
-Used by the server and the application. Errors name the extension, its package and version. Must
-not import a plugin.
+A third party's `APIRouter` gets the access levels, bounded bodies, error shape and counting of the
+server's own routes; FastAPI runs its endpoints, so dependencies, validation and response models
+work as usual. Used by the server and the application. Errors name the extension, its package and
+version. Must not import a plugin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AsyncExitStack
 from functools import cache
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from frame.core.blame import blaming, describe
+from frame.core.blame import blaming, describe, remedy
 from frame.core.config.resolved import Resolved
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpContext, HttpExtension
+from frame.entrypoints.http.errors import SEE_LOG, ApiError, DisconnectedError
 from frame.entrypoints.http.extensions.hooks import Hooks
-from frame.entrypoints.http.extensions.plugin_routes import make_plugin_routes
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.operations import admin, page
-from frame.entrypoints.http.protocol.api_route import ApiRoute, ApiRouter
+from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, ContextDep
+from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.validation_errors import validation_error
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 
+log = logging.getLogger(__name__)
+
 KIND = "http_extension"
+_CONVERTER = re.compile(r"{\w+:(?!path})")
 # The routes that belong to no extension; extensions with the same paths are refused.
 CORE_ROUTES = tuple(
     route
@@ -63,8 +74,8 @@ class Extensions:
                 owner, other = owners[clash]
                 if other is route:  # a router that two APIs share
                     continue
-                remedy = "rename it, or remove one of them from server.extensions"
-                raise PluginError(f"{describe(extension)}: {' '.join(clash)} is a route of {owner} too; {remedy}.")
+                instead = "rename it, or remove one of them from server.extensions"
+                raise PluginError(f"{describe(extension)}: {' '.join(clash)} is a route of {owner} too; {instead}.")
             owners.update((key, (describe(extension), route)) for key in keys)
             self.routes.append(route)
         if not is_ours:
@@ -98,3 +109,52 @@ def _middleware(extension: HttpExtension) -> list[Middleware]:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)):
             raise PluginError(f"{describe(extension)}: make_middleware returned {pair!r:.100}; return (class, arguments) pairs.")
     return [(kind, dict(arguments), extension) for kind, arguments in found]
+
+
+# routes of third parties --------------------------------------------------------------------------
+
+
+def make_plugin_routes(extension: HttpExtension, router: APIRouter) -> Iterator[ApiRoute]:
+    """The routes of one router. Raises PluginError for a route that cannot be served."""
+    owner = describe(extension)
+    for route in router.routes:
+        if not isinstance(route, APIRoute):
+            raise PluginError(f"{owner}: the router has a {type(route).__name__}; declare plain HTTP routes with @router.get and the like.")
+        if _CONVERTER.search(route.path):
+            raise PluginError(f"{owner}: the path {route.path} has a typed parameter; write {{name}} and annotate its type.")
+        level = Access.OPEN if route.path in extension.open_paths else Access.USER
+        made = ApiRouter(access=level)
+        methods = sorted(set(route.methods or ()) - {"HEAD"})
+        made.add_api_route(route.path, _forwarding(extension, route), methods=methods, include_in_schema=False)
+        yield from made.api_routes
+
+
+def _forwarding(extension: HttpExtension, route: APIRoute) -> Any:
+    """The endpoint that lets FastAPI run the plugin's route with a bounded body."""
+
+    async def forward(context: ContextDep) -> None:
+        try:
+            await _run(route, context)
+        except (ApiError, DisconnectedError):
+            raise
+        except HTTPException as error:
+            headers = tuple((name.lower().encode(), value.encode("latin-1")) for name, value in (error.headers or {}).items())
+            raise ApiError(error.status_code, str(error.detail), headers=headers) from None
+        except RequestValidationError as error:
+            raise validation_error([{**each, "loc": each["loc"][1:]} for each in error.errors()], error.body) from None
+        except Exception:
+            sentence = "%s failed in its route %s; the request is answered with 500; %s"
+            log.exception(sentence, describe(extension), route.path, remedy(extension))
+            raise ApiError(500, SEE_LOG) from None
+
+    return forward
+
+
+async def _run(route: APIRoute, context: RequestContext) -> None:
+    pending: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": await context.body(), "more_body": False}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        return pending.pop() if pending else await context.receive()
+
+    async with AsyncExitStack() as files:
+        await route.app({**context.scope, "fastapi_middleware_astack": files}, receive, context.send_message)

@@ -9,8 +9,7 @@ import numpy as np
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_starter import Caller
 from frame.entrypoints.http.response_models.native import ClassificationList
 from frame.entrypoints.http.services import Services

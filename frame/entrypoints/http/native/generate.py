@@ -16,10 +16,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import encode_chat
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
-from frame.entrypoints.http.failures import as_sent, failure
+from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
@@ -43,6 +42,8 @@ health_router = ApiRouter(access=Access.OPEN)
 metrics_router = ApiRouter(access=Access.USER)
 router = ApiRouter(access=Access.USER)
 
+# Each event of a stream has all log-probabilities so far: at most so many of all sequences.
+MAX_REPEATED_LOGPROBS = 64 * 1024
 HEALTH_TIMEOUT = 20.0  # seconds in which /health_generate must get one token
 
 # SGLang's name of a sampling parameter -> the name in `SamplingParams`
@@ -149,15 +150,18 @@ class ResultBuilder:
         self._request = request
         self._created = state.created
         self._prompts_only = prompts_only
+        self._most_repeated = MAX_REPEATED_LOGPROBS // len(state.sequences)
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[list[Any]]] = {}
         self._tops: dict[int, list[Any]] = {}
 
     def write_events(self, sequence: SequenceState) -> bytes:
-        finish = sequence.finish
-        if finish is not None and finish.reason == "error":
-            return b"data: " + failure(finish, sequence.request.sent_name).body() + b"\n\n"
+        if (failed := error_event(sequence)) is not None:
+            return failed
+        if self._request.return_logprob and sequence.num_logprobs > self._most_repeated:
+            sentence = f"each event has all log-probabilities so far, and the last one more than {self._most_repeated} of this sequence"
+            raise ApiError(400, f"{sentence}; ask for fewer, or leave stream out", "top_logprobs_num")
         result = self.build_result(sequence)
         return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
 

@@ -15,11 +15,13 @@ import numpy as np
 from frame.core.interfaces.model import Task
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import aborted
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import Caller, Prompt, start_request, wait_complete
 from frame.entrypoints.http.services import Services
 
 MAX_INPUTS = 2048  # of one request
+CUT_FIELD = "truncate_prompt_tokens: -1"  # the remedy that sentences name for long inputs
 NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # pooling models sample no token
 
 
@@ -32,7 +34,7 @@ class PoolingRequestFields(RequestOptions):
     truncate_prompt_tokens: int | None = None
 
     def sent_name(self, parameter: str) -> str:
-        return "input" if parameter == "prompt" and "input" in type(self).model_fields else parameter
+        return "input" if parameter == "prompt" else parameter
 
     def truncate_length(self, services: Services) -> int | None:
         """Tokens to which texts are cut; None: longer ones are refused. Raises ApiError."""
@@ -71,7 +73,7 @@ async def compute_vectors(
     )
     sequences = await wait_complete(state)
     if len(state.vectors) < len(sequences):
-        raise ApiError(503, "the request was aborted before its vectors were computed; send it again", code="aborted")
+        raise aborted()
     vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
     return vectors, sum(len(s.prompt) for s in sequences)
 

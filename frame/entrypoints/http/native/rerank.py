@@ -14,9 +14,9 @@ import numpy as np
 
 from frame.core.interfaces.model import Task
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply, usage
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.failures import sent_as
+from frame.entrypoints.http.native.pooling import CUT_FIELD, PoolingRequestFields, check_count, compute_vectors, list_reply, usage
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_starter import Caller, Chat, Pair, Prompt
 from frame.entrypoints.http.response_models.native import Ranking, ScoreList
@@ -70,18 +70,24 @@ async def ranking_of(context: Caller, services: Services, request: RerankRequest
 
 
 async def rank_documents(
-    context: Caller, services: Services, request: RerankRequest, name: str = "documents"
+    context: Caller, services: Services, request: RerankRequest, name: str = "documents", cut: str = CUT_FIELD
 ) -> tuple[list[tuple[int, float]], int]:
     """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
-    `name`: the request field of the documents, for errors."""
+    For errors, `name`: the request field of the documents; `cut`: the field that has them cut."""
     services.need_task(*TASKS)
     texts = [_text(document) for document in request.documents]
     check_count(len(texts), name)
     if request.top_n is not None and request.top_n < 1:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
-    scores, count = await compute_scores(context, services, request, [(request.query, text) for text in texts], request.instruction)
+    with sent_as({**_names("query", name), CUT_FIELD: cut}):
+        scores, count = await compute_scores(context, services, request, [(request.query, text) for text in texts], request.instruction)
     order = np.argsort(-scores, kind="stable")[: request.top_n].tolist()
     return [(index, float(scores[index])) for index in order], count
+
+
+def _names(first: str, second: str) -> dict[str, str]:
+    """The names that errors have for the texts of two fields, which one input may contain both."""
+    return {"the input": f"the input of {first} and {second}", "input": second}
 
 
 def _text(document: str | Document) -> str:
@@ -100,13 +106,13 @@ async def score(request: ScoreRequest, context: ContextDep, services: ServicesDe
 async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
     """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
     services.need_task(*TASKS)
-    first = _texts(request, "text_1", "queries")
-    second = _texts(request, "text_2", "items", "documents")
+    (name, first), (other, second) = _texts(request, "text_1", "queries"), _texts(request, "text_2", "items", "documents")
     try:
         pairs = paired(first, second)
     except ValueError as error:
-        raise ApiError(400, str(error), "text_2") from None
-    return await compute_scores(context, services, request, pairs, request.instruction)
+        raise ApiError(400, str(error), other) from None
+    with sent_as(_names(name, other)):
+        return await compute_scores(context, services, request, pairs, request.instruction)
 
 
 async def compute_scores(
@@ -135,12 +141,12 @@ async def compute_scores(
     return relevance(vectors), count
 
 
-def _texts(request: ScoreRequest, *names: str) -> list[str]:
-    """The texts of the one field of `names` that is set. Raises ApiError 400."""
+def _texts(request: ScoreRequest, *names: str) -> tuple[str, list[str]]:
+    """The name and the texts of the one field of `names` that is set. Raises ApiError 400."""
     given = [name for name in names if getattr(request, name) is not None]
     if len(given) != 1:
         raise ApiError(400, f"send one of {' and '.join(names)}", names[0])
     found = getattr(request, given[0])
     texts = [found] if isinstance(found, str) else found
     check_count(len(texts), given[0])
-    return texts
+    return given[0], texts

@@ -115,11 +115,11 @@ class FileStore:
         return file if file is not None and file.tenant == tenant else None
 
     def list_files(self, tenant: str) -> list[FileObject]:
-        """The files of this tenant, newest first."""
-        return [file for file in reversed(self._files.values()) if file.tenant == tenant]
+        """The files of this tenant, oldest first."""
+        return [file for file in self._files.values() if file.tenant == tenant]
 
     async def create(self, content: bytes, filename: str, purpose: str, tenant: str) -> FileObject:
-        """Store a whole file. Raises NoRoomError, OSError."""
+        """Store a whole file. Raises StorageFullError, OSError."""
         output = await self.open_writer(filename, purpose, tenant)
         try:
             await output.write(content)
@@ -152,7 +152,6 @@ class FileStore:
         return FileWriter(self, file, open(self.path(file.id), "xb", opener=_private))
 
     async def delete(self, file: FileObject) -> None:
-        """Delete a file."""
         if self._files.pop(file.id, None) is not None:
             self.release_quota(file)
             await asyncio.to_thread(self._unlink, file.id)
@@ -163,7 +162,7 @@ class FileStore:
         self._bytes[file.tenant] -= file.bytes
 
     def reserve_bytes(self, size: int, tenant: str) -> None:
-        """Add `size` bytes to the tenant's files. Raises NoRoomError."""
+        """Add `size` bytes to the tenant's files. Raises StorageFullError."""
         most, own = self._config.max_bytes, self._config.max_bytes_per_key
         if tenant and self._bytes[tenant] + size > own:
             raise StorageFullError(
@@ -205,7 +204,7 @@ class FileWriter:
         self._handle = handle
 
     def append(self, piece: bytes) -> None:
-        """Write a piece on the calling thread. Raises NoRoomError, OSError."""
+        """Write a piece on the calling thread. Raises StorageFullError, OSError."""
         self._count(len(piece))
         self._write(piece)
 

@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -25,7 +25,7 @@ from frame.entrypoints.http.request_context import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/moderations")
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/moderations"]
 PRIORITY = -1000  # of a line without a priority
 COMPLETION_WINDOW = 24 * 3600  # seconds
 MAX_BATCHES = 10_000
@@ -116,11 +116,11 @@ class BatchJobRunner:
         return batch if batch is not None and batch.tenant == tenant else None
 
     def list_batches(self, tenant: str) -> list[BatchJob]:
-        """The batches of this tenant, newest first."""
-        return [batch for batch in reversed(self._batches.values()) if batch.tenant == tenant]
+        """The batches of this tenant, oldest first."""
+        return [batch for batch in self._batches.values() if batch.tenant == tenant]
 
     async def start(self, input_file_id: str, endpoint: str, metadata: dict[str, str] | None, tenant: str) -> BatchJob:
-        """Create and start a batch. Raises NoRoomError, OSError."""
+        """Create and start a batch. Raises StorageFullError, OSError."""
         await self._drop_oldest(tenant)
         now = int(time.time())
         batch = BatchJob(
@@ -156,7 +156,7 @@ class BatchJobRunner:
         is_full = bool(tenant) and len(own) >= self._max_batches
         if not is_full and len(self._batches) < MAX_BATCHES:
             return
-        oldest = next((batch for batch in reversed(own) if batch.status in FINAL_STATUSES), None)
+        oldest = next((batch for batch in own if batch.status in FINAL_STATUSES), None)
         if oldest is None:
             limit = f"this key has {self._max_batches} batches" if is_full else f"the server has {MAX_BATCHES} batches"
             raise StorageFullError(f"{limit}, the limit, and none of yours has ended; try again later")
@@ -210,10 +210,8 @@ class BatchJobRunner:
                     raise _BatchError(f"a line is longer than {MAX_LINE_BYTES} bytes; send less in one request")
                 total += bool(line.strip())
                 if total > self.max_requests:
-                    raise _BatchError(
-                        f"the file has more than {self.max_requests} requests; split it, or start the server with a larger"
-                        " --batch-max-requests"
-                    )
+                    remedy = "split it, or start the server with a larger --batch-max-requests"
+                    raise _BatchError(f"the file has more than {self.max_requests} requests; {remedy}")
         if not total:
             raise _BatchError("the file has no requests; send one JSON object per line")
         return total
@@ -292,7 +290,6 @@ class BatchJobRunner:
             return 429, b""
 
     async def _call_route(self, batch: BatchJob, body: bytes, lease: QuotaLease) -> tuple[int, bytes]:
-        """Call the application over ASGI."""
         assert self.route is not None
         bodies, parts, status = [body], [], 0
 
@@ -306,16 +303,9 @@ class BatchJobRunner:
             status = message.get("status", status)
             parts.append(message.get("body", b""))
 
-        scope: dict[str, Any] = {
-            "type": "http",
-            "method": "POST",
-            "path": batch.endpoint,
-            "root_path": "",
-            "query_string": b"",
-            "client": None,
-        }
-        scope |= {"headers": [(b"content-type", b"application/json")], "tenant": batch.tenant, "lease": lease}
-        scope["arrived"] = time.perf_counter()
+        headers = [(b"content-type", b"application/json")]
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": batch.endpoint, "root_path": "", "query_string": b""}
+        scope |= {"client": None, "headers": headers, "tenant": batch.tenant, "lease": lease, "arrived": time.perf_counter()}
         await self.route(scope, receive, send)
         return status, b"".join(parts)
 

@@ -10,11 +10,10 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
-from frame.entrypoints.http.openai.batch_jobs import ENDPOINTS, BatchJob, BatchJobRunner
+from frame.entrypoints.http.openai.batch_jobs import BatchJob, BatchJobRunner, Endpoint
 from frame.entrypoints.http.openai.response_items import make_page
-from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.multipart import FormPart, FormReader
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.multipart import FormReader
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
@@ -32,7 +31,7 @@ PIECE = 256 * 1024  # bytes that are read from a file at a time
 
 class BatchRequest(RequestBody):
     input_file_id: str
-    endpoint: str
+    endpoint: Endpoint
     completion_window: Literal["24h"] = "24h"
     metadata: Metadata | None = None
 
@@ -43,21 +42,48 @@ class BatchRequest(RequestBody):
 @router.post("/v1/files", dependencies=[FILE_BODY], responses=responds_with(File))
 async def upload(context: ContextDep, services: ServicesDep) -> Any:
     """Upload a file of requests, as multipart/form-data."""
-    runner = _batch_runner(services)
-    form = Upload(runner.files, context.tenant)
-    reader = FormReader(context.header(b"content-type") or "")
     try:
-        async for piece in context.pieces():
-            for part, content in reader.feed(piece):
-                await form.take(part, content)
-        reader.close()
-        card = await _store(form.finish())
+        return (await _store(_receive_file(context, _batch_runner(services).files))).to_object()
     except ApiError as error:
         error.headers = CLOSE
         raise
+
+
+async def _receive_file(context: RequestContext, store: FileStore) -> FileObject:
+    """Write an upload to disk as it arrives. Raises ApiError, StorageFullError, OSError."""
+    reader = FormReader(context.header(b"content-type") or "")
+    purpose: bytes | None = None
+    output: FileWriter | None = None
+    try:
+        async for piece in context.pieces():
+            for part, content in reader.feed(piece):  # the first content of each part is empty
+                if part.name not in ("file", "purpose"):
+                    raise ApiError(400, f"the field {part.name[:50]!r} is unknown; send file and purpose", part.name[:50] or None)
+                if not content and (output if part.name == "file" else purpose) is not None:
+                    raise ApiError(400, f"{part.name} is given twice; send it once", part.name)
+                if part.name == "purpose":
+                    purpose = (purpose or b"") + content
+                    if len(purpose) > LONGEST_PURPOSE:
+                        _check_purpose(purpose)
+                elif output is None:
+                    output = await store.open_writer(part.filename or "batch.jsonl", PURPOSE, context.tenant)
+                else:
+                    await output.write(content)
+        reader.close()
+        _check_purpose(purpose or b"")
+        if output is None:
+            raise ApiError(400, "file is missing; send it", "file")
+        card, output = await output.finish(), None
+        return card
     finally:
-        form.close()
-    return card.to_object()
+        if output is not None:
+            output.abandon()
+
+
+def _check_purpose(given: bytes) -> None:
+    purpose = given.decode("utf-8", "replace")
+    if purpose != PURPOSE:
+        raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be {PURPOSE}", "purpose")
 
 
 @router.get("/v1/files", responses=responds_with(FileList))
@@ -65,7 +91,7 @@ async def files(
     context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
     """List your files, newest first unless `order` is asc."""
-    cards = _batch_runner(services).files.list_files(context.tenant)[::-1]
+    cards = _batch_runner(services).files.list_files(context.tenant)
     return make_page([card.to_object() for card in cards if purpose in (None, card.purpose)], limit, order, after, LARGEST_LIMIT)
 
 
@@ -108,8 +134,6 @@ async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> 
 async def create(request: BatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a batch from an uploaded file."""
     runner = _batch_runner(services)
-    if request.endpoint not in ENDPOINTS:
-        raise ApiError(400, f"endpoint is {request.endpoint[:100]!r}; it must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if runner.files.get(request.input_file_id, context.tenant) is None:
         raise ApiError(404, f"there is no file {request.input_file_id[:100]!r}; upload it to /v1/files", "input_file_id")
     batch = await _store(runner.start(request.input_file_id, request.endpoint, request.metadata, context.tenant))
@@ -119,7 +143,7 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
 @router.get("/v1/batches", responses=responds_with(BatchList))
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """List your batches, newest first."""
-    found = _batch_runner(services).list_batches(context.tenant)[::-1]
+    found = _batch_runner(services).list_batches(context.tenant)
     return make_page([batch.to_object() for batch in found], limit, "desc", after, LARGEST_LIMIT)
 
 
@@ -138,51 +162,6 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
 
 
 # parts --------------------------------------------------------------------------------------------
-
-
-class Upload:
-    """One upload, written to disk as it arrives. `close` must be called."""
-
-    def __init__(self, store: FileStore, tenant: str) -> None:
-        self._store = store
-        self._tenant = tenant
-        self._purpose: bytes | None = None
-        self._output: FileWriter | None = None
-
-    async def take(self, part: FormPart, content: bytes) -> None:
-        """Add a piece of a part; the first piece of each part is empty. Raises ApiError."""
-        if part.name not in ("file", "purpose"):
-            raise ApiError(400, f"the field {part.name[:50]!r} is unknown; send file and purpose", part.name[:50] or None)
-        given = self._output if part.name == "file" else self._purpose
-        if not content and given is not None:
-            raise ApiError(400, f"{part.name} is given twice; send it once", part.name)
-        if part.name == "purpose":
-            self._purpose = (self._purpose or b"") + content
-            if len(self._purpose) > LONGEST_PURPOSE:
-                self._check_purpose()
-        elif self._output is None:
-            self._output = await _store(self._store.open_writer(part.filename or "batch.jsonl", PURPOSE, self._tenant))
-        else:
-            await _store(self._output.write(content))
-
-    async def finish(self) -> FileObject:
-        """Finish the file. Raises ApiError, OSError."""
-        self._check_purpose()
-        if self._output is None:
-            raise ApiError(400, "file is missing; send it", "file")
-        card = await self._output.finish()
-        self._output = None
-        return card
-
-    def close(self) -> None:
-        """Delete the file if it was not finished."""
-        if self._output is not None:
-            self._output.abandon()
-
-    def _check_purpose(self) -> None:
-        purpose = (self._purpose or b"").decode("utf-8", "replace")
-        if purpose != PURPOSE:
-            raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be {PURPOSE}", "purpose")
 
 
 def _batch_runner(services: Services) -> BatchJobRunner:

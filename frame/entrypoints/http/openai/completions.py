@@ -16,11 +16,10 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.output_parser import OutputParser
-from frame.entrypoints.http.failures import failure
+from frame.entrypoints.http.failures import error_event
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, token_namer
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import check_sequence_count, paced_map, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.anthropic import AnthropicModel, AnthropicModelList
@@ -68,9 +67,8 @@ class Response(ABC):
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object. Each prompt counts once, even with `n` sequences."""
-        prompts = {sequence.prompt_index: sequence for sequence in reversed(self.state.sequences)}
-        cached = sum(s.cached for s in prompts.values())
-        return usage_of(sum(len(s.prompt) for s in prompts.values()), self.num_generated(), cached)
+        firsts = self.state.first_sequences
+        return usage_of(sum(len(s.prompt) for s in firsts), self.num_generated(), sum(s.cached for s in firsts))
 
     def final_usage(self) -> dict[str, Any]:
         """The usage after every sequence has finished, with counts that are made only once."""
@@ -168,8 +166,8 @@ class ChatResponse(Response):
 
     def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
         finish = sequence.finish
-        if finish is not None and finish.reason == "error":
-            return b"data: " + failure(finish, sequence.request.sent_name).body() + b"\n\n"
+        if (failed := error_event(sequence)) is not None:
+            return failed
         parser = self._parsers.get(sequence.index)
         deltas: list[dict[str, Any]] = parser.feed(text, finish) if parser else [{"content": text}] if text else []
         if finish is not None and not deltas:
@@ -227,7 +225,7 @@ class ChatResponse(Response):
         return chat_logprobs(parts, tokenizer, token_namer(tokenizer, self.request.return_tokens_as_token_ids))
 
     def _finish_reason(self, sequence: SequenceState, parser: OutputParser | None) -> str | None:
-        reason = finish_reason(sequence.finish, parser is not None and parser.has_tool_calls)
+        reason = finish_reason(sequence.finish, parser is not None and parser.ends_in_call(sequence.finish))
         return "function_call" if self._is_legacy and reason == "tool_calls" else reason
 
 
@@ -277,8 +275,8 @@ class CompletionResponse(Response):
         if finish is None and self._is_plain:
             text, _, _ = sequence.take_output()
             return self.chunks.text(sequence.index, text) if text else b""
-        if finish is not None and finish.reason == "error":
-            return b"data: " + failure(finish, sequence.request.sent_name).body() + b"\n\n"
+        if (failed := error_event(sequence)) is not None:
+            return failed
         text, logprobs, more = self._take_output(sequence)
         if not text and finish is None and logprobs is None and not more:
             return b""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from pydantic import model_validator
@@ -26,8 +26,9 @@ from frame.entrypoints.http.validation_errors import type_name
 # Brackets, braces and colons in the tool-call arguments of one request.
 MAX_ARGUMENT_PARTS = 48 * 1024
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 # OpenAI's service tiers as priorities. Policies that use the priority run higher ones first.
-TIERS = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
+TIERS: Mapping[ServiceTier, int] = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
 
 class StreamOptions(RequestBody):
@@ -56,7 +57,7 @@ class GenerationRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
@@ -72,13 +73,14 @@ class GenerationRequest(SamplingFields):
         return any(value is not None for value in (self.regex, self.ebnf, self.json_schema, self.structural_tag))
 
     def resolve_priority(self) -> int:
-        """The priority, or that of the service tier. Raises ApiError 400 for an unknown tier."""
-        if self.service_tier is not None and self.service_tier not in TIERS:
-            raise ApiError(400, f"service_tier is {quoted(self.service_tier)}; it must be one of {', '.join(TIERS)}", "service_tier")
+        """The priority, or that of the service tier."""
         return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The sampling parameters; `more` overrides fields. Raises ApiError 400."""
+        options = self.stream_options
+        if options is not None and not self.stream and (options.include_usage or options.continuous_usage_stats):
+            raise ApiError(400, "stream_options needs stream: true; send both, or neither", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
         values = self.sampling_fields()

@@ -13,8 +13,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.response_items import find_item, make_list, make_page, to_stored_items
 from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_conversation
 from frame.entrypoints.http.openai.responses_schema import messages_of
-from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata

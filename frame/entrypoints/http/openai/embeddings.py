@@ -11,8 +11,7 @@ import numpy as np
 from frame.core.interfaces.model import SentenceTransformersConfig
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, list_reply
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_starter import Caller, Prompt
 from frame.entrypoints.http.response_models.openai import EmbeddingList
 from frame.entrypoints.http.services import Services
@@ -61,16 +60,12 @@ def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
     kind = str if isinstance(several[0], str) else list
     if not all(isinstance(one, kind) for one in several) or (kind is list and not all(type(i) is int for one in several for i in one)):
         raise ApiError(400, "input mixes kinds; send a string, a list of strings, token ids, or a list of lists of token ids", "input")
-    lead = _lead(request.prompt_name, services)
-    return [f"{lead}{text}" for text in several] if kind is str and lead else several
-
-
-def _lead(name: str | None, services: Services) -> str:
     sentence = services.resolved.model.sentence or SentenceTransformersConfig()
     try:
-        return sentence.lead(name)
+        lead = sentence.lead(request.prompt_name)
     except ValueError as error:
         raise ApiError(400, str(error), "prompt_name") from None
+    return [f"{lead}{text}" for text in several] if kind is str and lead else several
 
 
 def encode_vectors(vectors: np.ndarray, form: str | None) -> list[Any]:

@@ -18,8 +18,7 @@ from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.native.classify import get_labels
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_starter import Caller, Chat, start_request, wait_complete
 from frame.entrypoints.http.response_models.openai import ModerationList

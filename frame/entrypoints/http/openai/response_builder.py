@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
-from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers
-from frame.entrypoints.http.chat.content_blocks import ContentBlocks, NoEvents
+from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlocks
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.logprobs import TextLogprobs
@@ -60,7 +59,7 @@ class ResponseBuilder:
 
     def build_response(self) -> dict[str, Any]:
         """The whole response, after the sequence has finished."""
-        self._blocks.read(self._sequence, self._parser, NoEvents())
+        self._blocks.read(self._sequence, self._parser, BlockEventWriter())
         return self._finished()
 
     def build_initial(self) -> dict[str, Any]:
@@ -123,7 +122,7 @@ class ResponseBuilder:
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "background": bool(request.background),
-            "error": _error(finish),
+            "error": {"code": "server_error", "message": failure(finish).message} if finish and finish.reason == "error" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,
             "conversation": None if self._input.conversation is None else {"id": self._input.conversation},
@@ -163,9 +162,3 @@ class ResponseBuilder:
             "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
             "total_tokens": len(sequence.prompt) + sequence.num_tokens,
         }
-
-
-def _error(finish: Finish | None) -> dict[str, Any] | None:
-    if finish is None or finish.reason != "error":
-        return None
-    return {"code": "server_error", "message": failure(finish).message}

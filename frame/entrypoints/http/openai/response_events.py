@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.chat.content_blocks import ContentBlock, Kind
+from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, Kind
 from frame.entrypoints.http.openai.responses_schema import CUSTOM_ARGUMENT, custom_input
 
 _encode = msgspec.json.encode
@@ -18,7 +18,7 @@ PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
-class EventWriter:
+class EventWriter(BlockEventWriter):
     """Writes the numbered events of one response.
 
     `name`: the response's id; the ids of its items contain its suffix. `custom_tools`: names of the
@@ -107,7 +107,6 @@ def final_event_name(status: str) -> str:
 
 
 def _block(place: int, item: dict[str, Any]) -> ContentBlock:
-    """The block of an output item."""
     if item["type"] == "custom_tool_call":
         return ContentBlock(place, "call", item["name"], item["call_id"], [_encode({CUSTOM_ARGUMENT: item["input"]}).decode()])
     if item["type"] == "function_call":

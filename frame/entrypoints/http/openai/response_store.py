@@ -78,7 +78,6 @@ class StoredEntry:
         return len(self.body) + len(self.items) + OVERHEAD + (0 if self.log is None else self.log.size)
 
     def decode_items(self) -> list[dict[str, Any]]:
-        """Decode the items."""
         items: list[dict[str, Any]] = msgspec.json.decode(self.items)
         return items
 

@@ -19,8 +19,7 @@ from frame.entrypoints.http.openai.response_events import replay_events
 from frame.entrypoints.http.openai.response_items import container_ids, make_page, to_stored_items
 from frame.entrypoints.http.openai.response_store import EventLog, StoredEntry
 from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_models.responses import DeletedResponse, InputTokenCount, ItemList, ResponseEvent, ResponseObject
@@ -162,7 +161,6 @@ class BackgroundCaller:
         """Ignore: the response continues when the client disconnects."""
 
     def close(self) -> None:
-        """Return the quota."""
         if self.lease is not None:
             self.lease.close()
 

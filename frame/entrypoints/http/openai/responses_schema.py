@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from pydantic import Field
 
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.chat.structured_outputs import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, ServiceTier
 from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.request_options import Metadata
 
 LOGPROBS = "message.output_text.logprobs"
 # Values of `include`. All but `LOGPROBS` name outputs of built-in tools, images and encrypted
 # reasoning, which no response here has.
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
-              "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
-              "code_interpreter_call.outputs")  # fmt: skip
-MAX_TOP_LOGPROBS = 20
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+                     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+                     "computer_call_output.output.image_url", "code_interpreter_call.outputs"]  # fmt: skip
 CUSTOM_ARGUMENT = "input"  # a custom tool is a function with one string argument of this name
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
@@ -72,13 +72,13 @@ class ResponsesRequest(ExtensionFields):
     metadata: Metadata | None = None
     user: str | None = None
     conversation: str | dict[str, Any] | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    max_tool_calls: int | None = None
+    include: list[Includable] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    max_tool_calls: int | None = Field(None, ge=1)
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     prompt: Any = None  # refused with its own message
 
     @property
@@ -111,7 +111,8 @@ class ResponsesRequest(ExtensionFields):
         `history`: stored items before the input. `items`: the input with references resolved.
         `rid`: the response's id, which names the chat request.
         """
-        self._check()
+        if self.prompt:
+            raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
         if self.request_name() is not None:
             raise ApiError(400, "a response has its own id; leave rid and request_id out", "rid" if self.rid else "request_id")
         fields = self.extension_fields() | {"rid": rid}
@@ -136,17 +137,6 @@ class ResponsesRequest(ExtensionFields):
             service_tier=self.service_tier,
             **fields,
         )
-
-    def _check(self) -> None:
-        if self.prompt:
-            raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise ApiError(400, f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
-        if self.max_tool_calls is not None and self.max_tool_calls < 1:
-            raise ApiError(400, f"max_tool_calls is {self.max_tool_calls}; it must be at least 1", "max_tool_calls")
-        for i, name in enumerate(self.include or ()):
-            if name not in INCLUDABLE:
-                raise ApiError(400, f"include[{i}] is {name[:100]!r}; it must be one of {', '.join(INCLUDABLE)}", "include")
 
 
 def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:

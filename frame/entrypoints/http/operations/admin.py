@@ -14,8 +14,7 @@ from typing import Any
 from frame.core.interfaces.runner import ProfileRequest
 from frame.entrypoints.engine_client.limits import EngineDeadError
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.operations import AbortResult, ControlResult, FlushResult, ProfileResult, ServerInfo
 from frame.entrypoints.http.services import Services
@@ -47,7 +46,7 @@ async def flush_cache(services: ServicesDep) -> Any:
 @router.get("/server_info", responses=responds_with(ServerInfo))
 @router.get("/get_server_info", responses=responds_with(ServerInfo))
 async def server_info(services: ServicesDep) -> Any:
-    """The resolved configuration (without the keys), and the engine's own numbers."""
+    """The resolved configuration (without keys), and the engine's counters."""
     reply = await _ask(services, "server_info")
     hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "model": {"config"}}
     config = without_folders(services.resolved.model_dump(mode="json", exclude=hidden))
@@ -56,7 +55,7 @@ async def server_info(services: ServicesDep) -> Any:
 
 @router.post("/check_integrity", responses=responds_with(ControlResult))
 async def check_integrity(services: ServicesDep) -> Any:
-    """The self-check, now."""
+    """Check that the engine's pages and requests are consistent."""
     return await _control(services, "check_integrity")
 
 
@@ -68,7 +67,7 @@ async def pause(services: ServicesDep) -> Any:
 
 @router.post("/continue_generation", responses=responds_with(ControlResult))
 async def resume(services: ServicesDep) -> Any:
-    """Go on after a pause."""
+    """Resume after a pause."""
     return await _control(services, "resume")
 
 
@@ -97,7 +96,7 @@ async def start_profile(services: ServicesDep, request: ProfileBody | None = Non
 
 @router.post("/stop_profile", responses=responds_with(ProfileResult))
 async def stop_profile(services: ServicesDep) -> Any:
-    """End the recording now, and write the traces."""
+    """End the recording, and write the traces."""
     return await _control(services, "stop_profile")
 
 

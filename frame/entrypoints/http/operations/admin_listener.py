@@ -1,8 +1,8 @@
-"""The listener for operators' routes: a port or a Unix socket of its own, served in the main
-process's loop. Knows no route. The port speaks TLS where the API does; the socket, which stays on
-the machine, never.
+"""`AdminListener`: the listener for operators' routes, a port or a Unix socket of its own, served
+in the main process's event loop.
 
-Its sockets are taken before anything slow, so that what is taken already is an error at once.
+The port uses TLS where the API does; the Unix socket never. Its sockets are bound before slow steps
+of the start, so that an address in use is an error at once. Must not depend on a route.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AdminListener:
             await asyncio.wait([task for _, task in self._running], timeout=CLOSE_TIMEOUT)
 
     def close(self) -> None:
-        """Give the sockets back, and remove the file of one."""
+        """Close the sockets, and remove the file of the Unix socket."""
         has_file = any(listener.family == socket.AF_UNIX for listener in self.sockets)
         for listener in self.sockets:
             listener.close()

@@ -15,7 +15,7 @@ from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.version import package_version
 
-RATE_WINDOW = 1.0  # seconds; the shortest over which tokens per second are counted
+RATE_WINDOW = 1.0  # seconds; the shortest time over which the throughput is measured
 
 # name, field of `Heartbeat`, meaning
 GAUGES = (
@@ -48,21 +48,6 @@ GROUP_GAUGES = {
 REASONS = ("stop", "length", "abort", "error")
 
 
-class Throughput:
-    """Tokens per second over the time between two looks."""
-
-    def __init__(self) -> None:
-        self.rate = 0.0
-        self._count = 0
-        self._since = time.monotonic()
-
-    def look(self, count: int) -> None:
-        now = time.monotonic()
-        if now - self._since >= RATE_WINDOW:
-            self.rate = (count - self._count) / (now - self._since)
-            self._count, self._since = count, now
-
-
 class MetricSources(Protocol):
     """What metrics are read from, which `Services` has."""
 
@@ -77,12 +62,16 @@ class ServerMetrics:
 
     def __init__(self, services: MetricSources) -> None:
         self._services = services
-        self._throughput = Throughput()
+        self._rate = 0.0  # tokens per second between the last two measurements
+        self._measured = (time.monotonic(), 0)  # the last one: when, and the tokens until then
         self._responses: dict[tuple[str, int], int] = {}  # bounded by routes times statuses
 
     def update_rate(self) -> None:
-        """Measure the throughput since the last call."""
-        self._throughput.look(self._services.client.stats.generated_tokens)
+        """Measure the throughput, unless it was measured less than `RATE_WINDOW` seconds ago."""
+        now, count = time.monotonic(), self._services.client.stats.generated_tokens
+        since, before = self._measured
+        if now - since >= RATE_WINDOW:
+            self._rate, self._measured = (count - before) / (now - since), (now, count)
 
     def count_response(self, route: str, status: int) -> None:
         """A response went out; `route` is a path of the table of routes."""
@@ -108,7 +97,7 @@ class ServerMetrics:
         if isinstance(client, ReplicaClient):
             counts = {str(number): each.num_sequences for number, each in enumerate(client.clients)}
             yield _labelled("replica_requests_outstanding", "Requests of a replica that are not finished.", "replica", counts)
-        yield _gauge("generation_tokens_per_second", "Tokens sent per second, lately.", self._throughput.rate)
+        yield _gauge("generation_tokens_per_second", "Tokens sent per second, lately.", self._rate)
         writer = configured_writer()
         yield _counter(
             "log_lines_dropped", "Log lines that were dropped because standard error was not read or not writable.",

@@ -24,8 +24,7 @@ from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.engine_client.client import EngineDeadError
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep
-from frame.entrypoints.http.protocol.response_docs import responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_models.operations import CacheOutline, LiveStatus, ServerDescription
 

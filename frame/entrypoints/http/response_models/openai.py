@@ -146,28 +146,33 @@ class ChatDelta(TypedDict):
     function_call: NotRequired[FunctionCallDelta]
 
 
-class ChatChoice(TypedDict):
+class AnyChoice(TypedDict):
+    index: int
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Choice(AnyChoice):
     """`stop_reason` (vLLM) and `matched_stop` (SGLang): the stop string or token that ended it."""
 
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
     matched_stop: str | int | None
     stop_reason: str | int | None
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
 
 
-class ChatChunkChoice(TypedDict):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+class ChunkChoice(AnyChoice):
     matched_stop: NotRequired[str | int | None]
     stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(ChunkChoice):
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
 
 
 class ResponseHead(TypedDict):
@@ -203,26 +208,14 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChunkChoice(TypedDict):
-    index: int
+class CompletionChunkChoice(ChunkChoice):
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    matched_stop: NotRequired[str | int | None]
-    stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
 
 
-class CompletionChoice(TypedDict):
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    matched_stop: str | int | None
-    stop_reason: str | int | None
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
@@ -290,9 +283,11 @@ class File(TypedDict):
 
 
 class Page(TypedDict):
+    """`first_id` and `last_id` are empty for an empty page."""
+
     object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
+    first_id: str
+    last_id: str
     has_more: bool
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from frame.entrypoints.http.response_models.openai import CachedTokens, ReasoningTokens, TokenLogprob
+from frame.entrypoints.http.response_models.openai import CachedTokens, Page, ReasoningTokens, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -163,14 +163,8 @@ class DeletedResponse(TypedDict):
 StoredItem = dict[str, Any]
 
 
-class ItemList(TypedDict):
-    """A page of items; `first_id` and `last_id` are empty for an empty page."""
-
-    object: Literal["list"]
+class ItemList(Page):
     data: list[StoredItem]
-    first_id: str
-    last_id: str
-    has_more: bool
 
 
 class Conversation(TypedDict):

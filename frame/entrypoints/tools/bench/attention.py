@@ -47,7 +47,6 @@ class AttentionShape:
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> AttentionShape:
-        """The shape of a model."""
         rank, rope = model_config.latent or (0, 0)
         return cls(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.v_head_dim, rank, rope)
 

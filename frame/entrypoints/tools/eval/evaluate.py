@@ -4,14 +4,18 @@ a `Report` of scores by task, and of recall by context length.
 Used by `frame eval`. Must not know HTTP, an engine or a tokenizer.
 """
 
+import ast
 import asyncio
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from frame.entrypoints.tools.eval.scoring import is_correct
 from frame.entrypoints.tools.eval.tasks import RECALL_BUCKETS, TASKS, Example, Message, make_examples
+
+_ALLOW_INCOMPLETE_INPUT = 0x4000  # CPython's flag of that name, which only `codeop` exports, undocumented
+_PARSE_ONLY = ast.PyCF_ONLY_AST | _ALLOW_INCOMPLETE_INPUT
 
 
 class EvalBackend(Protocol):
@@ -124,13 +128,7 @@ async def _answer(backend: EvalBackend, example: Example, gate: asyncio.Semaphor
     return Outcome(example, answer, is_correct(example, answer))
 
 
-async def evaluate(
-    backend: EvalBackend,
-    tasks: Sequence[str] = TASKS,
-    samples: int = 100,
-    seed: int = 0,
-    concurrency: int = 32,
-) -> Report:
+async def evaluate(backend: EvalBackend, tasks: Sequence[str] = TASKS, samples: int = 100, seed: int = 0, concurrency: int = 32) -> Report:
     """Ask `samples` examples of each task, at most `concurrency` at a time, and score the answers.
     The examples depend only on tasks, samples and seed. A failed request counts as not correct."""
     examples = [example for task in tasks for example in make_examples(task, samples, seed)]
@@ -140,3 +138,39 @@ async def evaluate(
     seconds = time.perf_counter() - begun
     by_task = [_score(task, [item for item in outcomes if item.example.task == task]) for task in tasks]
     return Report(seed, seconds, by_task, _recall_scores(outcomes) if "recall" in tasks else [], outcomes)
+
+
+def is_correct(example: Example, answer: str) -> bool:
+    """Whether `answer`, without surrounding white space, is the expected text; of Python, see
+    `python_parses`."""
+    if example.task == "python":
+        return python_parses(example.prompt, answer)
+    return answer.strip() == example.expected
+
+
+def python_parses(prompt: str, completion: str) -> bool:
+    """Whether prompt and completion are the beginning of a valid Python file. Both are cut at the
+    last line end; while the parser reports an incomplete program (an open bracket or string, a
+    header without a block), the last line is dropped. The rest must parse, with a line of the
+    completion."""
+    lines = (prompt + completion).split("\n")[:-1]
+    while True:
+        text = "\n".join([*lines, ""])
+        if not text[len(prompt) :].strip():
+            return False
+        error = _syntax_error(text)
+        if error is None:
+            return True
+        if "incomplete input" not in error:
+            return False
+        lines.pop()
+
+
+def _syntax_error(text: str) -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an unknown escape in a string is not a syntax error
+            compile(text, "completion", "exec", flags=_PARSE_ONLY, dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return None

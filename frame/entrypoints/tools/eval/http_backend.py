@@ -9,6 +9,8 @@ import httpx
 
 from frame.entrypoints.tools.eval.tasks import Message
 
+TIMEOUT = 300.0  # seconds of a request
+
 
 class HttpBackend:
     """An `EvalBackend` for the server at `base_url`; an async context manager."""
@@ -18,14 +20,13 @@ class HttpBackend:
         base_url: str,
         model: str | None = None,
         api_key: str | None = None,
-        timeout: float = 300.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         root = base_url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         url = root if root.endswith("/v1") else f"{root}/v1"
-        self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, transport=transport)
+        self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, transport=transport)
         self.model = model
 
     async def __aenter__(self) -> Self:

@@ -211,13 +211,6 @@ def _chat(rng: random.Random, question: str) -> tuple[Message, ...]:
     return (user,)
 
 
-def _turn_example(task: str, rng: random.Random, split: Split) -> Example:
-    turn = make_turn(task, rng, split)
-    messages = _chat(rng, turn.question)
-    tokens = sum(estimate_tokens(message["content"]) + 1 for message in messages)
-    return Example(task, messages, "", turn.answer, 2 * estimate_tokens(turn.answer) + 16, tokens)
-
-
 # --- Python completion ----------------------------------------------------------------------------
 
 _VERBS = ("read", "write", "parse", "load", "find", "count", "merge", "split", "check", "build", "update", "remove", "format")
@@ -238,11 +231,6 @@ def python_prompt(rng: random.Random) -> str:
     return f'{imports}\n\n\nclass {name}:\n    """{verb.capitalize()} the {noun}."""\n\n    def __init__(self, {arguments}):\n'
 
 
-def _python_example(rng: random.Random) -> Example:
-    prompt = python_prompt(rng)
-    return Example("python", (), prompt, "", 96, estimate_tokens(prompt))
-
-
 # --- examples -------------------------------------------------------------------------------------
 
 
@@ -254,8 +242,12 @@ def make_example(task: str, seed: int, index: int, split: Split = "eval") -> Exa
     if task == "recall":
         return _recall_example(rng, split)
     if task == "python":
-        return _python_example(rng)
-    return _turn_example(task, rng, split)
+        prompt = python_prompt(rng)
+        return Example("python", (), prompt, "", 96, estimate_tokens(prompt))
+    turn = make_turn(task, rng, split)
+    messages = _chat(rng, turn.question)
+    tokens = sum(estimate_tokens(message["content"]) + 1 for message in messages)
+    return Example(task, messages, "", turn.answer, 2 * estimate_tokens(turn.answer) + 16, tokens)
 
 
 def make_examples(task: str, samples: int, seed: int = 0, split: Split = "eval") -> list[Example]:

@@ -28,7 +28,6 @@ _VOWELS = "aeiou"
 
 
 def common_word(rng: random.Random) -> str:
-    """One word of `WORDS`."""
     return rng.choice(WORDS)
 
 

@@ -19,6 +19,8 @@ from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRu
 
 PLAIN = "weight"  # name of an unquantized weight after the layer's name
 
+ROWS_ON_CPU = 256  # that a CPU quantizes at a time, so that intermediate values stay in its caches; a multiple of all blocks
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
@@ -80,11 +82,24 @@ class StoredWeight:
         """Quantize a part of a plain weight and write it."""
         *expert, rows, _ = part.write
         assert isinstance(rows, slice)
+        step = ROWS_ON_CPU if value.device.type == "cpu" and self._is_split_by_rows else max(1, len(value))
+        for start in range(0, len(value), step):
+            some = value[start : start + step]
+            place = slice(rows.start + start, rows.start + start + len(some))
+            self._write_rows([index for index in expert if isinstance(index, int)], place, some)
+
+    @property
+    def _is_split_by_rows(self) -> bool:
+        """Whether `ROWS_ON_CPU` rows have entries of their own in every tensor."""
+        axes = [[axis for axis in stored.axes if isinstance(axis, Axis) and axis.of == "output"] for stored in self.stored.values()]
+        return all(found and ROWS_ON_CPU % found[0].block == 0 for found in axes)
+
+    def _write_rows(self, expert: Sequence[int], rows: slice, value: torch.Tensor) -> None:
         encoded = self.layout.encode(value, self.outputs)
         for suffix, stored in self.stored.items():
             parameter = self._get(self.keys[suffix])
             parameter.allocate()
-            place: list[int | slice] = [index for index in expert if isinstance(index, int)]
+            place: list[int | slice] = [*expert]
             for axis in stored.axes:
                 if isinstance(axis, Axis) and axis.of == "output":
                     place.append(slice(rows.start // axis.block, -(-rows.stop // axis.block)))

@@ -258,7 +258,7 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
     server = Server(tmp_path, max_batches_per_key=3)
     other = await server.over(await server.begin(1, "modest"))
     greedy = [await server.over(await server.begin(1, "greedy")) for _ in range(5)]
-    assert [batch.id for batch in server.runner.list_batches("greedy")] == [batch.id for batch in reversed(greedy[2:])]
+    assert [batch.id for batch in server.runner.list_batches("greedy")] == [batch.id for batch in greedy[2:]]
     assert batch_ids(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
     monkeypatch.setattr(batch_jobs, "MAX_BATCHES", 4)  # of all keys together
     await server.over(await server.begin(1, "greedy"))

@@ -238,6 +238,8 @@ def test_cohere(minilm: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"model": "minilm", "inputs": [{"content": [{"type": "text", "text": TEXTS[0]}]}]}
     assert posted(minilm, "/v2/embed", parts)["embeddings"]["float"] == found["embeddings"]["float"]
     assert "int8" in refused(minilm, "/v2/embed", body | {"embedding_types": ["int8"]})["message"]
+    assert refused(minilm, "/v2/embed", body | {"max_tokens": 0})["message"].startswith("max_tokens is 0")
+    assert refused(minilm, "/v2/embed", body | {"output_dimension": 0})["message"].startswith("output_dimension is 0")
     assert "images" in refused(minilm, "/v2/embed", {"model": "minilm", "images": ["x"]})["message"]
 
 
@@ -247,10 +249,16 @@ def test_text_embeddings_inference(minilm: RunningServer) -> None:
     np.testing.assert_allclose(vectors, expected(TEXTS[:1]), atol=1e-5)
     np.testing.assert_allclose(np.array(posted(minilm, "/embed", {"inputs": TEXTS[:2]})), expected(TEXTS[:2]), atol=1e-5)
     long = "x " * 2000
-    assert refused(minilm, "/embed", {"inputs": long})["error_type"] == "Validation"
+    answer = refused(minilm, "/embed", {"inputs": long})
+    assert answer["error_type"] == "Validation"
+    assert answer["error"].endswith("a text of inputs has 2002 tokens; shorten it, or have it cut with truncate: true")
+    assert refused(minilm, "/embed", {"inputs": []})["error"].startswith("inputs is empty")
+    answer = refused(minilm, "/rerank", {"query": "x", "texts": [long]})["error"]
+    assert answer["param"] == "texts"
+    assert answer["message"].endswith("the input of query and texts has 2002 tokens; shorten it, or have it cut with truncate: true")
     assert len(posted(minilm, "/embed", {"inputs": long, "truncate": True})) == 1
     assert "normalized" in refused(minilm, "/embed", {"inputs": "x", "normalize": False})["error"]
-    assert "must be right" in refused(minilm, "/embed", {"inputs": "x", "truncation_direction": "left"})["error"]
+    assert "must be 'right'" in refused(minilm, "/embed", {"inputs": "x", "truncation_direction": "left"})["error"]
 
 
 def test_pooling_ollama_and_sagemaker(minilm: RunningServer) -> None:

@@ -13,13 +13,13 @@ from click import BadParameter
 from click.testing import CliRunner
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.bench_kernels import Names, Numbers, Spans
+from frame.entrypoints.cli.bench_kernels import NAMES, NUMBERS, SPANS
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.tools.bench.attention import AttentionBench, AttentionShape, Batch, figures, parse_batches
 from frame.entrypoints.tools.bench.clock import Clock
 from frame.entrypoints.tools.bench.experts import ExpertBench, ExpertShape
 from frame.entrypoints.tools.bench.floors import Ceilings
-from frame.entrypoints.tools.bench.plot import draw
+from frame.entrypoints.tools.bench.report import draw
 from frame.plugins.loader import load_registry
 
 CEILINGS = Ceilings(1e9, 1e9)
@@ -69,12 +69,12 @@ def test_a_runners_bytes_are_those_of_the_experts_that_were_touched() -> None:
 
 
 def test_lists_on_the_command_line() -> None:
-    assert Numbers().convert("1,8", None, None) == [1, 8]
-    assert Names().convert("a,b", None, None) == ("a", "b")
-    assert Spans().convert("7,1:8", None, None) == [(7, 7), (1, 8)]
+    assert NUMBERS.convert("1,8", None, None) == [1, 8]
+    assert NAMES.convert("a,b", None, None) == ("a", "b")
+    assert SPANS.convert("7,1:8", None, None) == [(7, 7), (1, 8)]
     for wrong in ("1,x", "0", ""):
         with pytest.raises(BadParameter):
-            Numbers().convert(wrong, None, None)
+            NUMBERS.convert(wrong, None, None)
 
 
 def test_as_they_are_typed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frame.entrypoints.tools.eval.scoring import is_correct, python_parses
+from frame.entrypoints.tools.eval.evaluate import is_correct, python_parses
 from frame.entrypoints.tools.eval.tasks import Example
 
 

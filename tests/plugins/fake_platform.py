@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEVICES = 2
 MEMORY = 4 << 30  # bytes of a device
-CAPABILITIES = PlatformCapabilities(find_devices="frame.testing.fake_platform:find_devices", graphs=True, compatible=("cpu",))
+CAPABILITIES = PlatformCapabilities(find_devices="tests.plugins.fake_platform:find_devices", graphs=True, compatible=("cpu",))
 
 
 class FakeOptions(BaseModel):

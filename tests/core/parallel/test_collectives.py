@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.execution.collectives import is_true_on_all_ranks
 from frame.core.interfaces.collective import CollectiveContext, LocalGroup
+from frame.core.parallel.collectives import is_true_on_all_ranks
 
 CPU = torch.device("cpu")
 

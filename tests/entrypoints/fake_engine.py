@@ -1,9 +1,9 @@
 """A server whose engine runs a fake model: every process, socket and route is the real one, only
 the tokens are invented.
 
-`python -m frame.testing.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the folder
-needs config and tokenizer only. FRAME_FAKE_STEP, _START: seconds that a step, or the start, takes;
-_PLAIN=1: tokens cost nothing and are not checked (for measurements); _FAIL=N: step N raises;
+`python -m tests.entrypoints.fake_engine serve --model FOLDER …` takes `frame serve`'s flags; the
+folder needs config and tokenizer only. FRAME_FAKE_STEP, _START: seconds that a step, or the start,
+takes; _PLAIN=1: tokens cost nothing and are not checked (for measurements); _FAIL=N: step N raises;
 _TOKENS: tokens of the KV cache; _LEAK=memory, threads or files: each step keeps some (of memory 8
 MB). A prompt that begins with one of these token ids is poison: _KILL: the process dies; _HANG: the
 step never ends; _NAN: logits are not finite; _TEXT_KILL: the detokenizer's process dies at the
@@ -199,7 +199,7 @@ def serve(arguments: list[str]) -> int:
 
     @config_command()
     def command(loaded: LoadedConfig) -> None:
-        codes.append(run(loaded, "frame.testing.fake_engine"))
+        codes.append(run(loaded, "tests.entrypoints.fake_engine"))
 
     open_closed_streams()
     command.main(arguments, standalone_mode=False)
