@@ -15,13 +15,14 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from made_tokenizer import MadeTokenizer
+from made_tokenizer import MadeTokenizer, RankedTokenizer
 from structured_throughput import PROMPT, kinds
 
-from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar
+from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
@@ -88,7 +89,7 @@ def run(scheduler: Scheduler, device: TimedDevice, grammars: Sequence[CompiledGr
         grammar = None if compiled is None else MeteredGrammar(compiled.start(), GrammarMeter(1000.0))
         if (refusal := scheduler.add_request(message, grammar)) is not None:
             raise RuntimeError(refusal.error)
-    began, ended, tokens = time.perf_counter(), [0.0] * len(grammars), 0
+    began, busy, ended, tokens = time.perf_counter(), time.process_time(), [0.0] * len(grammars), 0
     for step in loop.run_steps():
         tokens += sum(map(len, step.token_ids))
         for index, finish in step.finishes.items():
@@ -98,7 +99,8 @@ def run(scheduler: Scheduler, device: TimedDevice, grammars: Sequence[CompiledGr
     seconds = time.perf_counter() - began
     plain = [end for end, compiled in zip(ended, grammars, strict=True) if compiled is None]
     steps = {key: loop.stats[key] for key in ("decode", "mixed", "extend")}
-    found = {"tokens_per_second": round(tokens / seconds, 1), **steps}
+    cpu = round((time.process_time() - busy) * 1e3 / loop.stats["steps"], 2)
+    found = {"tokens_per_second": round(tokens / seconds, 1), "cpu_ms_per_step": cpu, **steps}
     return found if not plain else {**found, "plain_tokens_per_second": round(length / max(plain), 1)}
 
 
@@ -106,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="combined")
     parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--ranks", type=Path, help="a file of tokens in tiktoken's format instead of a made vocabulary")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--plain", type=int, default=0, help="requests without a grammar beside them")
     parser.add_argument("--length", type=int, default=128)
@@ -113,7 +116,8 @@ def main() -> None:
     parser.add_argument("--mixed-ms", type=float, default=7.0)
     parser.add_argument("--only", nargs="+", default=["regex", "counted", "schema", "schemas", "ebnf"])
     options = parser.parse_args()
-    tokenizer, registry = MadeTokenizer(options.vocab), load_registry()
+    tokenizer = MadeTokenizer(options.vocab) if options.ranks is None else RankedTokenizer(options.ranks, options.vocab)
+    registry = load_registry()
     backend = registry.load(registry.get("grammar_backend", options.backend))(GrammarContext(tokenizer, options.vocab))
     config = SchedulerConfig(
         page_size=16, num_pages=1 + options.length * (options.rows + options.plain), max_running=options.rows + options.plain,
@@ -132,7 +136,7 @@ def main() -> None:
             scheduler.close()
         rows[label]["loss_percent"] = round(100 * (1 - rows[label]["tokens_per_second"] / rows["free"]["tokens_per_second"]), 1)
     machine = {"cores": os.cpu_count(), "load_after": os.getloadavg()[0]}
-    print(json.dumps({**vars(options), "machine": machine, "rows": rows}, indent=1))
+    print(json.dumps({**vars(options), "ranks": options.ranks and options.ranks.name, "machine": machine, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""A byte-level tokenizer of any size, made of what is at hand, for benchmarks that need a large
-vocabulary and no checkpoint."""
+"""Byte-level tokenizers without merges, for benchmarks that need a large vocabulary and no
+checkpoint: one of any size, made of what is at hand, and one of a file of tokens."""
 
 from __future__ import annotations
 
+import base64
 import random
 import re
 import sysconfig
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -30,8 +32,29 @@ class MadeTokenizer:
         vocabulary = dict.fromkeys(["<eos>", *letters, *spelt])
         while len(vocabulary) < size:
             vocabulary[next(made)] = None
-        self.backend = Backend(models.BPE({token: i for i, token in enumerate(list(vocabulary)[:size])}, []))
-        self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.backend.decoder = decoders.ByteLevel()
-        self.backend.add_special_tokens(["<eos>"])
+        self.backend = _build(list(vocabulary)[:size])
         self.eos_token_ids = (0,)
+
+
+class RankedTokenizer:
+    """The tokens of a file in tiktoken's format (base64 and rank in each line), as Llama 3 has
+    them, and end tokens up to `size`."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        ranked = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}  # as GPT-2 writes bytes
+        words = ["".join(letters[byte] for byte in token) for token in ranked]
+        ends = [f"<end {i}>" for i in range(size - len(words))]
+        self.backend = _build([*words, *ends], ends)
+        self.eos_token_ids = (len(words),)
+
+
+def _build(tokens: Sequence[str], ends: Sequence[str] = ("<eos>",)) -> Backend:
+    """A tokenizer of these tokens, of which `ends` are special."""
+    made = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(ends))
+    return made

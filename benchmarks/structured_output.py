@@ -29,7 +29,8 @@ import numpy as np
 from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
-from frame.core.grammars.grammar_masks import GrammarCalls, accept_token, get_grammar_state
+from frame.core.grammars.grammar_calls import accept_token, get_grammar_state
+from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.scheduling.request import Request

@@ -16,7 +16,7 @@ from msgspec import structs
 from frame.core.config.resolve_drafter import MAX_PADDING
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.grammars import grammar_masks
+from frame.core.grammars import grammar_calls
 from frame.core.grammars.draft_masks import fill_draft_masks
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.drafter import TreeShape
@@ -190,7 +190,7 @@ def test_grammars(algorithm: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
         return found if num_filled % 5 else (0, False)
 
     if overlap:
-        monkeypatch.setattr(grammar_masks, "fill_draft_masks", fill_some)
+        monkeypatch.setattr(grammar_calls, "fill_draft_masks", fill_some)
         compiled.sort(key=lambda each: each is not None)
         params = [structs.replace(each, max_tokens=16 + 9 * i, frequency_penalty=0.3 * (i % 2)) for i, each in enumerate(params)]
     for each in (None, algorithm):

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar, grammar_error
+from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar, grammar_error
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.request import queue_full, timed_out

@@ -7,161 +7,59 @@ Used by the scheduler. Must not know the compiler.
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frame.core.blame import explain
-from frame.core.grammars.draft_masks import fill_draft_masks
-from frame.core.grammars.grammar_threads import NICENESS, GrammarThreads, ThreadedCall
+from frame.core.grammars.grammar_calls import (
+    BROKEN_GRAMMAR,
+    BatchCall,
+    DraftCall,
+    GrammarCall,
+    accept_tokens,
+    get_grammar_state,
+    grammar_error,
+)
+from frame.core.grammars.grammar_threads import NICENESS, QUICK_SECONDS, CallBatch, GrammarThreads
 from frame.core.interfaces.drafter import Drafts
 from frame.core.messages import Finish
-from frame.core.scheduling.request import GrammarState, queue_full
+from frame.core.scheduling.request import queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.sampling import Grammar
+    from frame.core.interfaces.sampling import Grammar, MaskBatch
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.scheduling.request import Request
     from frame.core.scheduling.request_slots import RequestTable
 
-BROKEN_GRAMMAR = Finish(
-    "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
-)
 MAX_THREADS = 8
 SECONDS_PER_THREAD = 0.0005  # CPU seconds of a step's calls per thread; threads wait for each other's use of the interpreter
 SLOW_SECONDS = 0.004  # mean CPU seconds of a request's calls, above which its next call runs beside the steps
 CROWDED_SECONDS = 0.004  # CPU seconds of a step's calls per thread, above which `HEAVY_SECONDS` may count as slow
 HEAVY_SECONDS = 0.0005  # mean CPU seconds of a request's calls
-MEAN_WEIGHT = 0.1  # of the last call in the mean
-TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
 THREAD_TIMEOUT = 10.0  # seconds that a request waits for a thread
+# A batch does not tell what a single mask took: some masks are filled alone, to measure them.
+MIN_MEASURED = 2  # of a request, before its masks are filled in batches
+KNOWN_MEASURED = 8  # of a request, while the masks of a step take longer than `CROWDED_SECONDS`
+MEASURED_SHARE = 1 / 16  # of the masks after that
 
 
-def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
-    """How a request ends whose grammar raised `error`. ValueError: the grammar is invalid; other
-    errors are faults of the backend."""
-    if isinstance(error, ValueError):
-        kind = params.grammar[0] if params.grammar is not None else None
-        return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
-    return Finish("error", error=f"the grammar backend failed: {explain(error)}")
+@dataclass(slots=True)
+class _Pending:
+    """Calls of a step of `num_rows` rows that have begun. `alone`: one mask each, by `workers`
+    threads; `batches`: many masks each; `started`: None if there are none."""
 
-
-class GrammarMeter:
-    """CPU seconds of a request's grammar: used, and allowed (`budget` plus `TOKEN_ALLOWANCE` for
-    each token)."""
-
-    def __init__(self, budget: float, spent: float = 0.0) -> None:
-        self.spent = spent
-        self.num_tokens = 0
-        self._budget = budget
-
-    def charge(self, seconds: float) -> None:
-        """Add CPU seconds. Raises ValueError when the budget is exceeded."""
-        self.spent += seconds
-        self.check()
-
-    def check(self, more: float = 0.0) -> None:
-        """Raise ValueError when `more` seconds would exceed the budget."""
-        if self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens:
-            raise ValueError(
-                f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
-                f"{1000 * TOKEN_ALLOWANCE:g} ms a token; simplify it"
-            )
-
-
-class MeteredGrammar:
-    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is
-    exceeded."""
-
-    def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
-        self.meter = meter
-        self._grammar = grammar
-
-    def fill_mask(self, mask: np.ndarray) -> bool:
-        began = time.thread_time()
-        is_limited = self._grammar.fill_mask(mask)
-        self.meter.charge(time.thread_time() - began)
-        return is_limited
-
-    def accept_token(self, token_id: int) -> bool:
-        began = time.thread_time()
-        is_taken = self._grammar.accept_token(token_id)
-        self.meter.num_tokens += 1
-        self.meter.charge(time.thread_time() - began)
-        return is_taken
-
-    def is_finished(self) -> bool:
-        began = time.thread_time()
-        is_finished = self._grammar.is_finished()
-        self.meter.charge(time.thread_time() - began)
-        return is_finished
-
-    def rollback_tokens(self, count: int) -> None:
-        self._grammar.rollback_tokens(count)
-        self.meter.num_tokens -= count
-
-
-class GrammarCall(ThreadedCall):
-    """Accepts tokens and fills the next mask, int32 [words]. `end`: how the last token ends the
-    request, if it does; `mask_error`: how the request ends when the mask could not be filled."""
-
-    def __init__(self, request: Request, tokens: Sequence[int], words: int) -> None:
-        super().__init__()
-        self.request = request
-        self.mask = np.empty(words, np.int32)
-        self.end: Finish | None = None
-        self.mask_error: Finish | None = None
-        self.tokens = tokens
-        meter = getattr(request.grammar, "meter", None)
-        self._meter: GrammarMeter | None = meter
-        self._spent = 0.0 if meter is None else meter.spent
-
-    def check_budget(self) -> Finish | None:
-        """How the request ends when this running call has exceeded the budget. None: it has not."""
-        if self._meter is None:
-            return None
-        try:
-            self._meter.check(self._spent + self.cpu_seconds() - self._meter.spent)  # avoids counting twice what it has charged
-        except ValueError as error:
-            return grammar_error(error, self.request.params)
-        return None
-
-    def execute(self) -> None:
-        grammar = self.request.grammar
-        assert grammar is not None
-        for token in self.tokens:
-            self.end = accept_token(grammar, token, self.request.params)
-            if self.end is not None:
-                return
-        try:
-            if not grammar.fill_mask(self.mask):
-                self.mask[:] = -1
-        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-            self.mask_error = grammar_error(error, self.request.params)
-
-
-class DraftCall(GrammarCall):
-    """Fills the masks along a draft and undoes it. `path`: int32 [k + 1, words]; `num_allowed`:
-    drafted tokens that the grammar allows; `is_known`: see `fill_draft_masks`."""
-
-    def __init__(self, request: Request, draft: Sequence[int], words: int) -> None:
-        super().__init__(request, (), words)
-        self.path = np.empty((len(draft) + 1, words), np.int32)
-        self.num_allowed, self.is_known = 0, False
-        self._draft, self._first = draft, get_grammar_state(request).mask
-
-    def execute(self) -> None:
-        assert self.request.grammar is not None
-        try:
-            self.num_allowed, self.is_known = fill_draft_masks(self.request.grammar, self._draft, self._first, self.path)
-            self.mask = self.path[0]
-            if self._meter is not None:
-                self._meter.spent = self._spent  # drafts do not use up the request's budget
-        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-            self.mask_error = grammar_error(error, self.request.params)
+    num_rows: int
+    workers: int
+    alone: Sequence[GrammarCall]
+    batches: Sequence[BatchCall]
+    started: CallBatch | None
+    masks: np.ndarray  # int32 [requests, words]; of all of these calls
+    requests: list[Request]
 
 
 class GrammarCalls:
@@ -176,6 +74,11 @@ class GrammarCalls:
         self._slow = GrammarThreads(2, NICENESS)
         self._held: dict[str, GrammarCall] = {}
         self._stopped: list[Request] = []
+        self._pending: _Pending | None = None  # masks that are filled while the engine's thread does other work
+        self._filled: _Pending | None = None  # the last of these
+        self._random = random.Random()  # a client must not know which masks are measured
+        self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
+        self._is_batch_lost = False  # one did not end
 
     def __len__(self) -> int:
         """The number of held requests."""
@@ -184,17 +87,49 @@ class GrammarCalls:
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         """Accept sampled tokens, of which only a request's last may end it. Returns for each
         request how it ends. None: it continues. num_rows: rows of the step, with and without a
-        grammar."""
-        calls = {i: GrammarCall(*each, self._words) for i, each in enumerate(drawn) if get_grammar_state(each[0]).error is None}
+        grammar. Masks that a `MaskBatch` fills may be unfinished until `settle`."""
+        self.settle()
+        calls: dict[int, GrammarCall] = {}
+        ends: list[Finish | None] = []
+        fills: list[GrammarCall] = []
+        for i, (request, tokens) in enumerate(drawn):
+            state = get_grammar_state(request)
+            end = state.error
+            if end is None and not state.is_slow and request.grammar is not None and _get_batch(request) is not None:
+                end = accept_tokens(request.grammar, tokens, request.params)
+                state.mask = None
+                if end is None:
+                    fills.append(GrammarCall(request, (), self._words))
+            elif end is None:
+                calls[i] = GrammarCall(request, tokens, self._words)
+            ends.append(end)
+        self._pending = self._begin(fills, num_rows)
         self._run(list(calls.values()), num_rows)
-        return [_result(calls.get(i), request) for i, (request, _) in enumerate(drawn)]
+        for i, call in calls.items():
+            ends[i] = call.end if call.is_finished else None
+        return ends
+
+    def settle(self) -> None:
+        """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._finish(pending)
+            self._filled = pending
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
         """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a
         grammar allow all tokens. None: no slot has a grammar."""
+        self.settle()
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
+        filled, self._filled = self._filled, None
+        if filled is not None and filled.requests == [table.requests[slot] for slot in slots.tolist()]:
+            states = [get_grammar_state(request) for request in filled.requests]
+            if all(state.mask is not None for state in states):
+                for state in states:
+                    state.mask = None
+                return filled.masks  # nothing to copy
         mask = np.full((len(slots), self._words), -1, np.int32)
         calls: dict[int, GrammarCall] = {}
         firsts = constrained[np.flatnonzero(np.diff(slots[constrained], prepend=-1))]  # a row with a draft has several samples
@@ -222,6 +157,7 @@ class GrammarCalls:
         that ends it, and keep their masks for `fill_masks`. Forced tokens, slow grammars and trees
         get no draft. is_late: the drafts are in the step in flight, so that all of them get masks;
         a request without them leaves the device."""
+        self.settle()
         constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
         if not constrained.size:
             return drafts
@@ -248,6 +184,7 @@ class GrammarCalls:
 
     def stop_request(self, request: Request) -> None:
         """Let a request leave the device until its next mask is filled."""
+        self.settle()
         state = get_grammar_state(request)
         if state.call is None and state.error is None:
             call = GrammarCall(request, (), self._words)
@@ -290,28 +227,64 @@ class GrammarCalls:
     def _run(self, calls: Sequence[GrammarCall], num_rows: int) -> None:
         """Run calls of a step of `num_rows` rows, and wait for those of requests whose calls are
         quick."""
-        quick = []
-        for call in calls:
-            state = get_grammar_state(call.request)
-            if state.is_slow:
+        self._finish(self._begin(calls, num_rows))
+
+    def _begin(self, calls: Sequence[GrammarCall], num_rows: int) -> _Pending:
+        """Start calls, those of slow requests beside the steps."""
+        alone: list[GrammarCall] = []
+        batched: dict[MaskBatch, list[tuple[GrammarCall, Any, int]]] = {}
+        masks = np.empty((len(calls), self._words), np.int32)
+        for row, call in enumerate(calls):
+            call.mask = masks[row]
+            if get_grammar_state(call.request).is_slow:
                 self._slow.submit([call])
                 self._stop(call)
+            elif (batch := self._choose_batch(call)) is None:
+                alone.append(call)
+            elif (handle := call.start_mask()) is None:
+                _keep_mask(call)
             else:
-                quick.append(call)
-        if not quick:
+                batched.setdefault(batch, []).append((call, handle, row))
+        batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()]
+        seconds = sum(get_grammar_state(call.request).seconds for call in alone)
+        workers = min(self._quick.threads, 1 + int(seconds / SECONDS_PER_THREAD)) if alone else 0
+        started = self._quick.submit([*batches, *alone], workers + len(batches)) if batches or alone else None
+        return _Pending(num_rows, workers, alone, batches, started, masks, [call.request for call in calls])
+
+    def _choose_batch(self, call: GrammarCall) -> MaskBatch | None:
+        """What fills the mask of a call with others. None: it is filled alone."""
+        batch = _get_batch(call.request)
+        if batch is None or call.tokens or isinstance(call, DraftCall) or not self._batches_masks:
+            return None
+        is_known = get_grammar_state(call.request).num_measured >= MIN_MEASURED
+        return batch if is_known and self._random.random() >= MEASURED_SHARE else None
+
+    def _finish(self, pending: _Pending) -> None:
+        """Wait for calls that have begun and keep their masks."""
+        if pending.started is None:
             return
-        workers = min(self._quick.threads, 1 + int(sum(get_grammar_state(call.request).seconds for call in quick) / SECONDS_PER_THREAD))
-        self._quick.wait(self._quick.submit(quick, workers))
-        for call in quick:
+        self._quick.wait(pending.started)
+        for call in pending.alone:
             if call.is_finished:
                 self._note(call)
             else:
                 self._stop(call if call.thread is not None else self._begin_slow(call))
-        if sum(call.cpu_seconds() for call in quick) > CROWDED_SECONDS * workers:
-            states = [get_grammar_state(call.request) for call in quick]
-            heavy = [state for state in states if state.seconds > HEAVY_SECONDS]
-            for state in heavy if 4 * len(heavy) < 3 * num_rows else ():  # else they delay few others, and all would leave the batch
-                state.is_slow = True
+        for batch in pending.batches:
+            for each in batch.calls:
+                (_keep_mask if batch.is_finished else self._stop)(each)
+            self._is_batch_lost |= not batch.is_finished
+        slowest = max((batch.wall for batch in pending.batches), default=0.0)
+        states = [
+            get_grammar_state(call.request) for call in (*pending.alone, *(call for batch in pending.batches for call in batch.calls))
+        ]
+        is_crowded = slowest > CROWDED_SECONDS or sum(call.cpu_seconds() for call in pending.alone) > CROWDED_SECONDS * pending.workers
+        is_known = all(state.num_measured >= KNOWN_MEASURED for state in states)
+        self._batches_masks = not self._is_batch_lost and (is_known or not is_crowded) and slowest <= QUICK_SECONDS
+        # If almost all rows are heavy, they delay few others. `seconds` is below the estimate until
+        # many calls are measured, so that a few slow masks do not make a request leave.
+        if is_crowded and 4 * sum(state.estimate_seconds() > HEAVY_SECONDS for state in states) < 3 * pending.num_rows:
+            for state in states:
+                state.is_slow |= state.seconds > HEAVY_SECONDS
 
     def _begin_slow(self, call: GrammarCall) -> GrammarCall:
         """Replace a call that did not start because all threads are busy; the new one runs when a
@@ -327,10 +300,9 @@ class GrammarCalls:
     def _note(self, call: GrammarCall) -> None:
         state = get_grammar_state(call.request)
         seconds = call.seconds / len(call.path) if isinstance(call, DraftCall) else call.seconds
-        state.seconds += MEAN_WEIGHT * (seconds - state.seconds)
+        state.measure(seconds)
         state.is_slow = state.seconds > SLOW_SECONDS
-        state.error = call.mask_error
-        state.mask = call.mask if call.end is None and call.mask_error is None else None
+        _keep_mask(call)
 
     def _outcome(self, call: GrammarCall) -> Finish | bool | None:
         """How a held request ends. True: it continues; None: it stays held."""
@@ -344,28 +316,17 @@ class GrammarCalls:
         return None
 
 
-def _result(call: GrammarCall | None, request: Request) -> Finish | None:
-    if call is None:
-        return get_grammar_state(request).error
-    return call.end if call.is_finished else None
+def _get_batch(request: Request) -> MaskBatch | None:
+    """What fills the masks of a request together with others."""
+    batch: MaskBatch | None = getattr(request.grammar, "batch", None)
+    return batch
 
 
-def get_grammar_state(request: Request) -> GrammarState:
-    """The state of a request's grammar, created on first use: most requests have no grammar."""
-    if request.grammar_state is None:
-        request.grammar_state = GrammarState()
-    return request.grammar_state
-
-
-def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:
-    """Accept a sampled token. Returns how it ends the request (reason "stop" where only the end may
-    follow). None: it continues."""
-    try:
-        if not grammar.accept_token(token):
-            return BROKEN_GRAMMAR
-        return Finish("stop") if grammar.is_finished() else None
-    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-        return grammar_error(error, params)
+def _keep_mask(call: GrammarCall) -> None:
+    """Keep the mask of a finished call, or why there is none."""
+    state = get_grammar_state(call.request)
+    state.error = call.mask_error
+    state.mask = call.mask if call.end is None and call.mask_error is None else None
 
 
 def replay_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:

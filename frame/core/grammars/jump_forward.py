@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from frame.core.grammars.grammar_masks import get_grammar_state
+from frame.core.grammars.grammar_calls import get_grammar_state
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.interfaces.sampling import MAX_ROLLBACK
 from frame.core.scheduling.request_slots import GRAMMAR
@@ -23,8 +23,8 @@ from frame.core.scheduling.request_slots import GRAMMAR
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from frame.core.grammars.grammar_masks import GrammarMeter
-    from frame.core.interfaces.sampling import Grammar
+    from frame.core.grammars.grammar_calls import GrammarMeter
+    from frame.core.interfaces.sampling import BatchedGrammar, Grammar, MaskBatch
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.scheduling.running import RunningSet
 
@@ -62,12 +62,29 @@ class LookaheadGrammar:
                 return True
             if not self._grammar.fill_mask(mask):
                 return False
-            token = find_only_token(mask)
-            if token is not None:
-                self._look_ahead(token, np.empty_like(mask))
+            self._look_ahead_from(mask)
         if self.forced:
             mask[:] = 0
             mask.view(np.uint32)[self.forced[0] // 32] = 1 << self.forced[0] % 32
+        return True
+
+    @property
+    def batch(self) -> MaskBatch | None:
+        """See `BatchedGrammar`."""
+        return getattr(self._grammar, "batch", None)
+
+    def start_mask(self, mask: np.ndarray) -> Any:
+        """See `BatchedGrammar`."""
+        if self.forced or self._error is not None or self._next is not None:
+            self.fill_mask(mask)
+            return None
+        return cast("BatchedGrammar", self._grammar).start_mask(mask)
+
+    def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
+        """See `BatchedGrammar`."""
+        if not cast("BatchedGrammar", self._grammar).finish_mask(mask, seconds):
+            return False
+        self._look_ahead_from(mask)
         return True
 
     def accept_token(self, token_id: int) -> bool:
@@ -112,9 +129,12 @@ class LookaheadGrammar:
             self._taken.append(self.forced.popleft())
         return run
 
-    def _look_ahead(self, token: int | None, mask: np.ndarray) -> None:
-        """Accept forced tokens from `token` on. `mask` is scratch space, int32 [words]."""
-        began = time.thread_time()
+    def _look_ahead_from(self, first: np.ndarray) -> None:
+        """Accept forced tokens after the mask `first`, which stays as it is."""
+        token = find_only_token(first)
+        if token is None:
+            return
+        mask, began = np.empty_like(first), time.thread_time()
         try:
             while token is not None and self._grammar.accept_token(token):
                 self.forced.append(token)

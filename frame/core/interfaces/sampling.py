@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,6 +129,39 @@ class Grammar(Protocol):
         """Undo the last `count` tokens that `accept_token` took, end tokens included. count: 0 to
         `MAX_ROLLBACK`, and no more than were taken. Masks and results are then as before these
         tokens."""
+        ...
+
+
+class MaskBatch(Protocol):
+    """Fills the masks of many requests in one call, with threads of its own and without the
+    interpreter's lock. Grammars that share one are filled together."""
+
+    def fill_masks(self, handles: Sequence[Any], rows: Sequence[int], masks: np.ndarray) -> None:
+        """Write the mask of each handle, from `BatchedGrammar.start_mask`, into its row of masks,
+        int32 [n, ceil(vocab / 32)], C-contiguous."""
+        ...
+
+
+class BatchedGrammar(Grammar, Protocol):
+    """A `Grammar` whose masks a `MaskBatch` can fill. Its `accept_token` is called in the engine's
+    thread and must be quick.
+
+    `start_mask`, the batch and `finish_mask` have the effect of `fill_mask`. No other call comes
+    between them.
+    """
+
+    @property
+    def batch(self) -> MaskBatch | None:
+        """None: the masks are filled by `fill_mask` only."""
+        ...
+
+    def start_mask(self, mask: np.ndarray) -> Any:
+        """-> The handle to fill the mask with. None: `mask` holds it already."""
+        ...
+
+    def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
+        """Complete the mask that the batch has written. seconds: CPU time that it is estimated to
+        have taken. -> As `fill_mask`."""
         ...
 
 

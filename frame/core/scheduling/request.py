@@ -44,6 +44,9 @@ class RequestStatus(IntEnum):
     FINISHED = 2
 
 
+MEAN_WEIGHT = 0.1  # of the last call in the mean time of a grammar's calls
+
+
 @dataclass(slots=True)
 class GrammarState:
     """What the scheduler keeps of one request's grammar between steps."""
@@ -52,8 +55,18 @@ class GrammarState:
     mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
     path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
     error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
-    seconds: float = 0.0  # moving mean of the calls' CPU time
+    seconds: float = 0.0  # moving mean of the measured calls' CPU time, which begins at 0
+    num_measured: int = 0  # calls
     is_slow: bool = False  # the next call runs beside the steps
+
+    def measure(self, seconds: float) -> None:
+        """Add the CPU time of a call."""
+        self.seconds += MEAN_WEIGHT * (seconds - self.seconds)
+        self.num_measured += 1
+
+    def estimate_seconds(self) -> float:
+        """The CPU time to expect of a call: `seconds` without its beginning."""
+        return self.seconds / (1 - (1 - MEAN_WEIGHT) ** self.num_measured) if self.num_measured else 0.0
 
 
 @dataclass(slots=True, eq=False)

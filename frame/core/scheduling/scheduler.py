@@ -156,6 +156,7 @@ class Scheduler:
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
+        self._settle_grammars()
         self._resume_held_requests()
         plan = self._planner.plan_step(self._step, now)
         if not plan:
@@ -192,6 +193,7 @@ class Scheduler:
         rows are queued again and run alone once, so that only those at fault end. Nothing that the
         step computed is cached.
         """
+        self._settle_grammars()
         running, record = self._running, self._running.get_oldest(batch.step)
         alive = running.table.arrays.epoch[record.slots] == record.epochs
         rows = set(record.slots[alive].tolist())
@@ -381,6 +383,11 @@ class Scheduler:
         mask = self._grammars.fill_masks(table, slots)
         self._jumps.apply_jumps(slots)
         return mask, limits
+
+    def _settle_grammars(self) -> None:
+        """Wait for the masks that the last commit has begun."""
+        self._grammars.settle()
+        self._hold_slow_grammars()
 
     def _hold_slow_grammars(self) -> None:
         """Take requests with a slow grammar call off the device until it is done. Their rows in

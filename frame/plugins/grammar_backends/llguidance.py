@@ -10,11 +10,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammar_backends import ebnf
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.sampling import GrammarContext
 
-MAX_MATCHERS = min(8, os.cpu_count() or 1)  # of one grammar; as many threads compute its masks in parallel
+MAX_THREADS = 16  # that compute masks
+NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+MAX_MATCHERS = min(MAX_THREADS, NUM_CORES)  # of one grammar; as many threads compute its masks in parallel
 # For EBNF: accepting a token holds the interpreter's lock, and the work for an ambiguous grammar
 # grows with the square of this number. The library's own limit of 2000 stays for JSON schemas: an
 # object with 300 optional properties needs 1,200.
@@ -38,6 +40,12 @@ MAX_LEXER_STATES = 50_000
 # Masks create lexer states, which stay in the compiled grammar; the library does not count them.
 # 16 to 50 MB were measured, for regular expressions whose states grow with each token.
 BYTES_PER_SECOND = 50 << 20
+# Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
+# other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
+# characters. Strings near their `maxLength` need the short ones, expressions the letters.
+_TEXT, _LETTERS, _WORD = r"[^\"\\\x00-\x1F\x7F]", "[a-z]", "[a-zA-Z0-9_-]"
+_LENGTHS = ((_TEXT, (4, 7, 10, 14, 30)), (_LETTERS, (10, 20)), (_WORD, (10, 20)))
+SLICES = [r"[\x20\x0A\x0D\x09]+", f"{_TEXT}+", *(f"{what}{{1,{most}}}" for what, lengths in _LENGTHS for most in lengths)]
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 # ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives
 # `\\<` and `\\>` a meaning of its own.
@@ -47,11 +55,28 @@ _ASCII_ESCAPES = {
 }  # fmt: skip
 
 
-class LLGrammar:
-    """One request's matcher (`Grammar`)."""
+class LLMaskBatch:
+    """Computes masks in the library's threads (`MaskBatch`). `handles` are grammars."""
 
-    def __init__(self, matcher: Any, compiled: LLCompiled) -> None:
-        self._matcher = matcher
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None  # the process that compiles needs no threads
+
+    def fill_masks(self, handles: Sequence[LLGrammar], rows: Sequence[int], masks: np.ndarray) -> None:
+        """See `MaskBatch.fill_masks`."""
+        if self._executor is None:
+            self._executor = LLExecutor(min(MAX_THREADS, NUM_CORES if NUM_CORES < 4 else NUM_CORES - 2))  # the engine's threads need cores
+        # A thread gets neighbours: copies of one matcher, which share a lock.
+        entries = [(each.matcher, row) for each, row in sorted(zip(handles, rows, strict=True), key=lambda entry: entry[0].origin)]
+        self._executor.unsafe_compute_mask_ptr(entries, masks.__array_interface__["data"][0], masks.strides[0], len(masks))
+
+
+class LLGrammar:
+    """One request's matcher (`BatchedGrammar`). `origin`: the same for copies of one matcher."""
+
+    def __init__(self, matcher: Any, origin: int, compiled: LLCompiled) -> None:
+        self.matcher = matcher
+        self.origin = origin
+        self.batch = compiled.batch
         self._compiled = compiled
         self._stops = compiled.stop_token_ids
         self._is_ended = False
@@ -63,8 +88,19 @@ class LLGrammar:
             mask[...] = -1
             return False
         began = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
-        self._compiled.num_bytes += int((time.thread_time() - began) * BYTES_PER_SECOND)
+        self.matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
+        return self.finish_mask(mask, time.thread_time() - began)
+
+    def start_mask(self, mask: np.ndarray) -> LLGrammar | None:
+        """See `BatchedGrammar.start_mask`."""
+        if self._is_ended:
+            self.fill_mask(mask)
+            return None
+        return self
+
+    def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
+        """See `BatchedGrammar.finish_mask`."""
+        self._compiled.num_bytes += int(seconds * BYTES_PER_SECOND)
         self._check_limits()
         return True
 
@@ -72,25 +108,25 @@ class LLGrammar:
         if self._is_ended:
             return False
         if token_id in self._stops:
-            self._is_ended = self._matcher.is_accepting()
+            self._is_ended = self.matcher.is_accepting()
             return self._is_ended
-        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        is_taken = self.matcher.try_consume_tokens([token_id]) == 1
         if not is_taken:
             self._check_limits()
         return is_taken
 
     def is_finished(self) -> bool:
-        return self._is_ended or self._matcher.is_stopped()
+        return self._is_ended or self.matcher.is_stopped()
 
     def rollback_tokens(self, count: int) -> None:
         if count and self._is_ended:  # the matcher has not consumed the end token
             self._is_ended = False
             count -= 1
         if count:
-            self._matcher.rollback(count)
+            self.matcher.rollback(count)
 
     def _check_limits(self) -> None:
-        if self._matcher.is_stopped() and self._matcher.stop_reason() in _LIMITS:
+        if self.matcher.is_stopped() and self.matcher.stop_reason() in _LIMITS:
             self._compiled.num_bytes += MAX_LEXER_STATES * 2048  # copies share the states: the next request compiles it again
             raise ValueError("the grammar takes more work for one token than the budget of its backend allows; simplify it")
 
@@ -103,7 +139,8 @@ class LLCompiled:
     parsing takes no longer than a step can wait.
     """
 
-    def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int]) -> None:
+    def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
+        self.batch = batch
         began = time.perf_counter()
         self._parse = parse
         self._matchers = [parse()]
@@ -123,7 +160,8 @@ class LLCompiled:
         self._turn = (turn + 1) % self._most
         if turn == len(self._matchers):
             self._matchers.append(self._parse())
-        return LLGrammar(self._matchers[turn].deep_copy(), self)
+        matcher = self._matchers[turn]
+        return LLGrammar(matcher.deep_copy(), id(matcher), self)
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -139,8 +177,9 @@ class LLGuidanceBackend(GrammarBackend):
         self._words = -(-vocab_size // 32)
         backend = getattr(tokenizer, "backend", tokenizer)
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ()) if token < vocab_size]
-        self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None)
+        self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None, slices=SLICES)
         self._stops = frozenset(self._tokenizer.eos_tokens)
+        self._batch = LLMaskBatch()
 
     def compile(self, kind: str, source: str) -> LLCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
@@ -148,7 +187,7 @@ class LLGuidanceBackend(GrammarBackend):
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         try:
             translated = self._translate(kind, source)
-            compiled = LLCompiled(lambda: self._make_matcher(translated, kind == "ebnf"), source, self._stops)
+            compiled = LLCompiled(lambda: self._make_matcher(translated, kind == "ebnf"), source, self._stops, self._batch)
         except Exception as error:  # the library's translation from EBNF raises many types
             raise ValueError(one_sentence(kind, str(error))) from error
         matcher = compiled.matcher

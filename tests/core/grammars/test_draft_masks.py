@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from frame.core.grammars.draft_masks import fill_draft_masks
-from frame.core.grammars.grammar_masks import GrammarMeter, MeteredGrammar
+from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.core.grammars.jump_forward import LookaheadGrammar
 from frame.core.interfaces.sampling import Grammar
 from tests.core.scheduling.scripted_grammar import Script

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from frame.core.grammars.grammar_calls import BROKEN_GRAMMAR, GrammarMeter, MeteredGrammar, accept_token
 from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.grammars.grammar_masks import BROKEN_GRAMMAR, GrammarCalls, GrammarMeter, MeteredGrammar, accept_token, replay_tokens
+from frame.core.grammars.grammar_masks import GrammarCalls, replay_tokens
 from frame.core.grammars.grammar_threads import MAX_ABANDONED
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -102,8 +103,8 @@ class Numbered(Free):
 
 
 def busy() -> None:
-    """Native work outside of the interpreter's lock: most of a millisecond."""
-    hashlib.sha256(bytes(1 << 20)).digest()
+    """Native work outside of the interpreter's lock: less than `HEAVY_SECONDS`."""
+    hashlib.sha256(bytes(1 << 18)).digest()
 
 
 def test_masks_do_not_depend_on_the_number_of_threads() -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from frame.core.grammars.grammar_masks import accept_token
+from frame.core.grammars.grammar_calls import accept_token
 from frame.core.grammars.jump_forward import LookaheadGrammar, find_only_token
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -55,6 +56,55 @@ def test_states_that_masks_create_count_and_are_bounded(backend: LLGuidanceBacke
             grammar.fill_mask(mask)
             grammar.accept_token(draw.choice(LETTERS))
     assert compiled.num_bytes > used + 2000 * 2048  # the cache drops it
+
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 9,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "code": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,15}$"},
+            "n": {"type": "number"},
+            "kind": {"enum": ["open", "closed"]},
+            "note": {"type": "string"},
+        },
+        "required": ["name", "code", "n", "kind", "note"],
+    },
+}
+GRAMMARS = [
+    ("json_schema", json.dumps(SCHEMA)), ("json_object", ""), ("regex", "([a-z]{1,15} ){400}"), ("regex", r"(\\w+[.!?] )+#"),
+    ("ebnf", 'root ::= "a" root "b" | [a-z ]{1,12} "-"'), ("choice", '["one", "two and three", "two and four"]'),
+]  # fmt: skip
+
+
+def test_slices_and_batches_do_not_change_masks(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each place of random texts a batch of grammars, of a backend with `SLICES`, and single
+    calls of one without any fill the same masks."""
+    monkeypatch.setattr(llguidance, "SLICES", [])
+    plain = LLGuidanceBackend(GrammarContext(TOKENIZER, 2048))
+    monkeypatch.setattr(llguidance, "MAX_MATCHERS", 3)
+    sliced, unsliced = ([each.compile(*source) for source in GRAMMARS] for each in (backend, plain))
+    batched = [compiled.start() for compiled in sliced for _ in range(4)]
+    single = [compiled.start() for compiled in unsliced for _ in range(4)]
+    masks, wanted, draw = np.zeros((len(batched) + 2, 64), np.int32), np.zeros(64, np.int32), random.Random(3)
+    rows = draw.sample(range(len(masks)), len(batched))
+    for _ in range(60):
+        begun = [(grammar, row, handle) for grammar, row in zip(batched, rows, strict=True) if (handle := grammar.start_mask(masks[row]))]
+        if begun:
+            begun[0][0].batch.fill_masks([handle for _, _, handle in begun], [row for _, row, _ in begun], masks)
+        for grammar, row, _ in begun:
+            assert grammar.finish_mask(masks[row], 0.001)
+        for i, (grammar, other, row) in enumerate(zip(batched, single, rows, strict=True)):
+            other.fill_mask(wanted)
+            assert (masks[row] == wanted).all(), GRAMMARS[i // 4]
+            allowed = np.flatnonzero(np.unpackbits(wanted.view(np.uint8), bitorder="little")[:2048])
+            if not grammar.is_finished():
+                token = int(draw.choice(allowed))
+                assert grammar.accept_token(token) and other.accept_token(token)
+            assert grammar.is_finished() == other.is_finished()
+    assert {grammar.is_finished() for grammar in batched} == {False, True}
 
 
 def allows(backend: LLGuidanceBackend, pattern: str, text: str) -> bool:
