@@ -63,7 +63,7 @@ class GrammarMeter:
 
 class MeteredGrammar:
     """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is
-    exceeded."""
+    exceeded; `accept_token` only before it takes the token, so that a rollback counts right."""
 
     def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
         self.meter = meter
@@ -91,10 +91,11 @@ class MeteredGrammar:
         return is_limited
 
     def accept_token(self, token_id: int) -> bool:
+        self.meter.check()
         began = time.thread_time()
         is_taken = self._grammar.accept_token(token_id)
-        self.meter.num_tokens += 1
-        self.meter.charge(time.thread_time() - began)
+        self.meter.num_tokens += is_taken
+        self.meter.spent += time.thread_time() - began
         return is_taken
 
     def is_finished(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -83,6 +85,22 @@ def test_mask_that_cannot_be_filled_cuts_the_draft() -> None:
     grammar, masks = Limited(WIDTHS, VOCAB), np.empty((5, 2), np.int32)
     assert fill_draft_masks(grammar, text()[:4], None, masks) == (1, False)
     assert grammar.taken == []
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, LookaheadGrammar])
+@pytest.mark.parametrize("place", range(4))
+def test_a_budget_that_a_draft_exceeds_leaves_no_drafted_token(wrap: Callable[[Grammar], Grammar], place: int) -> None:
+    meter, whole = GrammarMeter(0.5), text()
+
+    class Costly(Script):
+        def accept_token(self, token_id: int) -> bool:
+            meter.spent += 1.0 if len(self.taken) == place else 0.0
+            return super().accept_token(token_id)
+
+    inner = Costly(WIDTHS, VOCAB)
+    grammar, masks = wrap(MeteredGrammar(inner, meter)), np.empty((6, 2), np.int32)
+    assert fill_draft_masks(grammar, whole[:5], None, masks) == (place, False)
+    assert (inner.taken, meter.num_tokens) == ([], 0)
 
 
 def test_lookahead_is_rolled_back_past_its_forced_tokens() -> None:
