@@ -228,19 +228,22 @@ class Proxy:
         """Send a request to every healthy replica: the first answer that is no success, or the
         first one. A request to abort is answered by the replica that has it."""
         found: list[ShortAnswer] = []
+        lost = ""
         for backend in self.backends.healthy:
             with counted(backend):
                 try:
                     answer = await self._open(request, backend)
                     found.append(await self._wait(request, backend, _read_short(answer)))
                 except (LostError, httpx.HTTPError, OSError) as error:
-                    raise ApiError(502, f"replica {backend.url} is lost: {error}; the others may have done it") from None
+                    lost = f"replica {backend.url} is lost: {error}; "
+        is_abort = request.path == "/abort_request"
+        told = next((each for each in found if (each.status < 300) == is_abort), None)
+        if lost and told is None:
+            raise ApiError(502, f"{lost}the request was sent to all others")
         if not found:
             raise ApiError(503, "no replica is healthy; try again later", retry_after=RETRY_AFTER)
-        is_abort = request.path == "/abort_request"
-        told = next((each for each in found if (each.status < 300) == is_abort), found[0])
         self.metrics.count("answered")
-        await told.send(request.send)
+        await (told or found[0]).send(request.send)
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

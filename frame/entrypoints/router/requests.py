@@ -55,7 +55,7 @@ def hash_prompt(body: bytes) -> list[int]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []  # the replica refuses the body
     before, prompts = ([memoryview(getattr(found, name))[:MOST_BYTES] for name in names] for names in (_BEFORE, _PROMPTS))
-    prompt = next((value for value in prompts if value), None)
+    prompt = next((value for value in prompts if value and value != b"null"), None)
     if prompt is None:
         return []
     if prompt[:2] == b"[[":  # the first of several

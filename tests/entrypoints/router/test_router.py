@@ -390,6 +390,18 @@ def test_the_bodies_of_all_requests_are_bounded() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(("path", "status"), [("/flush_cache", 502), ("/abort_request", 200)])
+def test_a_lost_replica_does_not_keep_a_request_for_all_from_the_others(path: str, status: int) -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        async with routed(first, second) as (client, _, _):
+            await first.kill()
+            answer = await client.post(path, json={"rid": "x"})
+            assert (answer.status_code, second.requests) == (status, 1)
+
+    run(main)
+
+
 def test_a_client_that_leaves_ends_its_request() -> None:
     async def main() -> None:
         replica = FakeReplica()
@@ -410,6 +422,8 @@ def test_prompts_are_compared_from_their_beginning() -> None:
     for body in (b"no JSON", b"[]", b"{}", b"[" * 200_000, b'"\xff"'):
         assert hash_prompt(body) == []
     assert hash_prompt(b'{"prompt":[[' + b"1," * 600 + b"1],[2]]}")[:4] == hash_prompt(b'{"prompt":[' + b"1," * 600 + b"1]}")[:4] != []
+    texts = [json.dumps({**nulls, "text": "a" * 600}).encode() for nulls in ({}, {"input_ids": None, "prompt": None})]
+    assert hash_prompt(texts[0]) == hash_prompt(texts[1]) != []
     objects = b'{"prompt":[' + b'{"a":1},' * 50_000 + b"1]}"
     tracemalloc.start()
     assert len(hash_prompt(objects)) == 64 * 1024 // 256
