@@ -21,6 +21,7 @@ from frame.core.interfaces.plugin import PluginRecord
 
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 
+
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
     given = config.parallel

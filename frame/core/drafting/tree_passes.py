@@ -134,4 +134,3 @@ class TreePasses:
                 kv=self._passes.kv,
                 host=HostView(nothing, nothing, nothing, table.host_pages),
             )
-

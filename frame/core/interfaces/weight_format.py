@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-
 LayerKind = Literal["linear", "experts", "head"]
 Codes = Literal["plain", "int4", "int8", "e2m1", "nf4", "e4m3"]
 

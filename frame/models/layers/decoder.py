@@ -364,7 +364,6 @@ class Decoder(CausalLM, nn.Module):
             yield f"model.{name}" if name.startswith(BODY) else name, tensor
 
 
-
 def match_draft_layers(model_config: ModelConfig) -> str:
     """A regular expression of the layers after the last one: multi-token-prediction modules, which
     only a drafter uses."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ROWS = 16384  # of a tied head that a GPU quantizes at a time
 
+
 def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
     """(rows on every rank, this rank's range). The last ranks may hold padding, so any vocabulary
     size can be split."""

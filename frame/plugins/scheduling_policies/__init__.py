@@ -19,6 +19,6 @@ def register_scheduling_policies(registry: KindRegistry) -> None:
         ("dfs-weight", "dfs_weight:DepthFirstByWeight", "Groups requests by shared cached prefix, the largest group first."),
         ("lof", "lof:LongestOutputFirst", "Longest allowed output first, so that no long one is left for the end."),
         ("random", "random:RandomOrder", "A new random order each step, from a fixed seed."),
-        ("priority", "priority:PriorityFirst", "Highest request priority first; pushes lower ones off the device."),
+        ("priority", "priority:PriorityFirst", "Highest request priority first; preempts lower ones."),
     ):
         registry.add(name, f"frame.plugins.scheduling_policies.{target}", summary=summary)

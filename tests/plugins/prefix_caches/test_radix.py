@@ -23,6 +23,7 @@ from frame.testing.prefix_cache_machine import run_machine
 REGISTRY = load_registry(installed=False)
 POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}
 
+
 def ids(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 

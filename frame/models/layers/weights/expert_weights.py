@@ -198,5 +198,3 @@ def _to_block_scales(weight: PackedWeight) -> torch.Tensor | None:
     if not torch.equal(first.expand_as(outputs), outputs):
         return None
     return first.expand(-1, -1, weight.inputs // _BLOCK).contiguous()
-
-
