@@ -4,9 +4,8 @@ prints a table and stores JSON.
 Each model runs in a process of its own: random weights in bf16, token ids, forced lengths, no
 prompt twice. What a model has finished stays when it dies or its time is over.
 
-    python benchmarks/h200_table.py configs/qwen3-0.6b configs/llama-3.1-8b --budget 300 --json
-    benchmarks/results/table.json python benchmarks/h200_table.py configs/qwen3-14b --only
-    single,batch8 --set attention_backend=triton
+    python benchmarks/h200_table.py configs/qwen3-0.6b configs/llama-3.1-8b --json table.json
+    python benchmarks/h200_table.py configs/qwen3-14b --only batch8 --set attention_backend=triton
 """
 
 from __future__ import annotations

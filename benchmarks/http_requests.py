@@ -1,8 +1,7 @@
 """Time per short HTTP request of two checkouts, in turn: ASGI calls into the application over the
 fake engine, without a socket.
 
-    python benchmarks/http_requests.py --before ../other-checkout --rounds 7 --out
-    benchmarks/results/DATE-http-requests.json
+    python benchmarks/http_requests.py --before ../other-checkout --rounds 7 --out result.json
 
 Each round starts one process per checkout. `seconds` are medians over groups of requests sent one
 after the other; `per_second` is the rate of completions at 16 at once. `loop_cpu_seconds` is the

@@ -1,8 +1,8 @@
 """Where a step's time goes on this CPU: prepared inputs, forward, sampler, commit. Prints one JSON
 object.
 
-    python benchmarks/runner_cpu.py [--model frame-tiny] [--rows 32 64] [--threads 2] [--temperature
-    0] [--compile] [--profile]
+    python benchmarks/runner_cpu.py [--model frame-tiny] [--rows 32 64] [--threads 2]
+    python benchmarks/runner_cpu.py [--temperature 0] [--compile] [--profile]
 
 Random prompts of 64 tokens, 64 tokens out; milliseconds are medians over the decode steps.
 """
