@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from made_tokenizer import MadeTokenizer
+from made_tokenizer import MadeTokenizer, RankedTokenizer
 from structured_output import PERSON
 
 from frame import Engine, SamplingParams
@@ -106,7 +106,7 @@ def kinds(tokenizer: Any, count: int) -> dict[str, list[dict[str, Any]]]:
 
 
 @contextmanager
-def model_folder(config: Path | None) -> Iterator[tuple[str, Any]]:
+def model_folder(config: Path | None, ranks: Path | None) -> Iterator[tuple[str, Any]]:
     """A folder with a configuration and a tokenizer; -> its path, the tokenizer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -119,10 +119,12 @@ def model_folder(config: Path | None) -> Iterator[tuple[str, Any]]:
             yield name, Tokenizer.from_file(str(folder / "tokenizer.json"))
             return
         model_config = json.loads((config / "config.json").read_text())
-        made = MadeTokenizer(model_config["vocab_size"])
-        (folder / "config.json").write_text(json.dumps({**model_config, "eos_token_id": 0}))
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+        size = model_config["vocab_size"]
+        made = MadeTokenizer(size) if ranks is None else RankedTokenizer(ranks, size)
+        end = made.eos_token_ids[0]
+        (folder / "config.json").write_text(json.dumps({**model_config, "eos_token_id": end}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": made.backend.id_to_token(end)}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
         made.backend.save(str(folder / "tokenizer.json"))
         yield name, made.backend
 
@@ -241,6 +243,7 @@ def step_times(run: Runs, asked: dict[str, list[dict[str, Any]]]) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="folder of a config.json")
+    parser.add_argument("--ranks", type=Path, help="with --config: a file of tokens in tiktoken's format instead of a made vocabulary")
     parser.add_argument("--backend", default="combined")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--running", type=int, help="most requests that the engine is made for; as many as there are")
@@ -252,7 +255,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the engine")
     options = parser.parse_args()
     settings = {key: json.loads(value) for key, value in (each.split("=", 1) for each in options.set)}
-    with model_folder(options.config) as (folder, tokenizer):
+    with model_folder(options.config, options.ranks) as (folder, tokenizer):
         asked = kinds(tokenizer, options.requests)
         if options.only:
             asked = {label: each for label, each in asked.items() if label in options.only or label.startswith("free")}
