@@ -71,7 +71,8 @@ def _make_directory() -> Path:
     for base in filter(None, bases):
         if len(os.fsencode(f"{base}/{LONGEST_SOCKET}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
             made = Path(tempfile.mkdtemp(prefix="frame-", dir=base))
-            _remove_stale(base, made.stat().st_mtime - STALE_AFTER)
+            with contextlib.suppress(OSError):  # a folder that may not be listed
+                _remove_stale(base, made.stat().st_mtime - STALE_AFTER)
             return made
     raise OSError(f"{bases[0]} is too long a path for sockets, and there is no /tmp: set TMPDIR to a shorter one")
 

@@ -97,3 +97,16 @@ def test_directories_of_killed_processes_are_removed(tmp_path: Path, monkeypatch
     finally:
         running.remove()
         other.remove()
+
+
+def test_a_folder_that_may_not_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old directories in it stay, and a new one is made."""
+
+    def refuse(path: object) -> None:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        sockets = SocketDirectory()
+    sockets.remove()
+    assert not sockets.path.exists()
