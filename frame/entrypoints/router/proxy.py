@@ -188,7 +188,7 @@ class Proxy:
         if "content-length" in answer.headers:
             head.append((b"content-length", answer.headers["content-length"].encode()))
         await request.send({"type": "http.response.start", "status": answer.status_code, "headers": head})
-        chunks = answer.aiter_raw().__aiter__()
+        chunks, last = answer.aiter_raw().__aiter__(), b""  # last: the last two bytes sent
         while True:
             try:
                 chunk = await self._wait(request, backend, _next(chunks))
@@ -198,9 +198,10 @@ class Proxy:
                 log.warning("request %s breaks off: replica %s is lost: %s", request.request_id, backend.url, error)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                     raise DisconnectedError from None  # the server closes the connection of an answer without an end
-                chunk = _error_event(request, backend)
-                await request.send({"type": "http.response.body", "body": chunk, "more_body": False})
+                event = (b"" if last in (b"", b"\n\n") else b"\n\n") + _error_event(request, backend)  # not a part of a half event
+                await request.send({"type": "http.response.body", "body": event, "more_body": False})
                 return
+            last = (last + chunk[-2:])[-2:] if chunk else last
             await request.send({"type": "http.response.body", "body": chunk or b"", "more_body": chunk is not None})
             if chunk is None:
                 self.metrics.count("answered")

@@ -37,6 +37,7 @@ class FakeReplica:
         self.slowness, self.status, self.is_endless = slowness, 200, False
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.hits = self.blocks = self.requests = self.running = self.most = 0
+        self.half_event = b""  # the last bytes before a `break`
         self.keys: list[str] = []
         self.targets: list[tuple[bytes, bytes]] = []
         self.url, self._server, self._task = "", None, None  # type: ignore[var-annotated]
@@ -110,6 +111,8 @@ class FakeReplica:
             await send({"type": "http.response.body", "body": b"data: {\"token\": %d}\n\n" % number, "more_body": True})
             await asyncio.sleep(0.002)
         if kind == "break":
+            await send({"type": "http.response.body", "body": self.half_event, "more_body": True})
+            await asyncio.sleep(0.002)
             self._dying = asyncio.create_task(self.kill())
             await asyncio.sleep(60)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
@@ -223,6 +226,19 @@ def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
             assert b'frame_router_requests_total{outcome="broken"} 1.0' in metrics.render()
             health = (await client.get("/health")).json()["replicas"]
             assert sorted(health.values()) == ["ok", "unhealthy"]
+
+    run(main)
+
+
+@pytest.mark.parametrize("half", [b"", b'data: {"tok'])
+def test_the_error_event_of_a_stream_is_an_event_of_its_own(half: bytes) -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.half_event = half
+        async with routed(replica) as (client, _, _):
+            events = (await client.post("/generate", json={"text": "x", "kind": "break"})).text.split("\n\n")
+            assert events[3:-2] == ([half.decode()] if half else [])
+            assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 502
 
     run(main)
 
