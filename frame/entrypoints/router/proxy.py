@@ -197,7 +197,7 @@ class Proxy:
                 await self.backends.check(backend, is_suspect=True)
                 log.warning("request %s breaks off: replica %s is lost: %s", request.request_id, backend.url, error)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    raise DisconnectedError from None  # the server closes the connection of an answer without an end
+                    return  # the server closes the connection of an answer without an end
                 event = (b"" if last in (b"", b"\n\n") else b"\n\n") + _error_event(request, backend)  # not a part of a half event
                 await request.send({"type": "http.response.body", "body": event, "more_body": False})
                 return

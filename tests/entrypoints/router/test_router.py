@@ -105,6 +105,7 @@ class FakeReplica:
             self._dying = asyncio.create_task(self.kill())
             await asyncio.sleep(60)
         stream = kind == "break" or b'"stream":true' in body.replace(b" ", b"")
+        kind = "break" if kind == "break whole" else kind
         content_type = b"text/event-stream" if stream else b"application/json"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
         for number in range(3):
@@ -226,6 +227,17 @@ def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
             assert b'frame_router_requests_total{outcome="broken"} 1.0' in metrics.render()
             health = (await client.get("/health")).json()["replicas"]
             assert sorted(health.values()) == ["ok", "unhealthy"]
+
+    run(main)
+
+
+def test_an_answer_without_events_breaks_off() -> None:
+    async def main() -> None:
+        async with routed(FakeReplica()) as (client, _, metrics):
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/generate", json={"text": "x", "kind": "break whole"})
+            found = metrics.render()
+            assert b'frame_router_requests_total{outcome="broken"} 1.0' in found and b"client_gone" not in found
 
     run(main)
 
