@@ -135,6 +135,13 @@ async def test_heads_have_a_size() -> None:
             assert (await talk(connect, *parts)).startswith(b"HTTP/1.1 200")
 
 
+async def test_heads_of_pipelined_requests_count_one_by_one() -> None:
+    one, last = b"GET / HTTP/1.1\r\nx: %s\r\n\r\n" % (b"a" * 1000), b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
+    async with listening() as connect:
+        assert (await talk(connect, one * 100 + last)).count(b"HTTP/1.1 200") == 101
+        assert b"HTTP/1.1 431" in await talk(connect, one + b"GET / HTTP/1.1\r\nx: ", *(b"a" * 8192 for _ in range(10)))
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: x\r\n", b"\r\n\r\n"])
 async def test_headers_have_a_time_limit(sent: bytes) -> None:
     async with listening(seconds=HASTY) as connect:

@@ -51,6 +51,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         self._parsed_bytes = 0  # of them: in the URL and in complete headers
         self._num_headers = 0  # trailers too
         self._has_body = False  # bytes of a body came with the data at hand
+        self._has_ended = False  # a request ended within the data at hand
         self._refusal: ApiError | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
@@ -93,13 +94,14 @@ class GuardedProtocol(UpgradeRefusingProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:  # it is being closed
             return
-        was_head, self._has_body = self._is_head, False
+        was_head, self._has_body, self._has_ended = self._is_head, False, False
         super().data_received(data)
         if self._refusal is not None or self.transport.is_closing():
             return
         if was_head == self._is_head and not self._has_body:
+            new = len(data.rpartition(b"\r\n\r\n")[2]) if self._has_ended else len(data)  # pipelined requests: of the last one
             try:
-                self._head_bytes = self._within_head(self._head_bytes + len(data))
+                self._head_bytes = self._within_head(self._head_bytes + new)
             except ApiError as error:
                 self._refuse(error)
                 return
@@ -142,7 +144,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_head = True
+        self._is_head = self._has_ended = True
         self._stop_reading_timer()
 
     def on_response_complete(self) -> None:
