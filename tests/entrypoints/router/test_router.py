@@ -197,7 +197,7 @@ def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
 
 def test_a_slow_replica_gets_fewer_requests() -> None:
     async def main() -> None:
-        fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.08)
+        fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.5)
         async with routed(slow, fast) as (client, _, _):
             async def one_after_another(worker: int) -> None:
                 for number in range(12):
