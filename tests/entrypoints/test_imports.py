@@ -16,6 +16,20 @@ for path, keys in zip(sys.argv[1:], ({}, head), strict=True):
 print(*sorted({"transformers", "sympy", "torch._dynamo", "torch._inductor", "fastapi", "scipy"} & set(sys.modules)))
 """
 
+SERVE = """
+import sys
+from frame.entrypoints.cli.serve import run
+from frame.entrypoints.configuration.sources import load_config
+from frame.entrypoints.http import start
+
+def start_children(*arguments):
+    print(*sorted({"fastapi", "uvloop", "torch", "tokenizers", "prometheus_client"} & set(sys.modules)), "|")
+    raise RuntimeError("the processes are started")
+
+start.Deployment = start_children
+sys.exit(run(load_config(None, {"port": 0})))
+"""
+
 
 def test_an_engine_starts_without_compilers_and_algebra(checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
@@ -23,3 +37,9 @@ def test_an_engine_starts_without_compilers_and_algebra(checkpoint: Path, tmp_pa
     command = [sys.executable, "-c", START, str(checkpoint), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_server_starts_its_processes_before_it_imports_http() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["|"], done.stderr
+    assert (done.returncode, "the processes are started" in done.stderr) == (1, True)

@@ -53,12 +53,15 @@ def serve_node(prepared: Prepared) -> int:
 def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker") -> int:
     """Serve with child processes that run `module`. -> exit code."""
     from frame.entrypoints import logs
-    from frame.entrypoints.configuration.prepare import prepare
-    from frame.entrypoints.http.server import configured_layout, serve
+    from frame.entrypoints.processes.collection import paused_collection
     from frame.entrypoints.processes.start_signals import StartSignals
 
     logs.configure("main", loaded.config.log, logs.LogWriter())
     signals = StartSignals()
+    with paused_collection():
+        from frame.entrypoints.configuration.prepare import prepare
+        from frame.entrypoints.http.start import configured_layout, serve
+
     if loaded.config.parallel.node_rank:
         return serve_node(prepare(loaded.config))
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)

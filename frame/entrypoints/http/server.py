@@ -1,5 +1,6 @@
-"""Runs the HTTP server over a deployment: start, ready line, supervision, drain, exit code. One
-asyncio loop; uvicorn speaks HTTP. Imports no torch: the model is in other processes."""
+"""Runs the HTTP server over engines that are ready: ready line, supervision, drain, exit code. One
+asyncio loop; uvicorn speaks HTTP. `frame.entrypoints.http.start` starts the engines and imports
+this module meanwhile. Imports no torch: the model is in other processes."""
 
 from __future__ import annotations
 
@@ -10,12 +11,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import uvloop
 
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import LogSection
@@ -29,21 +27,19 @@ from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.stats import Outstanding, StatLoggers
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.extensions.loading import load_extensions
-from frame.entrypoints.http.openai.batch_files import make_folder
+from frame.entrypoints.http.extensions.loading import Extensions
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.operations.page import describe
-from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
-from frame.entrypoints.http.protocol.listening import HttpServer, address, bound_port
-from frame.entrypoints.http.protocol.starting import StartingServer
+from frame.entrypoints.http.protocol.connections import ConnectionLimits
+from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.http.reloading import Reload
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import report
 from frame.entrypoints.moderation import read_policy
-from frame.entrypoints.processes.deployment import Deployment, Layout
+from frame.entrypoints.processes.deployment import Deployment
 from frame.entrypoints.processes.hang_dump import LoopWatchdog
-from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer, wait_ready
+from frame.entrypoints.processes.launch import get_client_limits
 from frame.entrypoints.processes.resource_monitor import start_monitor
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervisor
@@ -65,67 +61,32 @@ STUCK = 10.0  # seconds without a reset, after which the stacks of all threads a
 RATE_UPDATE = 5.0  # seconds between two measurements of the throughput
 
 
-def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals) -> int:
-    """Serve until a signal or a child's death; returns the exit code. `layout`: the processes to
-    start; `reread` reads the configuration again; `signals` that come during the start."""
-    signals.hold()
-    resolved = prepared.resolved
-    started = time.perf_counter()
-    certificate = load_certificate(resolved.user.server)
-    extensions = load_extensions(resolved, prepared.registry)
-    if (folder := resolved.user.batches.folder) is not None:
-        make_folder(Path(folder))
-    admin = AdminListener(resolved.user.server)
-    listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
-    report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
-    raise_file_limit(resolved.user.server.max_connections)
-    deployments: list[Deployment] = []
-    try:
-        for each in split_layout(layout, resolved.plan.num_replicas):
-            deployments.append(Deployment(resolved, each, prepared.registry, signals.released))  # noqa: PERF401 - those that started are ended below
-        with StartingServer(listener, resolved.user.server.max_connections, certificate):
-            tokenizer = load_tokenizer(resolved)
-            spawned = time.perf_counter()
-            infos = [wait_ready(deployment, replica_report(deployment), signals.check) for deployment in deployments]
-            start_seconds = time.perf_counter() - spawned
-        clients = _clients(resolved, deployments, tokenizer, infos)
-        services = _services(prepared, deployments[0], clients, tokenizer, infos[0])
-        app = App(services, extensions=extensions)
-        services.watch = start_monitor(
-            {name: pid for deployment in deployments for name, pid in deployment.pids.items()}, resolved.user.server
-        )
-        replicas = [
-            Replica(deployment, client, _supervisor(services, deployment, client, start_seconds))
-            for deployment, client in zip(deployments, clients, strict=True)
-        ]
-        user = resolved.user
+def create_server(
+    prepared: Prepared,
+    deployments: Sequence[Deployment],
+    infos: Sequence[dict[str, Any]],
+    parts: ServerParts,
+    reread: Callable[[], LoadedConfig] | None,
+    signals: StartSignals,
+) -> Server:
+    """The server of engines that are ready. `infos`: the data of their `Ready`; `reread` reads the
+    configuration again; `signals` that came during the start."""
+    resolved, user = prepared.resolved, prepared.resolved.user
+    clients = _clients(resolved, deployments, parts.tokenizer, infos)
+    services = _services(prepared, deployments[0], clients, parts.tokenizer, infos[0])
+    app = App(services, extensions=parts.extensions)
+    services.watch = start_monitor({name: pid for deployment in deployments for name, pid in deployment.pids.items()}, user.server)
+    replicas = [
+        Replica(deployment, client, _supervisor(services, deployment, client, parts.start_seconds))
+        for deployment, client in zip(deployments, clients, strict=True)
+    ]
 
-        def tell_children(settings: LogSection) -> None:
-            for deployment in deployments:
-                deployment.set_log_settings(settings)
-
-        reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
-        server = Server(app, replicas, (listener, admin), started, reload, signals)
-        return uvloop.run(server.run())
-    finally:
+    def tell_children(settings: LogSection) -> None:
         for deployment in deployments:
-            deployment.kill()
-        listener.close()
-        admin.close()
+            deployment.set_log_settings(settings)
 
-
-def configured_layout(resolved: Resolved, module: str) -> Layout:
-    """The processes of a configuration; children run `module`."""
-    text, has_text = resolved.user.text, resolved.tokenizer_path is not None
-    detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"
-    return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module)
-
-
-def split_layout(layout: Layout, replicas: int) -> list[Layout]:
-    """The layout of each replica; the first one has the tokenizers of all."""
-    if replicas == 1:
-        return [layout]
-    return [replace(layout, replica=number, tokenizers=0 if number else layout.tokenizers) for number in range(replicas)]
+    reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
+    return Server(app, replicas, parts.listeners, parts.started, reload, signals)
 
 
 def replica_report(deployment: Deployment) -> Callable[[str], None]:
@@ -210,6 +171,17 @@ def _supervisor(services: Services, deployment: Deployment, client: EngineClient
         text_input.resend_requests if isinstance(text_input, TokenizerProcesses) else None,
         services.watch,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """What the start made for the server."""
+
+    listeners: tuple[socket.socket, AdminListener]
+    tokenizer: Tokenizer | None
+    extensions: Extensions
+    started: float  # time.perf_counter() of the start
+    start_seconds: float  # until the engines were ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
+from frame.entrypoints.processes.collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
@@ -102,7 +103,8 @@ class ThreadSession:
     def _run(self, prepared: Prepared, started: threading.Event) -> None:
         clock = time.perf_counter()
         try:
-            from frame.entrypoints.processes.build_engine import build_engine
+            with paused_collection():
+                from frame.entrypoints.processes.build_engine import build_engine
 
             imports = round(time.perf_counter() - clock, 3)
             engine, self.info = build_engine(prepared.resolved, prepared.registry, self._far)
@@ -168,14 +170,18 @@ class ProcessSession:
 
 
 def wait_ready(
-    deployment: Deployment, report: Callable[[str], None] | None = None, check: Callable[[], None] = lambda: None
+    deployment: Deployment,
+    report: Callable[[str], None] | None = None,
+    check: Callable[[], None] = lambda: None,
+    started: float | None = None,
 ) -> dict[str, Any]:
     """Wait until every process is ready; returns the data of the engine's `Ready`. `check` is
-    called now and then, and may raise. Raises ConfigurationError or RuntimeError with the error of
+    called now and then, and may raise. `started`: the `time.perf_counter()` that `report` counts
+    from; None: now. Raises ConfigurationError or RuntimeError with the error of
     a child that failed."""
     info: dict[str, Any] = {}
     waiting = set(deployment.names)
-    started = time.perf_counter()
+    started = time.perf_counter() if started is None else started
     while waiting:
         for message in deployment.transport.receive(0.1):
             deployment.handle_message(message)

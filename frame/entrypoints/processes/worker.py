@@ -33,6 +33,7 @@ from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import BatchReceiver, BatchSender, ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
+from frame.entrypoints.processes.collection import paused_collection
 from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION
 from frame.entrypoints.processes.hang_dump import enable_stack_dumps
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
@@ -88,8 +89,11 @@ def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = 
 
 def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     clock = time.perf_counter()
-    from frame.entrypoints.processes.build_engine import build_engine
-    from frame.entrypoints.processes.join_groups import Place
+    with paused_collection():
+        from frame.entrypoints.processes.build_engine import build_engine
+        from frame.entrypoints.processes.join_groups import Place
+
+    gc.freeze()  # modules stay alive, so the collections of the start skip them
 
     imports = round(time.perf_counter() - clock, 3)
     sockets = SocketDirectory(options.sockets)
@@ -112,9 +116,10 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
-    from frame.core.parallel.tp_follower import follow
-    from frame.entrypoints.processes.build_engine import add_group, add_profiling, build_rank
-    from frame.entrypoints.processes.join_groups import Place
+    with paused_collection():
+        from frame.core.parallel.tp_follower import follow
+        from frame.entrypoints.processes.build_engine import add_group, add_profiling, build_rank
+        from frame.entrypoints.processes.join_groups import Place
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))

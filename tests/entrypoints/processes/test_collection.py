@@ -1,0 +1,34 @@
+"""Garbage collection during the imports of a start."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from frame.entrypoints.processes.collection import paused_collection
+
+
+def test_collection_is_enabled_after_imports_that_fail() -> None:
+    with pytest.raises(ImportError), paused_collection():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_a_caller_that_disabled_collection_keeps_it_disabled() -> None:
+    gc.disable()
+    try:
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_objects_of_imports_are_not_traversed_by_the_next_collection() -> None:
+    with paused_collection():
+        made = [[] for _ in range(10)]
+    assert not gc.get_freeze_count()
+    oldest = {id(each) for each in gc.get_objects(generation=2)}
+    assert all(id(each) in oldest for each in made)
