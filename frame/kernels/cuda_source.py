@@ -22,7 +22,7 @@ from frame.kernels import nvidia
 
 _MOST_THREADS = 8  # that compile
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _STATIC_SHARED_BYTES = 48 << 10  # more than this is to be asked for
 _BFLOAT16, _FLOAT16 = 9, 6  # CUtensorMapDataType
 _SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3
@@ -33,7 +33,7 @@ TensorMap = c_uint * 32  # CUtensorMap
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
-    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int * 3), ("rest", ctypes.c_char * 52)]
 
 
 class _Configuration(ctypes.Structure):
@@ -132,15 +132,26 @@ def load_function(cubin: Future[bytes], name: str, shared_bytes: int, device: in
 
 class CudaLaunch:
     """Launches of one kernel with the same kinds of arguments: pointers, ints or tensor maps. One
-    thread at a time may call it."""
+    thread at a time may call it. `cluster`: blocks of a thread block cluster."""
 
-    def __init__(self, function: c_void_p, kinds: Sequence[Any], threads: int, shared_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, function: c_void_p, kinds: Sequence[Any], threads: int, shared_bytes: int, device: torch.device, cluster: int = 1
+    ) -> None:
         self._function, self._device = function, nvidia.get_index(device)
         self._values = [kind() for kind in kinds]
         self._arguments = (c_void_p * len(kinds))(*(ctypes.addressof(value) for value in self._values))
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self._configuration = _Configuration((1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(self._attribute), 1)
+        early = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0))
+        self._attributes = (_Attribute * 2)(early, _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
+        count = 1 if cluster == 1 else 2
+        self._configuration = _Configuration((cluster, 1, 1), (threads, 1, 1), shared_bytes, None, self._attributes, count)
         self._launch = _load_driver().cuLaunchKernelEx
+
+    def count_clusters(self) -> int:
+        """The clusters of this kernel that the device runs at a time."""
+        count = c_int()
+        status = _load_driver().cuOccupancyMaxActiveClusters(byref(count), self._function, byref(self._configuration))
+        _check_driver(status, "clusters are not counted")
+        return count.value
 
     def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
         for value, argument in zip(self._values, arguments, strict=True):

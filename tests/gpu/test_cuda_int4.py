@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
-from frame.kernels.linear.blocked_int4 import BlockedProducts, pack_weight
+from frame.kernels.linear import blocked_int4
+from frame.kernels.linear.blocked_int4 import BlockedProducts, TilesPlan, pack_weight
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
 from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
@@ -61,6 +62,25 @@ def test_products(scheme: WeightScheme, outputs: int, inputs: int, dtype: torch.
             assert (found is None) == bool(outputs % 32)
             if found is not None:
                 assert float((found.double() - gated).abs().max() / gated.abs().max()) < 0.006
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("cluster", "tiles"), [(0, 0), (1, 1), (2, 1), (3, 1), (8, 1), (3, 2), (5, 2), (4, 3), (2, 3), (7, 3)])
+def test_divisions_give_the_same_sums_each_time(cluster: int, tiles: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    outputs, inputs = 1296, 1024
+    weight = on_gpu(make_weight(GROUPED, outputs, inputs, dtype=dtype))
+    products, dense = BlockedProducts(pack_weight(weight)), weight.dequantize(dtype).double()
+    bias = torch.randn(outputs, device="cuda", dtype=dtype)
+    for rows in (65, 100, 255, 257, 512):
+        plan = TilesPlan(blocked_int4.choose_tile_rows(rows), cluster, tiles)
+        monkeypatch.setattr(blocked_int4, "choose_tiles_plan", lambda *_, plan=plan: plan)
+        x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+        want = x.double() @ dense.t() + bias.double()
+        got = products.multiply(x, bias)
+        assert float((got.double() - want).abs().max() / want.abs().max()) < (0.004 if dtype == torch.bfloat16 else 0.0006)
+        for _ in range(5):
+            assert torch.equal(products.multiply(x, bias), got)
 
 
 def test_graphs_replay_with_new_inputs_and_launches_follow_one_another() -> None:

@@ -59,6 +59,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.status, self.launches = 0, list[tuple[tuple[int, ...], tuple[int, ...], int, list[int]]]()
+        self.clusters: list[tuple[int, tuple[int, ...]]] = []
 
     def cuModuleLoadData(self, *_: Any) -> int:
         return self.status
@@ -78,6 +79,8 @@ class Driver:
         pointer, number, box = arguments  # addresses; of the tensor map the first word is kept
         found = [int.from_bytes(ctypes.string_at(place, size), "little") for place, size in ((pointer, 8), (number, 4), (box, 4))]
         assert given.attributes[0].id == 6
+        if given.count == 2:
+            self.clusters.append((given.attributes[1].id, tuple(given.attributes[1].value)))
         self.launches.append((tuple(given.grid), tuple(given.block), given.stream, found))
         return self.status
 
@@ -99,6 +102,9 @@ def test_a_launch_passes_pointers_numbers_and_tensor_maps(monkeypatch: pytest.Mo
         ((4, 2, 1), (96, 1, 1), 77, [x.data_ptr(), 9, 5]),
         ((1, 1, 1), (96, 1, 1), 77, [x.data_ptr() + 4, 2**32 - 1, 8]),
     ]
+    assert not driver.clusters
+    cuda_source.CudaLaunch(function, kinds, 96, 100 << 10, torch.device("cpu"), 4)((8, 1), x, 9, cuda_source.TensorMap(5))
+    assert driver.clusters == [(4, (4, 1, 1))]
     driver.status = 209
     with pytest.raises(RuntimeError, match=r"no kernel image \(CUDA error 209\)"):
         launch((1, 1), x, 1, cuda_source.TensorMap(1))

@@ -21,7 +21,7 @@ from frame.testing.packed_weights import make_weight
 GROUPED = WeightScheme("int4", (1, 64), zeros=True)
 MACROS = {
     "rows": ("TILES", "COLUMNS", "WARPS", "STAGES", "GATED", "BIAS"),
-    "tiles": ("ROWS", "STAGES", "BIAS"),
+    "tiles": ("ROWS", "STAGES", "BIAS", "CLUSTERED"),
     "dequantize": (),
 }
 
@@ -104,6 +104,24 @@ def test_tiles_cover_the_rows_with_less_than_a_step_each() -> None:
         assert each <= 256
         assert tiles == -(-rows // 256)
         assert each * tiles - rows < 32 * tiles
+
+
+CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 32, 5: 24, 6: 16, 7: 16, 8: 16}
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (5120, 5120), (6144, 4096), (34816, 5120), (48, 128), (128, 64)])
+def test_clusters_divide_few_tiles_and_each_block_has_work(outputs: int, inputs: int) -> None:
+    for rows in range(17, 2049, 37):
+        plan = blocked_int4.choose_tiles_plan(rows, outputs, inputs, 132, CLUSTERS)
+        assert plan.rows == blocked_int4.choose_tile_rows(rows)
+        assert (plan.cluster > 0) == (plan.tiles > 0)
+        if plan.cluster:
+            assert inputs // 64 >= plan.cluster, "the last cluster may have one tile only"
+            holders = min(plan.cluster, -(-plan.cluster // plan.tiles) + 1)  # blocks that send each other the sums of a tile
+            received = holders * -(-plan.rows // 16 // holders) * 8192
+            assert received <= (5 if plan.rows > 192 else 6) * (plan.rows * 128 + 5120)
+    if outputs in (4096, 5120):
+        assert blocked_int4.choose_tiles_plan(256, outputs, inputs, 132, CLUSTERS).cluster
 
 
 @pytest.mark.parametrize("kind", MACROS)

@@ -7,6 +7,7 @@ the dequantization for PyTorch's product of very many. Depends on no layer and n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
@@ -31,9 +32,11 @@ _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # what a code in the mant
 # the kinds of a kernel's parameters, in their order
 _PARAMETERS: dict[str, list[Any]] = {
     "rows": [*[c_void_p] * 5, *[c_int] * 4],
-    "tiles": [TensorMap, *[c_void_p] * 6, *[c_int] * 3],
+    "tiles": [TensorMap, *[c_void_p] * 6, *[c_int] * 4],
     "dequantize": [*[c_void_p] * 3, c_int],
 }
+_CLUSTERS = range(1, 9)  # blocks of a thread block cluster that every device of this architecture runs
+_TILE_THREADS = 384
 _MEMORY = 227 << 10  # bytes of shared memory of a multiprocessor
 
 
@@ -128,6 +131,34 @@ def count_shared_bytes(plan: RowsPlan, rows: int) -> int:
     return max(needed, _MEMORY // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class TilesPlan:
+    """The rows of a tile of the kernel for many rows, the blocks of a cluster and the tiles that it
+    divides among them; without clusters, 0, the grid divides all tiles."""
+
+    rows: int
+    cluster: int = 0
+    tiles: int = 0
+
+
+def choose_tiles_plan(rows: int, outputs: int, inputs: int, processors: int, clusters: Mapping[int, int]) -> TilesPlan:
+    """The fastest plan by a model of its time, measured on an H200. `clusters`: how many of each
+    size the device runs at a time."""
+    tile_rows, units = choose_tile_rows(rows), inputs // UNIT
+    tiles = ceil_div(rows, tile_rows) * ceil_div(outputs, BLOCK)
+    # nanoseconds of a unit, and of the sums of parts: through global memory and in a cluster
+    unit, grid_sums, cluster_sums = 230 + 1.5 * tile_rows, 3000 + 43 * tile_rows, 1500 + 16 * tile_rows
+    found = [(tiles * units / processors * unit + grid_sums, TilesPlan(tile_rows))]
+    for cluster, most in clusters.items():
+        if cluster > units or (cluster > 6 and tile_rows == _ROW_STEP):  # without work, or without room for the sums
+            continue
+        for each in range(1, 2 * cluster + 1):
+            waves = ceil_div(ceil_div(tiles, each), most)
+            is_split = each % cluster > 0
+            found.append((waves * (ceil_div(each * units, cluster) * unit + is_split * cluster_sums), TilesPlan(tile_rows, cluster, each)))
+    return min(found, key=lambda entry: entry[0])[1]
+
+
 def choose_tile_rows(rows: int) -> int:
     """The rows of a tile of the kernel for many rows."""
     each = ceil_div(rows, ceil_div(rows, _MOST_ROWS_OF_TILE))
@@ -135,17 +166,19 @@ def choose_tile_rows(rows: int) -> int:
 
 
 class BlockedProducts:
-    """The kernels for one weight. `partial` sums of the kernel for many rows are as large as two
-    tiles a multiprocessor."""
+    """The kernels for one weight. `partial` sums of the kernel for many rows are as large as a tile
+    or two for each block."""
 
     def __init__(self, weight: BlockedWeight) -> None:
         self.weight, device = weight, weight.codes.device
         self._processors = nvidia.count_multiprocessors(device)
         self._counter = torch.zeros(ceil_div(weight.outputs, BLOCK) * _MOST_ROW_TILES, dtype=torch.int32, device=device)
         self._traits = ("HALF", int(weight.scales.dtype == torch.float16)), ("GROUP", weight.group)
-        self._launches: dict[tuple[str, tuple[tuple[str, int], ...]], CudaLaunch] = {}
+        self._launches: dict[tuple[str, tuple[tuple[str, int], ...], int], CudaLaunch] = {}
+        self._plans: dict[int, TilesPlan] = {}
         for rows in range(_ROW_STEP, _MOST_ROWS_OF_TILE + 1, _ROW_STEP):
-            self._start("tiles", self._list_tile_constants(rows, False))
+            for cluster in (0, 1):
+                self._start("tiles", self._list_tile_constants(TilesPlan(rows, cluster), False))
         for rows in (1, MOST_FEW_ROWS):
             self._start("rows", self._list_row_constants(rows, False, False)[1])
 
@@ -169,16 +202,18 @@ class BlockedProducts:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [rows, inputs], up to MOST_ROWS -> [rows, outputs]."""
         weight, rows = self.weight, len(x)
-        tile_rows = choose_tile_rows(rows)
-        constants = self._list_tile_constants(tile_rows, bias is not None)
-        launch = self._prepare("tiles", constants, 384, dict(constants)["STAGES"] * (tile_rows * 128 + 5120) + 8 * 512 + 1024)
+        plan = self._plan_tiles(rows)
+        launch = self.prepare_tiles(plan, bias is not None)
         out, x = x.new_empty(rows, weight.outputs), _align(x)
-        partial = torch.empty(2 * self._processors * BLOCK * tile_rows, dtype=torch.float32, device=x.device)
-        units = ceil_div(rows, tile_rows) * ceil_div(weight.outputs, BLOCK) * (weight.inputs // UNIT)
-        grid = min(self._processors, units), 1  # the sums of a tile are counted by blocks, so none is without work
-        box = cuda_source.make_tensor_map(x, tile_rows, UNIT)
+        tiles = ceil_div(rows, plan.rows) * ceil_div(weight.outputs, BLOCK)
+        if plan.cluster:
+            blocks = parts = ceil_div(tiles, plan.tiles) * plan.cluster
+        else:  # the sums of a tile are counted by blocks, so none is without work
+            blocks, parts = min(self._processors, tiles * (weight.inputs // UNIT)), 2 * self._processors
+        partial = torch.empty(parts * BLOCK * plan.rows, dtype=torch.float32, device=x.device)
+        box = cuda_source.make_tensor_map(x, plan.rows, UNIT)
         others = weight.codes, weight.scales, x if bias is None else bias, out, partial, self._counter
-        launch(grid, box, *others, rows, weight.outputs, weight.inputs)
+        launch((blocks, 1), box, *others, rows, weight.outputs, weight.inputs, plan.tiles)
         return out
 
     def dequantize(self) -> torch.Tensor:
@@ -194,20 +229,44 @@ class BlockedProducts:
         sizes = ("TILES", plan.tiles), ("WARPS", plan.warps), ("STAGES", plan.stages)
         return plan, (*self._traits, *sizes, ("COLUMNS", ceil_div(rows, 8)), ("GATED", int(is_gated)), ("BIAS", int(has_bias)))
 
-    def _list_tile_constants(self, tile_rows: int, has_bias: bool) -> tuple[tuple[str, int], ...]:
-        stages = 5 if tile_rows > 192 else 6
-        return (*self._traits, ("ROWS", tile_rows), ("STAGES", stages), ("BIAS", int(has_bias)))
+    def _plan_tiles(self, rows: int) -> TilesPlan:
+        if rows not in self._plans:
+            weight, clusters = self.weight, _count_clusters(nvidia.get_index(self.weight.codes.device), self)
+            self._plans[rows] = choose_tiles_plan(rows, weight.outputs, weight.inputs, self._processors, clusters)
+        return self._plans[rows]
+
+    def prepare_tiles(self, plan: TilesPlan, has_bias: bool) -> CudaLaunch:
+        """Launches of the kernel for many rows."""
+        constants = self._list_tile_constants(plan, has_bias)
+        shared_bytes = dict(constants)["STAGES"] * (plan.rows * 128 + 5120) + 8 * 512 + 1024
+        return self._prepare("tiles", constants, _TILE_THREADS, shared_bytes, max(1, plan.cluster))
+
+    def _list_tile_constants(self, plan: TilesPlan, has_bias: bool) -> tuple[tuple[str, int], ...]:
+        sizes = ("ROWS", plan.rows), ("STAGES", 5 if plan.rows > 192 else 6)
+        return (*self._traits, *sizes, ("BIAS", int(has_bias)), ("CLUSTERED", int(plan.cluster > 0)))
 
     def _start(self, kind: str, constants: tuple[tuple[str, int], ...]) -> Future[bytes]:
         return cuda_source.start_compilation(read_source(kind, constants), constants, _ARCHITECTURE)
 
-    def _prepare(self, kind: str, constants: tuple[tuple[str, int], ...], threads: int, shared_bytes: int) -> CudaLaunch:
-        found = self._launches.get((kind, constants))
+    def _prepare(self, kind: str, constants: tuple[tuple[str, int], ...], threads: int, shared_bytes: int, cluster: int = 1) -> CudaLaunch:
+        found = self._launches.get((kind, constants, cluster))
         if found is None:
             device = self.weight.codes.device
             function = cuda_source.load_function(self._start(kind, constants), f"int4_{kind}", shared_bytes, nvidia.get_index(device))
-            found = self._launches[kind, constants] = CudaLaunch(function, _PARAMETERS[kind], threads, shared_bytes, device)
+            found = CudaLaunch(function, _PARAMETERS[kind], threads, shared_bytes, device, cluster)
+            self._launches[kind, constants, cluster] = found
         return found
+
+
+_clusters: dict[int, dict[int, int]] = {}  # by device
+
+
+def _count_clusters(device: int, products: BlockedProducts) -> dict[int, int]:
+    """How many clusters of each size a device runs at a time."""
+    if device not in _clusters:
+        largest = {size: products.prepare_tiles(TilesPlan(_MOST_ROWS_OF_TILE, size), False) for size in _CLUSTERS}
+        _clusters[device] = {size: launch.count_clusters() for size, launch in largest.items()}
+    return _clusters[device]
 
 
 def read_source(kind: str, constants: tuple[tuple[str, int], ...]) -> str:

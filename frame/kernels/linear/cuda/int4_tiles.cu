@@ -5,8 +5,13 @@
 // them. Two warp groups have 64 outputs each; one thread of a third copies by TMA.
 //
 // Stream-K (arXiv 2301.03598): the units of 64 inputs of all tiles, tile after tile, are divided evenly
-// among the blocks. A block that has a part of a tile leaves its sums in `partial`; the last block to
+// among the blocks. CLUSTERED: among the blocks of a cluster, which has `cluster_tiles` tiles.
+//
+// Without clusters, a block that has a part of a tile leaves its sums in `partial`; the last block to
 // arrive, by `counter`, adds the parts in the order of the inputs. `counter` is zero before and after.
+// In a cluster, the blocks whose last work is a part of a tile, its holders, each take every n-th 16
+// rows of it. They send each other the sums of these rows through distributed shared memory. A block
+// that goes on to other work after the end of a tile leaves the sums of that end in `partial`.
 //
 // `multiply` of m64nROWSk16 is written before this text.
 
@@ -14,6 +19,7 @@
 #define WEIGHT_BYTES (8 * (TILE_BYTES + TILE_SCALE_BYTES))
 #define STAGE_BYTES (ROWS * 128 + 5120)  // inputs and weights, to a multiple of 1,024, by which the swizzle repeats
 #define CONSUMERS 256                    // threads
+#define SLICE_BYTES (CONSUMERS * 32)     // the sums of 16 rows
 
 struct __align__(64) TensorMap {
   u64 words[16];
@@ -29,6 +35,26 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+#if CLUSTERED
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void send(u32 to, u32 rank, const float* four) {
+  asm volatile("{.reg .u32 a; mapa.shared::cluster.u32 a, %0, %1;\nst.shared::cluster.v4.f32 [a], {%2,%3,%4,%5};}"
+               :: "r"(to), "r"(rank), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]) : "memory");
+}
+
+__device__ __forceinline__ void copy_later(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void add(float* sums, u32 from) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(from) : "memory");
+  sums[0] += value.x, sums[1] += value.y, sums[2] += value.z, sums[3] += value.w;
+}
+#endif
+
 __device__ __forceinline__ void dequantize(u32 word, u32* left, const u32* scale, const u32* negative_zero) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -40,17 +66,28 @@ __device__ __forceinline__ void dequantize(u32 word, u32* left, const u32* scale
 
 extern "C" __global__ void __launch_bounds__(384, 1) int4_tiles(
     const __grid_constant__ TensorMap x, const char* codes, const char* scales, const u16* bias, u16* out, float4* partial, int* counter,
-    int M, int N, int K) {
+    int M, int N, int K, int cluster_tiles) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];  // of each stage: filled, then empty
+#if !CLUSTERED
   __shared__ int arrived;
+#endif
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int units = K >> 6, groups = GROUP ? units / (GROUP ? GROUP : 1) : 1;
   const int row_tiles = (M + ROWS - 1) / ROWS, tiles = (N + OUTPUTS - 1) / OUTPUTS * row_tiles;
+#if CLUSTERED
+  int blocks, rank;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const int first_tile = (int)blockIdx.x / blocks * cluster_tiles;
+  const int total = min(cluster_tiles, tiles - first_tile) * units;
+#else
+  const int blocks = gridDim.x, rank = blockIdx.x, first_tile = 0;
   const long long total = (long long)tiles * units;
-  const int blocks = gridDim.x;
-  int work = (int)(total * blockIdx.x / blocks);
-  const int stop = (int)(total * (blockIdx.x + 1) / blocks);
+#endif
+  auto begin_of = [&](int rank) { return first_tile * units + (int)(total * rank / blocks); };
+  int work = begin_of(rank);
+  const int stop = begin_of(rank + 1);
   const u32 stages = (get_shared_address(memory) + 1023) & ~1023u;
   const u32 filled = get_shared_address(barriers), empty = filled + STAGES * 8;
   if (tid == 0) {
@@ -136,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) int4_tiles(
   };
 
   while (work < stop) {
-    const int tile = work / units, unit = work - tile * units, length = min(stop, (tile + 1) * units) - work;
+    const int tile = work / units, length = min(stop, (tile + 1) * units) - work;
     multiply_unit(0, true);
     int i = 1;
     for (; i + 1 < length; i += 2) {
@@ -152,24 +189,64 @@ extern "C" __global__ void __launch_bounds__(384, 1) int4_tiles(
       for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(sums[j][e]) :: "memory");  // not read before the wait
 
     bool writes = true;
+#if CLUSTERED
+    int first = rank, holders = 1;  // which have sums of this tile
+    float4* mine = partial + (size_t)blockIdx.x * (ROWS / 8) * CONSUMERS;
+    if (length < units && work < stop) {
+#pragma unroll
+      for (int j = 0; j < ROWS / 8; ++j) mine[j * CONSUMERS + tid] = *(float4*)sums[j];
+      continue;
+    }
+    bool has_end = false;  // whether the block after the holders left the end of the tile in `partial`
+    if (work == stop) {
+      arrive_at_cluster();
+      int last = rank;
+      if (length < units) {
+        while (first > 0 && begin_of(first) > tile * units) --first;
+        while (last + 1 < blocks && begin_of(last + 2) <= (tile + 1) * units) ++last;
+        holders = last - first + 1;
+        has_end = begin_of(last + 1) < (tile + 1) * units;
+      }
+      wait_for_cluster();  // all have read their stages, which sums replace from here on
+      const int each = (ROWS / 16 + holders - 1) / holders;
+      int owner = first, number = 0;
+#pragma unroll
+      for (int j = 0; j < ROWS / 8; j += 2) {
+        if (owner != rank) {
+          const u32 to = stages + ((rank - first - (rank > owner)) * each + number) * SLICE_BYTES + tid * 16;
+          send(to, owner, sums[j]);
+          send(to + CONSUMERS * 16, owner, sums[j + 1]);
+        } else if (has_end) {
+          const float4* end = mine + (size_t)((last + 1 - rank) * (ROWS / 8) + j) * CONSUMERS + tid;
+          const u32 to = stages + ((holders - 1) * each + number) * SLICE_BYTES + tid * 16;
+          copy_later(to, end);
+          copy_later(to + CONSUMERS * 16, end + CONSUMERS);
+        }
+        if (++owner > last) owner = first, ++number;
+      }
+      arrive_at_cluster();
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      wait_for_cluster();
+    }
+#else
     if (length < units) {
-      const int first = (int)((((long long)tile * units + 1) * blocks - 1) / total), last = (int)(((long long)(tile + 1) * units * blocks - 1) / total);
+      const int begin = (int)((((long long)tile * units + 1) * blocks - 1) / total), end = (int)(((long long)(tile + 1) * units * blocks - 1) / total);
       // a block has at most two parts: one that begins a tile, one that does not
-      float4* mine = partial + (size_t)(2 * blockIdx.x + (unit == 0)) * (ROWS / 8) * CONSUMERS;
+      float4* mine = partial + (size_t)(2 * rank + (work - length == tile * units)) * (ROWS / 8) * CONSUMERS;
 #pragma unroll
       for (int j = 0; j < ROWS / 8; ++j) mine[j * CONSUMERS + tid] = *(float4*)sums[j];
       __threadfence();
       asm volatile("bar.sync 1, 256;" ::: "memory");
       if (tid == 0) arrived = atomicAdd(counter + tile, 1);
       asm volatile("bar.sync 1, 256;" ::: "memory");
-      writes = arrived == last - first;
+      writes = arrived == end - begin;
       if (writes) {
         __threadfence();
         if (tid == 0) counter[tile] = 0;
 #pragma unroll
         for (int j = 0; j < ROWS / 8; ++j) *(float4*)sums[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int b = first; b <= last; ++b) {
-          const float4* part = partial + (size_t)(2 * b + (b == first)) * (ROWS / 8) * CONSUMERS;
+        for (int b = begin; b <= end; ++b) {
+          const float4* part = partial + (size_t)(2 * b + (b == begin)) * (ROWS / 8) * CONSUMERS;
 #pragma unroll
           for (int j = 0; j < ROWS / 8; ++j) {
             const float4 value = __ldcg(part + j * CONSUMERS + tid);
@@ -178,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) int4_tiles(
         }
       }
     }
+#endif
     const int output = (tile / row_tiles * 8 + warp) * 16;
     if (writes && output < N) {
       const int first_row = tile % row_tiles * ROWS;
@@ -187,8 +265,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) int4_tiles(
         bias0 = widen(bias[output + (lane >> 2)]);
         bias1 = widen(bias[output + 8 + (lane >> 2)]);
       }
+#if CLUSTERED
+      const int each = (ROWS / 16 + holders - 1) / holders, parts = holders - 1 + has_end;
+      int owner = first;
+      u32 from = stages + tid * 16;
+#endif
 #pragma unroll
       for (int j = 0; j < ROWS / 8; j += 2) {
+#if CLUSTERED
+        const bool is_mine = owner == rank;
+        if (++owner == first + holders) owner = first;
+        if (!is_mine) continue;
+        for (int i = 0; i < parts; ++i) {
+          add(sums[j], from + i * each * SLICE_BYTES);
+          add(sums[j + 1], from + i * each * SLICE_BYTES + CONSUMERS * 16);
+        }
+        from += SLICE_BYTES;
+#endif
         __syncwarp();
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                      :: "r"(staging + ((lane >> 4) * 8 + (lane & 7)) * 32 + (lane >> 3 & 1) * 16),
