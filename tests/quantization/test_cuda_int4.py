@@ -20,7 +20,7 @@ from frame.testing.packed_weights import make_weight
 
 GROUPED = WeightScheme("int4", (1, 64), zeros=True)
 MACROS = {
-    "rows": ("TILES", "COLUMNS", "WARPS", "STAGES", "GATED", "BIAS"),
+    "rows": ("TILES", "PASSES", "COLUMNS", "WARPS", "BLOCKS", "STAGES", "GATED", "BIAS"),
     "tiles": ("ROWS", "STAGES", "BIAS", "CLUSTERED"),
     "dequantize": (),
 }
@@ -94,6 +94,8 @@ def test_plans_fit_the_shared_memory(outputs: int, is_gated: bool, rows: int) ->
     plan = blocked_int4.choose_rows_plan(outputs, rows, is_gated, 132)
     assert (227 << 10) // 2 <= blocked_int4.count_shared_bytes(plan, rows) <= 227 << 10
     assert not is_gated or plan.tiles % 2 == 0
+    columns = -(-rows // 8)
+    assert plan.stages * (plan.tiles * 576 + columns * 1024) >= plan.passes * plan.tiles * columns * 512, "no room for the sums of a warp"
 
 
 def test_tiles_cover_the_rows_with_less_than_a_step_each() -> None:
