@@ -24,6 +24,7 @@ _MOST_THREADS = 8  # that compile
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _STATIC_SHARED_BYTES = 48 << 10  # more than this is to be asked for
+_MANY_BLOCKS = 1024
 _BFLOAT16, _FLOAT16 = 9, 6  # CUtensorMapDataType
 _SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3
 
@@ -147,11 +148,12 @@ class CudaLaunch:
         self._launch = _load_driver().cuLaunchKernelEx
 
     def count_clusters(self) -> int:
-        """The clusters of this kernel that the device runs at a time."""
-        count = c_int()
+        """The clusters of this kernel that the device runs at a time; 0: it runs none of this size.
+        For launches with clusters of two blocks and more."""
+        count, size = c_int(), self._attributes[1].value[0]
+        self._configuration.grid[0] = _MANY_BLOCKS // size * size  # more than a device has room for
         status = _load_driver().cuOccupancyMaxActiveClusters(byref(count), self._function, byref(self._configuration))
-        _check_driver(status, "clusters are not counted")
-        return count.value
+        return 0 if status else count.value  # an invalid size is reported as an error
 
     def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
         for value, argument in zip(self._values, arguments, strict=True):

@@ -60,6 +60,7 @@ class Driver:
     def __init__(self) -> None:
         self.status, self.launches = 0, list[tuple[tuple[int, ...], tuple[int, ...], int, list[int]]]()
         self.clusters: list[tuple[int, tuple[int, ...]]] = []
+        self.counted: list[tuple[int, ...]] = []
 
     def cuModuleLoadData(self, *_: Any) -> int:
         return self.status
@@ -73,6 +74,13 @@ class Driver:
     def cuGetErrorString(self, _status: int, text: Any) -> int:
         text._obj.value = b"no kernel image"
         return 0
+
+    def cuOccupancyMaxActiveClusters(self, count: Any, _function: Any, configuration: Any) -> int:
+        given = configuration._obj
+        size = given.attributes[1].value[0]
+        self.counted.append((given.count, given.attributes[1].id, size, given.grid[0], given.block[0], given.shared_bytes))
+        count._obj.value = 132 // size
+        return self.status
 
     def cuLaunchKernelEx(self, configuration: Any, _function: Any, arguments: Any, _extra: Any) -> int:
         given = configuration._obj
@@ -105,6 +113,11 @@ def test_a_launch_passes_pointers_numbers_and_tensor_maps(monkeypatch: pytest.Mo
     assert not driver.clusters
     cuda_source.CudaLaunch(function, kinds, 96, 100 << 10, torch.device("cpu"), 4)((8, 1), x, 9, cuda_source.TensorMap(5))
     assert driver.clusters == [(4, (4, 1, 1))]
+    wide = cuda_source.CudaLaunch(function, kinds, 96, 100 << 10, torch.device("cpu"), 3)
+    assert wide.count_clusters() == 44
+    assert driver.counted == [(2, 4, 3, 1023, 96, 100 << 10)], "the grid is to have more whole clusters than a device runs"
+    driver.status = 912
+    assert wide.count_clusters() == 0, "an invalid size is none that the device runs"
     driver.status = 209
     with pytest.raises(RuntimeError, match=r"no kernel image \(CUDA error 209\)"):
         launch((1, 1), x, 1, cuda_source.TensorMap(1))

@@ -35,11 +35,11 @@ _PARAMETERS: dict[str, list[Any]] = {
     "tiles": [TensorMap, *[c_void_p] * 6, *[c_int] * 4],
     "dequantize": [*[c_void_p] * 3, c_int],
 }
-_CLUSTERS = range(1, 9)  # blocks of a thread block cluster that every device of this architecture runs
+# measured divisions: blocks of a thread block cluster, tiles that it divides among them
+_DIVISIONS = (1, 1), (1, 2), (2, 1), (2, 3), (3, 1), (4, 3), (8, 3)
 _TILE_THREADS = 384
-# of the kernel for few rows: tiles of a pass, stages; tiles of 16 x 8 sums for which 12 and 8 warps
-# have registers
-_MOST_TILES, _MOST_STAGES, _MOST_SUMS_OF_12_WARPS, _MOST_SUMS = 9, 5, 24, 36
+# of the kernel for few rows: tiles of a pass, of the only pass, and of all passes
+_MOST_TILES, _MOST_TILES_OF_ONE_PASS, _MOST_SUMS = 9, 6, 18
 _MEMORY = 227 << 10  # bytes of shared memory of a multiprocessor
 
 
@@ -109,40 +109,42 @@ def _pack_scales(both: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan:
-    """Of the kernel for few rows: tiles of 16 outputs a pass, stages of each warp, warps, passes
-    with sums in registers, and blocks that share a multiprocessor."""
+    """Of the kernel for few rows: tiles of 16 outputs a pass, stages of a warp, warps, passes."""
 
     tiles: int
     stages: int
     warps: int
-    passes: int = 1
-    blocks: int = 1
+    passes: int
 
 
 def choose_rows_plan(outputs: int, rows: int, is_gated: bool, processors: int) -> RowsPlan:
     """The plan for a weight with so many outputs: the one that leaves the fewest tiles idle; each
-    start takes as long as 0.75 tiles, a pass 0.25. Measured on an H200."""
-    halves, columns = 2 if is_gated else 1, ceil_div(rows, 8)
+    start takes as long as 0.75 tiles, a pass 0.25. Measured on an H200, warps and stages too."""
+    halves = 2 if is_gated else 1
     each = ceil_div(outputs // TILE // halves, processors)
 
     def count_tiles(size: tuple[int, int]) -> float:
-        starts = ceil_div(each, size[0] * size[1])
-        return starts * (size[0] * size[1] + 0.75 + 0.25 * size[0])
+        passes, tiles = size
+        return ceil_div(each, passes * tiles) * (passes * tiles + 0.75 + 0.25 * passes)
 
-    fitting = _MOST_SUMS // columns // halves
-    sizes = [(passes, tiles) for passes in (1, 2, 3) for tiles in range(1, _MOST_TILES // halves + 1) if passes * tiles <= fitting]
+    sizes = [
+        (passes, tiles)
+        for passes, most in ((1, _MOST_TILES_OF_ONE_PASS), (2, _MOST_TILES), (3, _MOST_SUMS // 3))
+        for tiles in range(1, most // halves + 1)
+    ]
     passes, tiles = min(sizes, key=count_tiles)
     tiles *= halves
-    warps = 12 if passes * tiles * columns <= _MOST_SUMS_OF_12_WARPS else 8
-    stages = min(_MOST_STAGES, _MEMORY // (warps * (tiles * 576 + columns * 1024)))
-    return RowsPlan(tiles, stages, warps, passes)
+    if passes > 1:
+        return RowsPlan(tiles, passes + 1, 8, passes)
+    if rows <= 8 or tiles <= 2:
+        return RowsPlan(tiles, 2, 16, 1)
+    return RowsPlan(tiles, 4, 8, 1) if tiles == 3 else RowsPlan(tiles, 2, 12, 1)
 
 
 def count_shared_bytes(plan: RowsPlan, rows: int) -> int:
-    """Shared memory of a block for few rows. One that shares no multiprocessor gets more than half
-    of its memory, so that no two blocks share one while others have none."""
-    needed = plan.warps * plan.stages * (plan.tiles * 576 + ceil_div(rows, 8) * 1024)
-    return needed if plan.blocks > 1 else max(needed, _MEMORY // 2)
+    """Shared memory of a block for few rows: more than half of a multiprocessor's, so that no two
+    blocks share one while others have none."""
+    return max(plan.warps * plan.stages * (plan.tiles * 576 + ceil_div(rows, 8) * 1024), _MEMORY // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,27 +158,37 @@ class TilesPlan:
 
 
 def choose_tiles_plan(rows: int, outputs: int, inputs: int, processors: int, clusters: Mapping[int, int]) -> TilesPlan:
-    """The fastest plan by a model of its time, measured on an H200. `clusters`: how many of each
-    size the device runs at a time."""
-    tile_rows, units = choose_tile_rows(rows), inputs // UNIT
-    tiles = ceil_div(rows, tile_rows) * ceil_div(outputs, BLOCK)
-    # nanoseconds of a unit, and of the sums of parts: through global memory and in a cluster
-    unit, grid_sums, cluster_sums = 230 + 1.5 * tile_rows, 3000 + 43 * tile_rows, 1500 + 16 * tile_rows
-    found = [(tiles * units / processors * unit + grid_sums, TilesPlan(tile_rows))]
-    for cluster, most in clusters.items():
-        if cluster > units or (cluster > 6 and tile_rows == _ROW_STEP):  # without work, or without room for the sums
-            continue
-        for each in range(1, 2 * cluster + 1):
-            waves = ceil_div(ceil_div(tiles, each), most)
-            is_split = each % cluster > 0
-            found.append((waves * (ceil_div(each * units, cluster) * unit + is_split * cluster_sums), TilesPlan(tile_rows, cluster, each)))
+    """The fastest plan by a model of its time, fitted to measurements on an H200. `clusters`: how
+    many of each size, from two blocks on, the device runs at a time. More clusters than these take
+    a second wave, for which the whole grid was always faster."""
+    units = inputs // UNIT
+
+    def estimate(tile_rows: int, length: float, sums: float) -> float:
+        """Nanoseconds of a block with so many units and of its sums, less what all plans take."""
+        return length * (115 + 2.25 * tile_rows) + sums
+
+    most_rows = choose_tile_rows(rows)
+    length = count_tiles(rows, outputs, most_rows) * units / processors
+    found = [(estimate(most_rows, length, 2100 + 48 * most_rows), TilesPlan(most_rows))]
+    # clusters with tiles of 32 rows were not measured
+    for tile_rows in sorted({most_rows, choose_tile_rows(rows, _MOST_ROWS_OF_TILE // 2)} - {_ROW_STEP}):
+        tiles = count_tiles(rows, outputs, tile_rows)
+        for cluster, each in _DIVISIONS:
+            most = processors if cluster == 1 else clusters.get(cluster, 0)
+            if cluster <= units and ceil_div(tiles, each) <= most:  # each block has work, also if the last cluster has one tile
+                sums = 2800 if each % cluster else 3 * tile_rows
+                found.append((estimate(tile_rows, ceil_div(each * units, cluster), sums), TilesPlan(tile_rows, cluster, each)))
     return min(found, key=lambda entry: entry[0])[1]
 
 
-def choose_tile_rows(rows: int) -> int:
+def choose_tile_rows(rows: int, most: int = _MOST_ROWS_OF_TILE) -> int:
     """The rows of a tile of the kernel for many rows."""
-    each = ceil_div(rows, ceil_div(rows, _MOST_ROWS_OF_TILE))
-    return ceil_div(each, _ROW_STEP) * _ROW_STEP
+    return ceil_div(ceil_div(rows, ceil_div(rows, most)), _ROW_STEP) * _ROW_STEP
+
+
+def count_tiles(rows: int, outputs: int, tile_rows: int) -> int:
+    """The tiles of a product of the kernel for many rows."""
+    return ceil_div(rows, tile_rows) * ceil_div(outputs, BLOCK)
 
 
 class BlockedProducts:
@@ -219,7 +231,7 @@ class BlockedProducts:
         plan = self._plan_tiles(rows)
         launch = self.prepare_tiles(plan, bias is not None)
         out, x = x.new_empty(rows, weight.outputs), _align(x)
-        tiles = ceil_div(rows, plan.rows) * ceil_div(weight.outputs, BLOCK)
+        tiles = count_tiles(rows, weight.outputs, plan.rows)
         if plan.cluster:
             blocks = parts = ceil_div(tiles, plan.tiles) * plan.cluster
         else:  # the sums of a tile are counted by blocks, so none is without work
@@ -240,7 +252,7 @@ class BlockedProducts:
 
     def _list_row_constants(self, rows: int, is_gated: bool, has_bias: bool) -> tuple[RowsPlan, tuple[tuple[str, int], ...]]:
         plan = choose_rows_plan(self.weight.outputs, rows, is_gated, self._processors)
-        sizes = ("TILES", plan.tiles), ("WARPS", plan.warps), ("STAGES", plan.stages), ("PASSES", plan.passes), ("BLOCKS", plan.blocks)
+        sizes = ("TILES", plan.tiles), ("WARPS", plan.warps), ("STAGES", plan.stages), ("PASSES", plan.passes)
         return plan, (*self._traits, *sizes, ("COLUMNS", ceil_div(rows, 8)), ("GATED", int(is_gated)), ("BIAS", int(has_bias)))
 
     def _plan_tiles(self, rows: int) -> TilesPlan:
@@ -278,8 +290,8 @@ _clusters: dict[int, dict[int, int]] = {}  # by device
 def _count_clusters(device: int, products: BlockedProducts) -> dict[int, int]:
     """How many clusters of each size a device runs at a time."""
     if device not in _clusters:
-        largest = {size: products.prepare_tiles(TilesPlan(_MOST_ROWS_OF_TILE, size), False) for size in _CLUSTERS}
-        _clusters[device] = {size: launch.count_clusters() for size, launch in largest.items()}
+        sizes = {cluster for cluster, _ in _DIVISIONS} - {1}
+        _clusters[device] = {size: products.prepare_tiles(TilesPlan(_MOST_ROWS_OF_TILE, size), False).count_clusters() for size in sizes}
     return _clusters[device]
 
 

@@ -7,8 +7,7 @@
 // is the sum of these products minus (OFFSET + zero) sum x, and the sum of x comes from an MMA with ones.
 // Scales multiply the sums of a unit, not the weights. The warps' sums replace the stages in the end.
 //
-// COLUMNS: tiles of 8 rows. BLOCKS: that share a multiprocessor, so that the next kernel's block copies
-// its first codes while this one computes. GATED: out = SiLU(first half of the outputs) * second half; TILES is even
+// COLUMNS: tiles of 8 rows. GATED: out = SiLU(first half of the outputs) * second half; TILES is even
 // then, and tiles of the halves alternate.
 
 #define HALVES (GATED ? 2 : 1)
@@ -26,7 +25,7 @@ __device__ __forceinline__ void multiply(float* sums, const u32* left, u32 right
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) int4_rows(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) int4_rows(
     const u16* x, const char* codes, const char* scales, const u16* bias, u16* out, int M, int N, int K, int x_stride) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
