@@ -110,6 +110,7 @@ def status(answer: bytes) -> int:
     [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9,
      b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
      b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\n\r\n",
+     b"GET / HTTP/1.1\r\nHost: a\r\nhost: b\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
      b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n"],
 )  # fmt: skip
 async def test_invalid_http_is_refused(request_bytes: bytes) -> None:

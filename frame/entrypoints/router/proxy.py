@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,7 +37,10 @@ _HOP = frozenset(
      b"content-length", b"expect", b"date")
 )  # fmt: skip
 LONGEST_REFUSAL = 1 << 20  # bytes of an answer that is read before it is passed on
+REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
+STATUSES = range(200, 600)
 MOST_LOST = 2  # replicas that may be lost while they have the same request
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no header may hold
 _REFUSED = (429, 503)  # the replica took nothing
 
 
@@ -54,7 +58,7 @@ class RoutedRequest:
 
     method: str
     target: bytes  # path and query, as they came
-    path: str
+    path: str  # decoded, without a slash at its end, as replicas match it
     headers: Headers
     body: bytes
     request_id: str
@@ -107,6 +111,8 @@ class Proxy:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         headers = [pair for pair in _kept(scope["headers"]) if pair[0] != b"x-request-id"]
+        if scope.get("client"):  # a replica on this machine logs the last address that is not this machine's
+            headers.append((b"x-forwarded-for", scope["client"][0].encode()))
         context = RequestContext(scope, receive, send, self._max_body, bodies=self._bodies)
         try:
             if not target.startswith(b"/"):
@@ -114,7 +120,8 @@ class Proxy:
             body, gone = await context.body(), asyncio.create_task(_wait_gone(receive))
             headers.append((b"x-request-id", name.encode()))
             try:
-                request = RoutedRequest(scope["method"], target, scope["path"], headers, body, name, send, gone)
+                path = scope["path"].removesuffix("/")
+                request = RoutedRequest(scope["method"], target, path, headers, body, name, send, gone)
                 await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
             finally:
                 gone.cancel()
@@ -150,7 +157,8 @@ class Proxy:
                 try:
                     if answer.status_code in _REFUSED or (answer.status_code == 404 and is_stored(request.path)):  # ask another
                         with contextlib.suppress(LostError, httpx.HTTPError, OSError):  # the refusal breaks off
-                            last = await self._wait(request, backend, _read_short(answer))
+                            async with asyncio.timeout(REFUSAL_TIME):
+                                last = await self._wait(request, backend, _read_short(answer))
                         continue
                     await self._pass_on(request, backend, answer)
                     return
@@ -168,24 +176,35 @@ class Proxy:
         return self.backends.choose(blocks, request.tried)
 
     async def _open(self, request: RoutedRequest, backend: Backend) -> httpx.Response:
-        """The head of a replica's answer. Raises LostError."""
+        """The head of a replica's answer. Raises LostError, ApiError 400 for a request that cannot
+        be sent, and 502 for an answer that cannot be passed on."""
         exact = {"target": request.target}  # a URL's path would be normalized
         forwarded = self._client.build_request(
             request.method, backend.url, headers=request.headers, content=request.body or None, extensions=exact
         )
         try:
-            return await self._wait(request, backend, self._client.send(forwarded, stream=True))
+            answer = await self._wait(request, backend, self._client.send(forwarded, stream=True))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             self.backends.mark_lost(backend, f"{type(error).__name__} {error}")
             raise LostError("it does not accept connections", was_sent=False) from None
-        except (httpx.HTTPError, OSError) as error:
+        except httpx.LocalProtocolError as error:
+            raise ApiError(400, f"the request cannot be passed on to a replica: {error}; send valid HTTP/1.1") from None
+        except (httpx.HTTPError, OSError) as error:  # its text may quote bytes of another answer
+            log.warning("request %s: replica %s: %s %s", request.request_id, backend.url, type(error).__name__, error)
             await self.backends.check(backend, is_suspect=True)
-            raise LostError(f"{type(error).__name__} {error}".strip(), was_sent=True) from None
+            raise LostError(type(error).__name__, was_sent=True) from None
+        if answer.status_code not in STATUSES or any(_CONTROL.search(value) for _, value in answer.headers.raw):
+            await answer.aclose()
+            self.metrics.count("broken")
+            what = f"status {answer.status_code}" if answer.status_code not in STATUSES else "a header with control characters"
+            raise ApiError(502, f"replica {backend.url} sent {what} to request {request.request_id}, which is not repeated")
+        return answer
 
     async def _pass_on(self, request: RoutedRequest, backend: Backend, answer: httpx.Response) -> None:
         """The answer to the client, as its bytes come."""
         head = _kept(answer.headers.raw)
-        if "content-length" in answer.headers:
+        has_length = "content-length" in answer.headers and "transfer-encoding" not in answer.headers
+        if has_length:
             head.append((b"content-length", answer.headers["content-length"].encode()))
         await request.send({"type": "http.response.start", "status": answer.status_code, "headers": head})
         chunks, last = answer.aiter_raw().__aiter__(), b""  # last: the last two bytes sent
@@ -196,7 +215,7 @@ class Proxy:
                 self.metrics.count("broken")
                 await self.backends.check(backend, is_suspect=True)
                 log.warning("request %s breaks off: replica %s is lost: %s", request.request_id, backend.url, error)
-                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                if has_length or not answer.headers.get("content-type", "").startswith("text/event-stream"):
                     return  # the server closes the connection of an answer without an end
                 event = (b"" if last in (b"", b"\n\n") else b"\n\n") + _error_event(request, backend)  # not a part of a half event
                 await request.send({"type": "http.response.body", "body": event, "more_body": False})

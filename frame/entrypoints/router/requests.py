@@ -9,6 +9,7 @@ import msgspec
 
 BLOCK = 256  # bytes of a prompt that are compared together
 MOST_BYTES = 64 * 1024  # of a prompt
+LONGEST_READ = 8 << 20  # bytes of a body that is looked through; a longer one holds the event loop for 0.1 s
 _BEFORE = ("model", "lora_path", "cache_salt", "system", "instructions", "tools")  # fields that precede the prompt in the template
 _PROMPTS = ("messages", "prompt", "input_ids", "text", "input", "inputs", "texts", "query", "content")
 # Values stay as they came: to decode 64 MiB of JSON would hold the event loop for seconds.
@@ -22,15 +23,16 @@ _STATELESS = frozenset(
         "separate_reasoning", "api/chat", "api/generate", "api/embed", "api/show", "v1/chat/completions", "v1/chat/completions/batch",
         "v1/chat/completions/render", "v1/completions", "v1/completions/render", "v1/embeddings", "v1/classify", "v1/rerank",
         "v1/score", "v1/tokenize", "v1/detokenize", "v1/messages", "v1/messages/count_tokens", "v1/moderations",
-        "v1/responses/input_tokens", "v2/embed",
+        "v1/responses/input_tokens", "v1/audio/transcriptions", "v1/audio/translations", "v2/embed", "v2/rerank",
     )
 )  # fmt: skip
 # Objects that one replica stores. A replica that lacks one answers 404.
 _STORED = ("/v1/responses", "/v1/conversations")
 _PINNED = ("/v1/files", "/v1/batches")  # a batch reads a file, so both are on the first replica
 BROADCAST = frozenset(
-    ("/abort_request", "/flush_cache", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/check_integrity")
-)
+    ("/abort_request", "/flush_cache", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/check_integrity",
+     "/start_profile", "/stop_profile")
+)  # fmt: skip
 
 
 def is_repeatable(method: str, path: str) -> bool:
@@ -50,6 +52,8 @@ def is_pinned(path: str) -> bool:
 
 def hash_prompt(body: bytes) -> list[int]:
     """A hash of each prefix of whole blocks of the prompt in a JSON body; empty without one."""
+    if len(body) > LONGEST_READ:
+        return []
     try:
         found = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -4,6 +4,7 @@ or refuses, and what may be repeated."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import tracemalloc
@@ -18,13 +19,16 @@ from click.testing import CliRunner
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.protocol.bodies import AT_ONCE
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
+from frame.entrypoints.router import proxy
 from frame.entrypoints.router.proxy import LONGEST_REFUSAL, Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
-from frame.entrypoints.router.requests import hash_prompt, is_repeatable
+from frame.entrypoints.router.requests import BROADCAST, LONGEST_READ, hash_prompt, is_pinned, is_repeatable, is_stored
 from frame.entrypoints.router.server import check_url
+from tests.entrypoints.published import ROUTES
 
 CACHE = 400  # prefixes of 256 bytes that a replica keeps
 
@@ -40,6 +44,7 @@ class FakeReplica:
         self.half_event = b""  # the last bytes before a `break`
         self.keys: list[str] = []
         self.targets: list[tuple[bytes, bytes]] = []
+        self.addresses: list[list[str]] = []  # X-Forwarded-For of each request
         self.url, self._server, self._task = "", None, None  # type: ignore[var-annotated]
 
     async def start(self) -> None:
@@ -76,6 +81,7 @@ class FakeReplica:
         self.most = max(self.most, self.running)
         headers = dict(scope["headers"])
         self.keys.append(headers.get(b"authorization", b"").decode())
+        self.addresses.append([value.decode() for name, value in scope["headers"] if name == b"x-forwarded-for"])
         self.targets.append((headers[b"host"], scope["raw_path"] + b"?" + scope["query_string"]))
         try:
             await self._answer(scope, body, send)
@@ -124,23 +130,44 @@ class FakeReplica:
 
 
 @asynccontextmanager
-async def routed(*replicas: FakeReplica, pause: float = 60.0) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
-    """A client of a router over the replicas."""
+async def routed(
+    *replicas: FakeReplica, pause: float = 60.0, urls: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
+    """A client of a router over the replicas, and over those at `urls`."""
     await asyncio.gather(*(replica.start() for replica in replicas))
     async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=3.0), limits=httpx.Limits(max_connections=None)) as behind:
-        backends = Backends([replica.url for replica in replicas], behind, interval=0.2)
-        proxy = Proxy(backends, behind, max_body=1 << 20, pause=pause)
+        backends = Backends([*urls, *(replica.url for replica in replicas)], behind, interval=0.2)
+        application = Proxy(backends, behind, max_body=1 << 20, pause=pause)
         listener = bound_port("127.0.0.1", 0, "")
-        server = HttpServer(proxy, ConnectionLimits(512, 30.0))
+        server = HttpServer(application, ConnectionLimits(512, 30.0))
         serving = asyncio.create_task(server.serve([listener]))
         await server.listening.wait()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as client:
-            yield client, backends, proxy.metrics
+            yield client, backends, application.metrics
         server.should_exit = server.force_exit = True
         await asyncio.gather(serving, return_exceptions=True)
     for replica in replicas:
         await replica.kill()
+
+
+@asynccontextmanager
+async def raw_replica(answer: bytes, is_closed: bool = False) -> AsyncIterator[str]:
+    """The URL of a replica that sends these bytes after each head of a request. `is_closed`: then
+    it closes the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if head.startswith(b"GET /health ") else answer)
+                await writer.drain()
+                if is_closed:
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -354,6 +381,77 @@ def test_hosts_and_targets_are_passed_on_as_they_came() -> None:
     run(main)
 
 
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "expected"),
+    [(b"HTTP/1.1 600 X\r\ncontent-length: 0\r\n\r\n", 502, "sent status 600"),
+     (b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n", 502, "sent status 999"),
+     (b"HTTP/1.1 200 OK\r\nx: a\x01b\r\ncontent-length: 0\r\n\r\n", 502, "a header with control characters"),
+     (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n5\r\nHELLO\r\n0\r\n\r\n", 200, "HELLO"),
+     (STREAM + b"transfer-encoding: chunked\r\n\r\n2\r\nOK\r\n", 200, "was lost while it answered request mine"),
+     (STREAM + b"content-length: 9\r\n\r\nOK", None, ""),
+     (b"SECRET of another answer\r\n\r\n", 503, "is lost: RemoteProtocolError; try again later")],
+)  # fmt: skip
+def test_an_invalid_answer_ends_its_request_with_a_sentence(answer: bytes, status: int | None, expected: str, caplog: Any) -> None:
+    async def main() -> None:
+        async with raw_replica(answer, is_closed=True) as url, routed(urls=(url,)) as (client, backends, _):
+            found = client.post("/generate", json={"text": "x"}, headers={"x-request-id": "mine"})
+            if status is None:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await found
+            else:
+                assert ((reply := await found).status_code, expected in reply.text) == (status, True), reply.text
+                assert "SECRET" not in reply.text
+            assert backends.all[0].is_healthy
+            assert not [record for record in caplog.records if record.exc_info]  # no traceback of the server
+
+    run(main)
+
+
+def test_a_refusal_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "REFUSAL_TIME", 0.1)
+
+    async def main() -> None:
+        refusal = b"HTTP/1.1 503 X\r\ncontent-length: 9\r\n\r\nO"
+        async with raw_replica(refusal) as url, routed(FakeReplica(), urls=(url,)) as (client, backends, _):
+            backends.choose = lambda blocks, tried=(): next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
+            assert (await client.post("/generate", json={"text": "x"}, timeout=5)).status_code == 200
+
+    run(main)
+
+
+def test_every_route_has_a_class() -> None:
+    """A route that keeps nothing may be repeated; what changes a server goes to all of them."""
+    for each in ROUTES:
+        path = each.path.replace("{name}", "x")
+        if "POST" in each.methods and each.access is Access.USER:
+            assert is_repeatable("POST", path) or is_stored(path) or is_pinned(path), path
+        if "POST" in each.methods and each.access is Access.ADMIN:
+            assert path in BROADCAST
+
+
+def test_a_slash_at_the_end_makes_no_difference() -> None:
+    async def main() -> None:
+        replicas = [FakeReplica(), FakeReplica()]
+        async with routed(*replicas) as (client, _, _):
+            await client.post("/flush_cache/", json={})
+            assert [replica.requests for replica in replicas] == [1, 1]
+
+    run(main)
+
+
+def test_the_client_s_address_is_passed_on() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, _, _):
+            await client.post("/generate", json={"text": "x"}, headers={"x-forwarded-for": "192.0.2.1"})
+            assert replica.addresses == [["192.0.2.1", "192.0.2.1"]]  # of a proxy on this machine; then what the router saw
+
+    run(main)
+
+
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def main() -> None:
         async with routed(FakeReplica(), pause=0.05) as (client, _, _):
@@ -447,6 +545,7 @@ def test_prompts_are_compared_from_their_beginning() -> None:
     assert first[:2] == second[:2]
     assert first[-1] != second[-1]
     assert hash_prompt(json.dumps(chat("a" * 600, model="other")).encode())[0] != first[0]
+    assert hash_prompt(json.dumps(chat("a" * LONGEST_READ)).encode()) == []  # it would hold the event loop
     for body in (b"no JSON", b"[]", b"{}", b"[" * 200_000, b'"\xff"'):
         assert hash_prompt(body) == []
     assert hash_prompt(b'{"prompt":[[' + b"1," * 600 + b"1],[2]]}")[:4] == hash_prompt(b'{"prompt":[' + b"1," * 600 + b"1]}")[:4] != []

@@ -129,8 +129,14 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         self._num_headers += 1
         if self._num_headers > MOST_HEADERS:
             self._raise(f"the request has more than {MOST_HEADERS} headers; send fewer")
-        if self._is_head:
-            super().on_header(name, value)
+        if not self._is_head:
+            return
+        key = name.lower()
+        if key == b"host" and any(known == key for known, _ in self.headers):
+            self._raise("the request has two Host headers; send one", 400)  # a proxy in front may have read the other
+        if key == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            self._raise("the request has a transfer-encoding other than chunked; send chunked or content-length", 400)
+        super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
@@ -160,8 +166,8 @@ class GuardedProtocol(UpgradeRefusingProtocol):
             self._raise(f"the request line and headers are larger than {LARGEST_HEAD} bytes; send less")
         return size
 
-    def _raise(self, sentence: str) -> None:
-        self._refusal = ApiError(431, sentence)
+    def _raise(self, sentence: str, status: int = 431) -> None:
+        self._refusal = ApiError(status, sentence)
         raise self._refusal
 
     def _await_reading(self) -> None:
