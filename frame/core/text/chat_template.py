@@ -111,6 +111,8 @@ class ChatTemplate:
             raise
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+        except MemoryError:
+            raise ChatTemplateError("the chat template needs more memory for these messages than there is; send less") from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template cannot read these messages: {error}") from error
         if continues and CUT not in text:

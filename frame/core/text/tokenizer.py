@@ -7,8 +7,9 @@ Incremental decoding is in `frame.core.text.incremental_decoder`.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,7 +43,7 @@ class Tokenizer:
     ) -> None:
         self.backend = backend
         self._config = config or {}
-        self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(self._config.get(name))) is not None}
+        self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(name, self._config.get(name))) is not None}
         self._template = ChatTemplate(template, self.special_tokens) if template else None
         eos = self.find_token_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
@@ -57,7 +58,13 @@ class Tokenizer:
         template = read_template(chat_template) if chat_template else find_template(folder, config)
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         eos_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
-        return cls(_load_backend(folder, trust_remote_code), config, template, eos_ids)
+        backend = _load_backend(folder, trust_remote_code)
+        try:
+            with panics_as_errors():
+                backend.encode("a")
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"the tokenizer of {folder} cannot encode a text: {error}; fetch its files again") from error
+        return cls(backend, config, template, eos_ids)
 
     def describe(self) -> dict[str, Any]:
         """Return the contents of `tokenizer_config.json`, with the chat template in use."""
@@ -217,6 +224,17 @@ class Tokenizer:
         return [] if self.backend.encode("a").ids[:1] == [bos] else [bos]
 
 
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a panic of a library in Rust, which is no `Exception`, as RuntimeError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(f"the tokenizers library failed ({error})") from error
+
+
 def _bytes_of_characters() -> dict[str, int]:
     """GPT-2's printable characters for bytes (Radford et al. 2019): printable bytes map to
     themselves, the others to U+0100 onwards."""
@@ -235,8 +253,17 @@ def _piece(text: str) -> bytes:
         return text.encode()
 
 
-def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which the library does not take."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _token_text(name: str, value: Any) -> str | None:
+    """The text of a special token. Raises CheckpointError."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not (isinstance(text, str) and _is_unicode(text)):
+        raise CheckpointError(f"tokenizer_config.json: {name} is {text!r:.100}, which is no text; fetch the file again")
+    return text
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -267,7 +294,8 @@ def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
         from tokenizers import Tokenizer as Backend
 
         try:
-            return _plain(Backend.from_file(str(file)))
+            with panics_as_errors():
+                return _plain(Backend.from_file(str(file)))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} cannot be read: {error}; fetch the file again") from error
     try:

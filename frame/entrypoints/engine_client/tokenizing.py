@@ -19,7 +19,7 @@ from typing import Any
 from frame.core.messages import Message, Tokenize, Tokenized
 from frame.core.text.chat_template import TEMPLATE, ChatTemplateError
 from frame.core.text.text_bounds import WHOLE, TextTooLongError
-from frame.core.text.tokenizer import Encoded, Tokenizer
+from frame.core.text.tokenizer import Encoded, Tokenizer, panics_as_errors
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.tracing import TRACE
 
@@ -143,6 +143,7 @@ class TokenizerProcesses(AsyncTokenizer):
                 self._send(worker, pending.message)
 
 
+@panics_as_errors()
 def _encode(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
     if message.messages is not None:
         ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.max_tokens)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import find_model
+from frame.core.messages import Tokenize
 from frame.core.text.chat_template import ChatTemplate, ChatTemplateError, find_template
 from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.engine_client.tokenizing import tokenize
 
 TINY = find_model("frame-tiny")
 
@@ -76,6 +79,26 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [["</s>"], 5, False, {"content": 5}, "\ud800"])
+def test_a_special_token_that_is_no_text_is_named(tmp_path: Path, value: object) -> None:
+    (tmp_path / "tokenizer.json").write_text((TINY / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
+    with pytest.raises(CheckpointError, match="eos_token is .* which is no text"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+    """A template names a special token that is not defined: the library panics at each text."""
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    template = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="the tokenizers library failed"):
+        Tokenizer.load(tmp_path)
+    broken = Tokenizer(Backend.from_file(str(tmp_path / "tokenizer.json")))
+    assert tokenize(broken, Tokenize(id="1", text="a")).error is not None  # the process goes on
 
 
 @pytest.mark.parametrize(("content", "words"), [("[]", "holds a list"), ("[" * 100_000, "is not valid JSON")])
