@@ -254,6 +254,8 @@ class Proxy:
                 try:
                     answer = await self._open(request, backend)
                     found.append(await self._wait(request, backend, _read_short(answer)))
+                except ApiError as error:  # an invalid answer
+                    lost = f"{error.message}; "
                 except (LostError, httpx.HTTPError, OSError) as error:
                     lost = f"replica {backend.url} is lost: {error}; "
         is_abort = request.path == "/abort_request"

@@ -442,6 +442,16 @@ def test_a_slash_at_the_end_makes_no_difference() -> None:
     run(main)
 
 
+def test_an_invalid_answer_keeps_no_replica_from_a_request_for_all() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with raw_replica(b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n") as url, routed(replica, urls=(url,)) as (client, _, _):
+            answer = await client.post("/flush_cache")
+            assert (answer.status_code, "sent status 999" in answer.text, replica.requests) == (502, True, 1)
+
+    run(main)
+
+
 def test_the_client_s_address_is_passed_on() -> None:
     async def main() -> None:
         replica = FakeReplica()
