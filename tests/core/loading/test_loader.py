@@ -185,8 +185,9 @@ def test_tensor_of_the_index_that_no_file_has(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "not an index"), ("[" * 100_000, "not an index"), ('{"weight_map": {"a": "../x"}}', "outside of its folder")],
-)
+    [("{", "not an index"), ("[" * 100_000, "not an index"), ('{"weight_map": {"a": "../x"}}', "outside of its folder"),
+     (json.dumps({"weight_map": {"a": "x" * 5000}}), "outside of its folder")],
+)  # fmt: skip
 def test_bad_index(folder: Path, content: str, words: str) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
     broken(folder, words)
