@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -21,7 +25,7 @@ def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_rounds_the
     weight.rounds_inputs = rounds
     product = kernel.prepare(weight)
     assert isinstance(product, PackedInt8Product)
-    for rows in (1, 9, 64, 65):
+    for rows in (1, 9, 64, 65, 200):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
         x[:, 0] *= 30  # an outlier sets the scale of its row
         want = x.double() @ weight.dequantize(torch.float32).double().t()
@@ -30,3 +34,21 @@ def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_rounds_the
     assert torch.equal(product(torch.zeros(2, 512).bfloat16()), torch.zeros(2, 96).bfloat16())
     if rounds:
         assert min(errors) > 0.02, "the inputs are rounded to seven bits"
+
+
+@needs_vnni
+def test_products_are_not_made_by_the_reference_of_onednn() -> None:
+    """It is hundreds of times slower than the kernels for VNNI and AMX."""
+    code = """if True:
+        import torch
+        from frame.core.interfaces.weight_format import WeightScheme
+        from frame.quantization.gemm.cpu_int8 import PackedInt8Product
+        from frame.testing.packed_weights import make_weight
+        product = PackedInt8Product(make_weight(WeightScheme("int8"), 96, 512, dtype=torch.bfloat16))
+        for rows in (1, 9, 200):
+            product(torch.randn(rows, 512).bfloat16())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "ONEDNN_VERBOSE": "1"}, check=True)
+    products = [line for line in done.stdout.splitlines() if ",exec,cpu,matmul," in line or ",exec,cpu,inner_product," in line]
+    assert len(products) >= 3
+    assert not [line for line in products if ",ref" in line]

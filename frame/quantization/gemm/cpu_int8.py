@@ -18,10 +18,13 @@ _SMALLEST = 1e-30
 _MULTIPLE = 32  # the int8 kernel reads past the end of rows of other lengths
 _DIGIT = 128  # of inputs as numbers of two digits, each an int8
 _MOST = 127 * _DIGIT  # the largest magnitude of a row
-# Rows up to which both digits of the inputs cost less than dequantizing the weight. Xeon with AMX,
-# 3072 x 1024, ms at 1, 8, 32, 128 rows with weights in memory: two digits 1.5, 1.7, 2.9, 6.4; one
-# digit 1.4, 1.4, 2.1, 2.7; bfloat16 3.3, 3.5, 4.1, 5.3; dequantized 5.6, 5.1, 7.4, 6.2.
+# Rows up to which both digits of the inputs cost less than dequantizing the weight on a CPU with
+# AMX. 3072 x 1024, ms at 1, 8, 32, 128 rows with weights in memory: two digits 1.5, 1.7, 2.9, 6.4;
+# one digit 1.4, 1.4, 2.1, 2.7; bfloat16 3.3, 3.5, 4.1, 5.3; dequantized 5.6, 5.1, 7.4, 6.2. Without
+# AMX they always cost less. One core with VNNI, ms at 1, 8, 128, 1024 rows: two digits 0.2, 0.3,
+# 2.5, 22; dequantized 1.2, 1.5, 11, 79.
 _DIGIT_ROWS = 64
+_ZERO = 128  # what is added to signed inputs to make them unsigned
 
 
 class Int8CpuKernel(GemmKernel):
@@ -43,7 +46,7 @@ class Int8CpuKernel(GemmKernel):
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
-        copies = 2 if self._packs() and not weight.rounds_inputs else 1
+        copies = 2 if self._packs() and not weight.rounds_inputs and _has_amx() else 1
         scale = 4 if self._packs() else self.context.dtype.itemsize
         return weight.codes.nbytes * copies + weight.codes.shape[:-1].numel() * scale
 
@@ -58,24 +61,27 @@ class PackedInt8Product:
 
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
     resolves; their two digits are rows of one product. Inputs of checkpoints made for rounded ones
-    have one digit. Otherwise the codes are kept beside for many rows: to read them from oneDNN's
-    layout takes as long as their product.
+    have one digit. With AMX, other weights keep their codes beside for many rows: to read them from
+    oneDNN's layout takes as long as their product. Without AMX, oneDNN multiplies signed inputs by
+    its reference, 600 times slower, so inputs are unsigned with a zero point.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
         self.packed = torch.ops.onednn.qlinear_prepack(weight.codes, None)
         self.scales = weight.scales.flatten().float()
-        self._codes = None if weight.rounds_inputs else weight.codes
+        self._has_amx = _has_amx()
+        self._rounds_inputs = weight.rounds_inputs
+        self._codes = weight.codes if self._has_amx and not weight.rounds_inputs else None
         self.tensors = (self.packed, self.scales, *([] if self._codes is None else [self._codes]))
         self._zeros = torch.zeros(weight.outputs, dtype=torch.int64)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if self._codes is None:
+        if self._rounds_inputs:
             step = _find_step(flat, 127)
             out = self._multiply((flat / step).round_().to(torch.int8)).mul_(step).to(x.dtype)
-        elif len(flat) <= _DIGIT_ROWS:
+        elif self._codes is None or len(flat) <= _DIGIT_ROWS:
             step = _find_step(flat, _MOST)
             numbers = flat / step
             high = (numbers * (1 / _DIGIT)).round_()
@@ -92,10 +98,17 @@ class PackedInt8Product:
         """int8 [rows, inputs] -> float32 [rows, outputs], times the weight's scales."""
         if not len(rows):
             return torch.empty(0, len(self.scales))
+        zero = 0
+        if not self._has_amx:
+            rows, zero = rows.view(torch.uint8) ^ _ZERO, _ZERO
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            rows, 1.0, 0, self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            rows, 1.0, zero, self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return out
+
+
+def _has_amx() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001
 
 
 def _find_step(x: torch.Tensor, most: int) -> torch.Tensor:
