@@ -201,10 +201,10 @@ def test_plans_for_many_rows_are_those_of_the_measurements() -> None:
     losses = []
     for each in results["many_rows"]:
         plan = blocked_int4.choose_tiles_plan(each["rows"], each["outputs"], each["inputs"], 132, CLUSTERS)
-        name = f"C{plan.cluster} T{plan.tiles} R{plan.rows}" if plan.cluster else "new stream"
+        name = f"C{plan.cluster} T{plan.tiles} R{plan.rows}" if plan.cluster else "old"
         times = each["us"]
         losses.append(times[name] / min(time for name, time in times.items() if name != "bf16"))
-        assert times[name] <= 1.04 * times["old"], (each["layer"], each["rows"], name)
+        assert times[name] <= 1.01 * times["old"], (each["layer"], each["rows"], name)
     assert len(losses) == 56
     assert sum(losses) / len(losses) < 1.01
     for each in results["few_rows"]:
