@@ -54,6 +54,8 @@ def command(
         raise click.UsageError(f"--method {method} reads no sample texts, which --kv-cache needs: choose gptq or awq.")
     if group_size is not None and "group_size" not in chosen.weights:
         raise click.UsageError(f"--method {method} has a scale per output: leave --group-size out.")
+    if not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        raise click.UsageError(f"MODEL {model} is no folder: give the folder of a checkpoint, or a Hugging Face id.")
     if out.exists() and any(out.iterdir()):
         raise click.UsageError(f"--out {out} is not empty: name another folder.")
     for pattern in ignore:

@@ -58,6 +58,12 @@ def test_wrong_usage_names_the_option(arguments: list[str], sentence: str, tmp_p
     assert sentence in output
 
 
+@pytest.mark.parametrize("name", ["/nope", "./nope", "a/b/nope"])
+def test_a_missing_model_folder_is_named(name: str, tmp_path: Path) -> None:
+    code, output = quantize(name, "--method", "int8", "--out", tmp_path / "out")
+    assert (code, f"MODEL {name} is no folder" in output) == (2, True)
+
+
 def test_a_folder_with_files_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     code, output = quantize("model", "--method", "fp8", "--out", tmp_path)
