@@ -23,7 +23,7 @@ from frame.core.config.resolve_platform import choose_platform, get_capabilities
 from frame.core.config.resolve_plugins import (
     KEYS,
     Choices,
-    check_option_names,
+    check_unused_options,
     choose_gemm_kernels,
     choose_list,
     choose_parser,
@@ -153,7 +153,7 @@ class _Solver:
         sizes = self._sizes(task, whole_prompts, kv_dtype, max_context)
         plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
         with self._collect():
-            check_option_names(config, self.records)
+            check_unused_options(config, self.records, self.chosen)
         for kind, found in self.chosen.selected.items():
             for selection in found:
                 with self._collect():

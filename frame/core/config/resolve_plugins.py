@@ -213,9 +213,14 @@ def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel
         raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {message}.") from None
 
 
-def check_option_names(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]]) -> None:
-    """Raise PluginError for settings of a plugin that is not installed."""
-    known = [f"{kind}/{record.name}" for kind, found in records.items() for record in found]
-    for name in config.plugins.options:
-        if name not in known:
+def check_unused_options(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]], chosen: Choices) -> None:
+    """Raise PluginError for settings of a plugin that is not installed, and for wrong ones of a
+    plugin that is not selected."""
+    known = {f"{kind}/{record.name}": record for kind, found in records.items() for record in found}
+    selected = [selection.record for found in chosen.selected.values() for selection in found]
+    for name, values in config.plugins.options.items():
+        if name in known:
+            if known[name].options is not None and known[name] not in selected:  # commands may have options on the class
+                plugin_options(known[name], values)
+        else:
             raise PluginError(f"plugins.options holds {name!r}, but no such plugin is installed{did_you_mean(name, known) or '.'}")

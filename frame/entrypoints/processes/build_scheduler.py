@@ -55,6 +55,11 @@ def build_scheduler(
         num_pages=num_pages,
     )
     policy = registry.create(resolved.choice("scheduling_policy"), limits)
+    if policy.needs_matches and not cache.reuses:
+        name, stored = resolved.choice("scheduling_policy").name, resolved.choice("prefix_cache").name
+        raise ConfigurationError(
+            f"scheduler.policy: {name} orders by cached prefixes, but the prefix cache {stored} stores none; try scheduler.policy: fcfs"
+        )
     config = SchedulerConfig(
         page_size=resolved.page_size,
         num_pages=num_pages,

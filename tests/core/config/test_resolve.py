@@ -401,7 +401,7 @@ def test_plugin_options_are_validated_and_completed() -> None:
         splits: int = 8
 
     with_options = record("scheduling_policy", "fcfs", options=Options)
-    known = records(scheduling_policy=[with_options])
+    known = records(scheduling_policy=[with_options, record("scheduling_policy", "lof", options=Options)])
     key = "scheduling_policy/fcfs"
     assert resolve(config(), LAPTOP, LLAMA, known).choice("scheduling_policy").options == {"splits": 8}
     chosen = resolve(config(plugins={"options": {key: {"splits": 2}}}), LAPTOP, LLAMA, known)
@@ -410,6 +410,10 @@ def test_plugin_options_are_validated_and_completed() -> None:
         resolve(config(plugins={"options": {key: {"split": 2}}}), LAPTOP, LLAMA, known)
     with pytest.raises(PluginError, match=r"splits is 'x'"):
         resolve(config(plugins={"options": {key: {"splits": "x"}}}), LAPTOP, LLAMA, known)
+    unused = "scheduling_policy/lof"
+    assert resolve(config(plugins={"options": {unused: {"splits": 2}}}), LAPTOP, LLAMA, known).choice("scheduling_policy").name == "fcfs"
+    with pytest.raises(PluginError, match=r"scheduling_policy/lof.split is unknown; did you mean 'splits'"):
+        resolve(config(plugins={"options": {unused: {"split": 2}}}), LAPTOP, LLAMA, known)
     with pytest.raises(PluginError, match="did you mean 'scheduling_policy/fcfs'"):
         resolve(config(plugins={"options": {"scheduling_policy/fcf": {}}}), LAPTOP, LLAMA, known)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from frame.core.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 
@@ -35,3 +38,15 @@ def test_every_setting_reaches_the_scheduler() -> None:
     assert found.seed == 9
     assert found.jump_forward == 4
     assert type(scheduler._planner._policy._policy).__name__ == "PriorityFirst"
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_a_policy_of_cached_prefixes_needs_a_cache_that_stores_them(policy: str) -> None:
+    def build(prefix: str) -> None:
+        fields = {"model": {"path": "frame-tiny"}, "execution": {"device": "cpu"}, "scheduler": {"policy": policy}}
+        prepared = prepare(FrameConfig.model_validate({**fields, "cache": {"prefix": prefix}}))
+        build_scheduler(prepared.resolved, prepared.registry, 50)
+
+    build("radix")
+    with pytest.raises(ConfigurationError, match=f"policy: {policy} orders by cached prefixes, but the prefix cache none stores none"):
+        build("none")
