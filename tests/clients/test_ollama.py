@@ -72,7 +72,7 @@ def test_thinking_and_calls_and_their_results(client: httpx.Client, is_streamed:
     answer = client.post("/api/chat", json={"model": MODEL, "messages": MESSAGES, "format": grammar, "stream": False})
     assert json.loads(answer.json()["message"]["content"]) == {"city": "Oslo"}
     call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-    turn = [*MESSAGES, {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]}]
+    turn = [{"role": "user"}, *MESSAGES, {"role": "assistant", "thinking": "hm", "tool_calls": [call]}]
     result = {"role": "tool", "tool_name": "get_weather", "content": "sunny"}
     body = {"model": MODEL, "messages": [*turn, result], "tools": [TOOL], "stream": is_streamed, "options": {"num_predict": 8}}
     answer = client.post("/api/chat", json=body)
@@ -124,6 +124,7 @@ def test_what_clients_ask_first(client: httpx.Client) -> None:
         ("/api/generate", {"model": "other", "prompt": ""}, "the model 'other' does not exist"),
         ("/api/chat", {"format": "yaml"}, "format is 'yaml'"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images is not supported"),
+        ("/api/chat", {"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls: expected a list"),
         ("/api/chat", {"model": "other"}, "the model 'other' does not exist"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix is not supported"),

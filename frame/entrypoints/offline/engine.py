@@ -332,6 +332,9 @@ class Engine:
         return ids
 
     def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        for i, message in enumerate(messages):
+            if isinstance(message, dict) and message.get("content") is None and message.get("role") != "assistant":
+                raise InvalidRequestError(f"messages[{i}].content is missing; give a string", f"messages[{i}].content")
         try:
             return self.tokenizer.encode_chat(messages)
         except ChatTemplateError as error:

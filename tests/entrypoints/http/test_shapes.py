@@ -216,6 +216,13 @@ def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
     assert caught.value.param
 
 
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "system", "content": None}, {"role": "tool", "tool_call_id": "1"}])
+def test_a_message_without_content_is_named(message: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=r"messages\[1\]\.content is missing") as caught:
+        chat(messages=[{"role": "assistant"}, message]).conversation()
+    assert (caught.value.status, caught.value.param) == (400, "messages[1].content")
+
+
 def test_tool_calls_of_the_history_become_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     bad = {**call, "function": {"name": "f", "arguments": "{"}}

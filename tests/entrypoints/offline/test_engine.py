@@ -103,6 +103,12 @@ def test_half_a_surrogate_pair_and_an_unknown_command_are_refused(engine: Engine
         engine.control("nope")
 
 
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "system", "content": None}])
+def test_a_message_without_content_is_named(engine: Engine, message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.content is missing"):
+        engine.generate([{"role": "user", "content": "a"}, message], GREEDY)
+
+
 def test_one_stop_string_needs_no_list(engine: Engine) -> None:
     assert SamplingParams(stop="END", bad_words="x") == SamplingParams(stop=("END",), bad_words=("x",))
     text = engine.generate("a", GREEDY).text

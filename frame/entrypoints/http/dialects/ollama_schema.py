@@ -175,7 +175,7 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         place = f"messages[{i}]"
         if message.get("images"):
             raise ApiError(400, f"{place}.images is not supported; this model takes text only", f"{place}.images")
-        one: dict[str, Any] = {name: message[name] for name in ("role", "content") if name in message}
+        one: dict[str, Any] = {"content": "", **{name: message[name] for name in ("role", "content") if message.get(name) is not None}}
         if "thinking" in message:
             one["reasoning_content"] = check_string(message["thinking"], f"{place}.thinking")
         if message.get("tool_calls"):

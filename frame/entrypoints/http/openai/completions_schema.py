@@ -276,6 +276,8 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(role, str):
         wrong = "is missing" if role is None else f"is {quoted(role)}"
         raise ApiError(400, f"{place}.role {wrong}; send system, user, assistant or tool", f"{place}.role")
+    if content is None and role not in ("assistant", "function"):
+        raise ApiError(400, f"{place}.content is missing; send a string or a list of parts", f"{place}.content")
     result = {**message, "content": _content(content, f"{place}.content")}
     if "reasoning" in message and "reasoning_content" not in message:
         result["reasoning_content"] = message["reasoning"]  # the name that templates use

@@ -93,7 +93,8 @@ def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     if origin is None:
         if _is_certain(host):
             return None
-        return f"this server has no key and answers to addresses and localhost, not to {host[:LONGEST]}; set --api-key, or --insecure"
+        remedy = "start it, or the replicas if this name is a router's, with --api-key or --insecure"
+        return f"this server has no key and answers to addresses and localhost, not to {host[:LONGEST]}; {remedy}"
     page = origin.decode("latin-1").lower()
     if host and page.partition("://")[2] == host and _is_certain(host):
         return None
