@@ -36,7 +36,7 @@ class SpeechFields(RequestOptions):
     """The fields of a form besides its file."""
 
     model: str = ""
-    language: str | None = Field(None, pattern="^[a-zA-Z]{2,3}$")
+    language: str | None = None
     prompt: str = ""
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: float = Field(0.0, ge=0, le=1)
@@ -143,7 +143,7 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
         values[plain] = contents[0] if plain == "file" else texts if plain == "timestamp_granularities" else texts[0]
     file = bytes(values.pop("file", b""))
     if not file:
-        raise ApiError(400, "file is missing; send the audio", "file")
+        raise ApiError(400, "file is missing or empty; send the audio", "file")
     return parse_body(SpeechFields, values)[0], file
 
 
