@@ -64,7 +64,7 @@ def explain_absence(module: ModuleType) -> str:
     for member in _list_classes(module):
         missing = sorted(getattr(member, "__abstractmethods__", ()))
         if (kind := find_kind(member)) is not None and missing:
-            renames = describe_missing(kind.api, missing)
+            renames = describe_missing(kind.api, member)
             return f"{member.__name__} does not implement {', '.join(missing)} of {kind.api}{f'; {renames}' if renames else ''}"
     return "derive a class from an interface, or write a register_… hook"
 

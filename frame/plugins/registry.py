@@ -229,7 +229,7 @@ class Registry:
             raise PluginError(f"{who}: {record.target} is no subclass of {_kind(record.kind).interface_path.replace(':', '.')}; derive it.")
         if inspect.isabstract(loaded):
             missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
-            renames = describe_missing(record.api, getattr(loaded, "__abstractmethods__", ()))
+            renames = describe_missing(record.api, loaded)
             raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}{f'; {renames}' if renames else ''}.")
         _check_signatures(who, record, loaded, base)
         _check_capabilities(who, record, loaded)

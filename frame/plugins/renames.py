@@ -108,12 +108,12 @@ def describe_import(error: BaseException) -> str:
     return ""
 
 
-def describe_missing(api: str, names: Iterable[str]) -> str:
-    """The earlier names of abstract methods that a class of interface version `api` lacks, a
-    clause; "" where none was renamed."""
-    wanted = set(names)
-    kind = api.partition("/")[0]
-    return _clause(each for each in RENAMES if each.api.startswith(f"{kind}/") and each.new.rpartition(".")[2] in wanted)
+def describe_missing(api: str, found: type) -> str:
+    """The earlier names that a class of interface version `api` has in place of abstract methods, a
+    clause; "" for none."""
+    wanted, kind = getattr(found, "__abstractmethods__", ()), api.partition("/")[0]
+    old = (each for each in RENAMES if each.api.startswith(f"{kind}/") and hasattr(found, each.old.rpartition(".")[2]))
+    return _clause(each for each in old if each.new.rpartition(".")[2] in wanted)
 
 
 def describe_hook(name: str) -> str:

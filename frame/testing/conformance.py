@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from frame.core.blame import blaming
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
@@ -82,7 +83,8 @@ def checks(kind: str, subject: Subject) -> list[Check]:
     in this setting."""
     module, _, name = SUITES[kind].partition(":")
     function: SuiteFunction = getattr(importlib.import_module(module), name)
-    found = list(function(subject))
+    with blaming("in the conformance suite"):
+        found = list(function(subject))
     if not found:
         raise PluginError(f"No conformance check of {kind!r} fits {subject.record.name!r} on {subject.setting.device}.")
     return found

@@ -137,6 +137,13 @@ def test_a_file_that_cannot_be_read_stops_the_start(text: str | None, sentence: 
     assert sentence in str(caught.value)
 
 
+def test_a_misspelt_method_is_not_taken_for_one_of_an_earlier_interface(tmp_path: Path) -> None:
+    base = "from frame.core.interfaces.scheduling import SchedulingPolicy"
+    path = write(tmp_path / "new.py", f"{base}\nclass New(SchedulingPolicy):\n  def sort_waitin(self, waiting, view): ...")
+    with pytest.raises(PluginError, match="New does not implement sort_waiting of scheduling_policy/4$"):
+        load_configured(read(path))
+
+
 def test_classes_are_selected_for_the_settings_that_are_not_given() -> None:
     class Adds(LogitsProcessor):
         name = "adds"

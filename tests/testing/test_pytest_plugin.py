@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch  # noqa: F401 - a run unloads what it imports, and torch and numpy load once in a process
 
+from frame.core.blame import note_origin
+from frame.core.errors import PluginError
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.plugins import loader
 from frame.plugins.registry import Registry
@@ -112,3 +114,15 @@ def test_without_the_option_nothing_changes(run: Any, pytester: pytest.Pytester)
 def test_without_the_option_no_torch_is_loaded() -> None:
     code = "import sys, frame.testing, frame.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_constructor_that_raises_is_named() -> None:
+    class Broken(Forgetful):
+        def __init__(self, context: Any, options: Any = None) -> None:
+            raise RuntimeError("boom")
+
+    record = loader.load_registry(installed=False).get("scheduling_policy", "fcfs")
+    note_origin(Broken, record)
+    subject = conformance.Subject(record, Broken, None, conformance.Setting(device="cpu"))
+    with pytest.raises(PluginError, match=r"Broken.__init__ in the conformance suite: RuntimeError: boom"):
+        conformance.checks("scheduling_policy", subject)
