@@ -124,7 +124,7 @@ def test_a_translation_is_another_text(audio: Any) -> None:
         ({}, {"file": as_wave(noise(1), 100)[1]}, 400, "1 channels of 100 samples a second"),
         ({}, {"file": bytes(26 * 1024 * 1024)}, 413, "file has more than 26214400 bytes"),
         ({"language": "xx"}, {}, 400, "it must be one of de, en"),
-        ({"language": "german"}, {}, 400, "language is .german.; it must be one of de, en"),
+        ({"language": "german"}, {}, 400, "language is 'german'; it must be one of de, en"),
         ({"response_format": "xml"}, {}, 400, "response_format"),
         ({"response_format": "verbose_json", "timestamp_granularities[]": "word"}, {}, 400, "timestamp_granularities"),
         ({"response_format": "srt", "stream": "true"}, {}, 400, "stream needs response_format json or text"),
