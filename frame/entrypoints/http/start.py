@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from frame.core.config.resolved import Resolved
 from frame.entrypoints.configuration.prepare import Prepared
+from frame.entrypoints.http.openai.batch_files import make_folder
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.protocol.connections import raise_file_limit
 from frame.entrypoints.http.protocol.listening import bound_port
@@ -36,6 +37,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     resolved = prepared.resolved
     started = time.perf_counter()
     certificate = load_certificate(resolved.user.server)
+    if (folder := resolved.user.batches.folder) is not None:
+        make_folder(Path(folder))
     admin = AdminListener(resolved.user.server)
     listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
@@ -55,10 +58,6 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
         gc.freeze()  # modules stay alive, so later collections skip them
         signals.check()
         extensions = load_extensions(resolved, prepared.registry)
-        if (folder := resolved.user.batches.folder) is not None:
-            from frame.entrypoints.http.openai.batch_files import make_folder
-
-            make_folder(Path(folder))
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)
             infos = [wait_ready(deployment, replica_report(deployment), signals.check, spawned) for deployment in deployments]
