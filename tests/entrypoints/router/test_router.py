@@ -4,13 +4,10 @@ or refuses, and what may be repeated."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import tracemalloc
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -21,153 +18,13 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.protocol.bodies import AT_ONCE
-from frame.entrypoints.http.protocol.connections import ConnectionLimits
-from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router import proxy
-from frame.entrypoints.router.proxy import LONGEST_REFUSAL, Proxy
-from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.proxy import LONGEST_REFUSAL
+from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.requests import BROADCAST, LONGEST_READ, hash_prompt, is_pinned, is_repeatable, is_stored
 from frame.entrypoints.router.server import check_url
 from tests.entrypoints.published import ROUTES
-
-CACHE = 400  # prefixes of 256 bytes that a replica keeps
-
-
-class FakeReplica:
-    """A server with a prefix cache. A prompt's time follows from what the cache lacks. The kind
-    `die` ends the server before an answer, `break` in the middle of one, `hang` never answers."""
-
-    def __init__(self, slowness: float = 0.0) -> None:
-        self.slowness, self.status, self.is_endless = slowness, 200, False
-        self.cache: OrderedDict[int, None] = OrderedDict()
-        self.hits = self.blocks = self.requests = self.running = self.most = 0
-        self.half_event = b""  # the last bytes before a `break`
-        self.keys: list[str] = []
-        self.targets: list[tuple[bytes, bytes]] = []
-        self.addresses: list[list[str]] = []  # X-Forwarded-For of each request
-        self.url, self._server, self._task = "", None, None  # type: ignore[var-annotated]
-
-    async def start(self) -> None:
-        listener = bound_port("127.0.0.1", 0, "")
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = HttpServer(self, ConnectionLimits(256, 30.0))
-        self._task = asyncio.create_task(self._server.serve([listener]))
-        await self._server.listening.wait()
-
-    async def kill(self) -> None:
-        for server in self._server.servers:
-            server.close()
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
-        self._server.should_exit = self._server.force_exit = True
-        self._task.cancel()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        message = await receive()
-        body = message.get("body", b"")
-        while message.get("more_body"):
-            body += (message := await receive()).get("body", b"")
-        if self.is_endless:
-            await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-encoding", b"gzip")]})
-            while not self._server.should_exit:
-                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-                await asyncio.sleep(0)
-            return
-        if scope["path"] == "/health":
-            await self._send(send, self.status if self.status != 429 else 200, b"{}")
-            return
-        self.requests += 1
-        self.running += 1
-        self.most = max(self.most, self.running)
-        headers = dict(scope["headers"])
-        self.keys.append(headers.get(b"authorization", b"").decode())
-        self.addresses.append([value.decode() for name, value in scope["headers"] if name == b"x-forwarded-for"])
-        self.targets.append((headers[b"host"], scope["raw_path"] + b"?" + scope["query_string"]))
-        try:
-            await self._answer(scope, body, send)
-        finally:
-            self.running -= 1
-
-    async def _answer(self, scope: Any, body: bytes, send: Any) -> None:
-        if self.status != 200:
-            await self._send(send, self.status, b'{"error": {"message": "full"}}')
-            return
-        if scope["path"].startswith("/v1/responses"):
-            await self._send(send, 404, b'{"error": {"message": "no such response"}}')
-            return
-        prompt = hash_prompt(body)
-        missing = [block for block in prompt if block not in self.cache]
-        self.hits, self.blocks = self.hits + len(prompt) - len(missing), self.blocks + len(prompt)
-        for block in prompt:
-            self.cache[block] = None
-            self.cache.move_to_end(block)
-        while len(self.cache) > CACHE:
-            self.cache.popitem(last=False)
-        await asyncio.sleep(self.slowness * (1 + len(missing)))
-        kind = json.loads(body).get("kind") if body else None
-        if kind == "hang":
-            await asyncio.sleep(60)
-        if kind == "die":
-            self._dying = asyncio.create_task(self.kill())
-            await asyncio.sleep(60)
-        stream = kind == "break" or b'"stream":true' in body.replace(b" ", b"")
-        kind = "break" if kind == "break whole" else kind
-        content_type = b"text/event-stream" if stream else b"application/json"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
-        for number in range(3):
-            await send({"type": "http.response.body", "body": b"data: {\"token\": %d}\n\n" % number, "more_body": True})
-            await asyncio.sleep(0.002)
-        if kind == "break":
-            await send({"type": "http.response.body", "body": self.half_event, "more_body": True})
-            await asyncio.sleep(0.002)
-            self._dying = asyncio.create_task(self.kill())
-            await asyncio.sleep(60)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-    async def _send(self, send: Any, status: int, body: bytes) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", str(len(body)).encode())]})
-        await send({"type": "http.response.body", "body": body})
-
-
-@asynccontextmanager
-async def routed(
-    *replicas: FakeReplica, pause: float = 60.0, urls: tuple[str, ...] = ()
-) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
-    """A client of a router over the replicas, and over those at `urls`."""
-    await asyncio.gather(*(replica.start() for replica in replicas))
-    async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=3.0), limits=httpx.Limits(max_connections=None)) as behind:
-        backends = Backends([*urls, *(replica.url for replica in replicas)], behind, interval=0.2)
-        application = Proxy(backends, behind, max_body=1 << 20, pause=pause)
-        listener = bound_port("127.0.0.1", 0, "")
-        server = HttpServer(application, ConnectionLimits(512, 30.0))
-        serving = asyncio.create_task(server.serve([listener]))
-        await server.listening.wait()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as client:
-            yield client, backends, application.metrics
-        server.should_exit = server.force_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
-    for replica in replicas:
-        await replica.kill()
-
-
-@asynccontextmanager
-async def raw_replica(answer: bytes, is_closed: bool = False) -> AsyncIterator[str]:
-    """The URL of a replica that sends these bytes after each head of a request. `is_closed`: then
-    it closes the connection."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if head.startswith(b"GET /health ") else answer)
-                await writer.drain()
-                if is_closed:
-                    break
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
+from tests.entrypoints.router.fake_replica import FakeReplica, raw_replica, routed
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
