@@ -11,6 +11,7 @@ import click
 from frame.core.interfaces.cli import CliCommand
 from frame_quantize.schemes import CACHE_SCALES, METHODS
 
+LIBRARY = "'llmcompressor>=0.14'"  # brings compressed-tensors, datasets and transformers
 _METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.items())
 
 
@@ -63,7 +64,10 @@ def command(
             re.compile(pattern)
         except re.error as error:
             raise click.UsageError(f"--ignore {pattern!r} is no regular expression: {error}.") from None
-    from frame_quantize.quantize import quantize_calibrated, quantize_weights, read_samples
+    try:
+        from frame_quantize.quantize import quantize_calibrated, quantize_weights, read_samples
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"frame quantize needs the Python module {(error.name or 'llmcompressor').partition('.')[0]}: pip install {LIBRARY}") from error
 
     weights = {**chosen.weights, **({"group_size": group_size} if group_size else {})}
     try:

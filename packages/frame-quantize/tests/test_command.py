@@ -41,6 +41,15 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    monkeypatch.delitem(sys.modules, "frame_quantize.quantize", raising=False)
+    code, output = quantize(tmp_path, "--method", "int8", "--out", tmp_path / "out")
+    assert code == 1
+    assert output == "Error: frame quantize needs the Python module compressed_tensors: pip install 'llmcompressor>=0.14'\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -20,6 +20,7 @@ def register_launchers(registry: KindRegistry) -> None:
         "frame_ray.launcher:RayLauncher",
         capabilities=LauncherCapabilities(several_hosts=True, finds_hosts=True),
         options=RayOptions,
+        requires=("ray>=2.50",),
         rank=-1,
         summary="Processes of the hosts of a Ray cluster, which one `frame serve` starts.",
     )
