@@ -316,6 +316,7 @@ async def test_bytes_of_bodies_are_released() -> None:
 
 def test_public_sentences() -> None:
     assert public("OSError: /srv/models/secret/x.bin at 0x7ffd1234abcd") == "OSError: x.bin at 0x…"
+    assert public("/srv/models/a has no template; use /v1/completions") == "a has no template; use /v1/completions"
     assert public("C:\\models\\secret\\x.bin is gone") == "x.bin is gone"
     assert public("use a/b or 1/2, see http://example.org/a/b/c") == "use a/b or 1/2, see http://example.org/a/b/c"
     assert public("the $ref '#/definitions/a' or 'a.json#/b/c'") == "the $ref '#/definitions/a' or 'a.json#/b/c'"

@@ -31,7 +31,7 @@ TYPES = {
 QUOTED = 100  # characters of a text that a sentence quotes
 LONGEST_SENTENCE = 4096  # characters
 
-_PATH = re.compile(r"(?<![\w/#])(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
+_PATH = re.compile(r"(?<![\w/#])(?!/v\d/)(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 

@@ -113,7 +113,7 @@ async def start_request(
     `prefix`. `refine` completes the parameters of a prompt once its tokens are known.
     `encoder_inputs`: one a prompt, for encoder-decoder models.
     """
-    services.need_task(*tasks)
+    services.need_task(*tasks, takes_audio=bool(encoder_inputs))
     deadline = _deadline(services, call, options.timeout)
     arrived = time.perf_counter()
     salt, rid = options.cache_salt or "", options.request_name()

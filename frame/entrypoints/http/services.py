@@ -44,6 +44,7 @@ ROUTES_FOR = {
     "embed": "/v1/embeddings, /v1/rerank or /v1/score",
     "classify": "/v1/classify, /v1/rerank or /v1/score",
 }
+SPEECH_ROUTES = "/v1/audio/transcriptions or /v1/audio/translations"
 
 
 @dataclass(slots=True)
@@ -114,12 +115,21 @@ class Services:
             sentence = f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}"
             raise ApiError(404, sentence, "model", "model_not_found")
 
-    def need_task(self, *tasks: Task) -> None:
-        """Raise ApiError 400 unless the server's task is one of these."""
+    def need_task(self, *tasks: Task, takes_audio: bool = False) -> None:
+        """Raise ApiError 400 unless the server's task is one of these. `takes_audio`: the request
+        has audio, which encoder-decoder models need and others refuse themselves."""
         task = self.resolved.task
+        if not takes_audio:
+            self.need_text_model()
         if task not in tasks:
             name, wanted = self.resolved.served_name, " or ".join(tasks)
             sentence = f"{name!r} is served to {task} (model.task), not to {wanted}; use {ROUTES_FOR[task]}"
+            raise ApiError(400, sentence, "model", "wrong_task")
+
+    def need_text_model(self) -> None:
+        """Raise ApiError 400 for a model that only transcribes audio."""
+        if self.resolved.model.encoder_length:
+            sentence = f"{self.resolved.served_name!r} only transcribes audio; send a file to {SPEECH_ROUTES}"
             raise ApiError(400, sentence, "model", "wrong_task")
 
     def need_tokenizer(self) -> Tokenizer:

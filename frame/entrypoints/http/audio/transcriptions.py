@@ -107,7 +107,7 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
 
 def need_speech(services: Services) -> Speech:
     """How this server's model is asked to transcribe. Raises ApiError for other models."""
-    services.need_task("generate")
+    services.need_task("generate", takes_audio=True)
     if services.speech is None:
         try:
             services.speech = Speech(services.resolved, services.need_tokenizer())

@@ -100,6 +100,7 @@ async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> b
 
 def make_chat(services: Services, request: ChatRequest) -> Chat:
     """The input of the chat template. Raises ApiError 400."""
+    services.need_text_model()
     arguments, use = request.template_arguments(), request.resolve_tools()
     if use is not None and use.is_enforced:
         request.check_schemas()

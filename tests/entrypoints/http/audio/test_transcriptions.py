@@ -146,7 +146,22 @@ def test_forms_that_are_refused(server: RunningServer, fields: dict[str, str], f
     assert reply.json()["error"]["param"]
 
 
-def test_texts_are_refused(server: RunningServer) -> None:
-    reply = server.post("/v1/completions", {"model": MODEL, "prompt": "hello", "max_tokens": 4})
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}]}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/generate", {"text": "hello"}),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/moderations", {"input": "hello"}),
+    ],
+)
+def test_texts_are_refused_with_the_route_of_audio(path: str, body: dict[str, Any], server: RunningServer) -> None:
+    reply = server.post(path, body if path == "/generate" else {"model": MODEL, **body})
     assert reply.status_code == 400
-    assert "use the route audio/transcriptions" in reply.json()["error"]["message"]
+    error = reply.json()["error"]
+    assert error["message"] == "'whisper' only transcribes audio; send a file to /v1/audio/transcriptions or /v1/audio/translations"
+    assert (error["param"], error["code"]) == ("model", "wrong_task")
