@@ -16,6 +16,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
+from frame.entrypoints.http.protocol.http10 import CloseDelimited
 from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProtocol
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,12 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         is_idle = self._is_head and not self._has_begun
         if not is_idle and self.cycle.response_complete and self._reading is None:
             self._await_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] in ("0.9", "1.0"):
+            cycle.keep_alive = False
+            cycle.send = CloseDelimited(cycle)
+        super()._start_asgi_task(cycle, app)
 
     # limits ---------------------------------------------------------------------------------------
 
