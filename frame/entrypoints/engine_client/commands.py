@@ -29,6 +29,8 @@ class EngineCommands:
         self._send(control)
         try:
             reply = await asyncio.wait_for(future, CONTROL_TIMEOUT)
+        except TimeoutError:
+            raise TimeoutError(f"the engine did not answer {action} within {CONTROL_TIMEOUT:g} s; it may still do it") from None
         finally:
             self._waiting.pop(control.id, None)
         if reply.ok and action in ("pause", "resume"):

@@ -107,14 +107,20 @@ class ReplicaClient:
             alive = [client for client in alive if client.unavailable_reason is None] or alive
         if not alive:
             raise EngineDeadError(self.clients[0].dead_reason)
-        if (missing := next((client.unavailable_reason for client in alive if client.unavailable_reason is not None), None)) is not None:
-            raise EngineDeadError(missing)
+        if (missing := next((client for client in alive if client.unavailable_reason is not None), None)) is not None:
+            raise EngineDeadError(f"replica {self.clients.index(missing)}: {missing.unavailable_reason}")
         names = [{"name": f"{arguments['name']}-replica{self.clients.index(client)}"} if "name" in arguments else {} for client in alive]
         calls = [client.send_command(action, **{**arguments, **own}) for client, own in zip(alive, names, strict=True)]
-        replies = await asyncio.gather(*calls)
-        failed = next((reply for reply in replies if not reply.ok), None)
-        if failed is not None:
-            return failed
+        replies = []
+        for client, reply in zip(alive, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            where = f"replica {self.clients.index(client)}"
+            if isinstance(reply, TimeoutError | EngineDeadError):
+                raise type(reply)(f"{where}: {reply}")
+            if isinstance(reply, BaseException):
+                raise reply
+            if not reply.ok:
+                return msgspec.structs.replace(reply, error=f"{where}: {reply.error}")
+            replies.append(reply)
         data = sum_loads([reply.data for reply in replies])
         if action == "server_info":
             data["replicas"] = [reply.data for reply in replies]

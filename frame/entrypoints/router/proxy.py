@@ -38,6 +38,7 @@ _HOP = frozenset(
 )  # fmt: skip
 LONGEST_REFUSAL = 1 << 20  # bytes of an answer that is read before it is passed on
 REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
+BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
 STATUSES = range(200, 600)
 MOST_LOST = 2  # replicas that may be lost while they have the same request
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no header may hold
@@ -245,27 +246,35 @@ class Proxy:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def _broadcast(self, request: RoutedRequest) -> None:
-        """Send a request to every healthy replica: the first answer that is no success, or the
-        first one. A request to abort is answered by the replica that has it."""
-        found: list[ShortAnswer] = []
-        lost = ""
-        for backend in self.backends.healthy:
-            with counted(backend):
-                try:
-                    answer = await self._open(request, backend)
-                    found.append(await self._wait(request, backend, _read_short(answer)))
-                except ApiError as error:  # an invalid answer
-                    lost = f"{error.message}; "
-                except (LostError, httpx.HTTPError, OSError) as error:
-                    lost = f"replica {backend.url} is lost: {error}; "
+        """Send a request to all healthy replicas at once: the first answer that is no success, or
+        the first one. A request to abort is answered by the replica that has it."""
+        results = await asyncio.gather(*(self._ask(request, backend) for backend in self.backends.healthy), return_exceptions=True)
+        failed = [result for result in results if isinstance(result, ApiError)]
+        for result in results:
+            if isinstance(result, BaseException) and result not in failed:
+                raise result
+        found = [result for result in results if isinstance(result, ShortAnswer)]
         is_abort = request.path == "/abort_request"
         told = next((each for each in found if (each.status < 300) == is_abort), None)
-        if lost and told is None:
-            raise ApiError(502, f"{lost}the request was sent to all others")
+        if failed and told is None:
+            raise ApiError(failed[0].status, f"{failed[0].message}; the request was sent to all others")
         if not found:
             raise ApiError(503, "no replica is healthy; try again later", retry_after=RETRY_AFTER)
         self.metrics.count("answered")
         await (told or found[0]).send(request.send)
+
+    async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortAnswer:
+        """One replica's answer to a request for all. Raises ApiError that names the replica,
+        DisconnectedError."""
+        with counted(backend):
+            try:
+                async with asyncio.timeout(BROADCAST_TIME):
+                    answer = await self._open(request, backend)
+                    return await self._wait(request, backend, _read_short(answer))
+            except TimeoutError:
+                raise ApiError(504, f"replica {backend.url} did not answer within {BROADCAST_TIME:g} s") from None
+            except (LostError, httpx.HTTPError, OSError) as error:
+                raise ApiError(502, f"replica {backend.url} is lost: {error}") from None
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -8,21 +8,17 @@ import contextlib
 import re
 import socket
 from dataclasses import dataclass
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from urllib.parse import urlsplit
-
-import httpx
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.logs import report
 from frame.entrypoints.processes.start_signals import StartSignals
+from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
 
-CONNECT = 3.0  # seconds to reach a replica
-IDLE = 30.0  # seconds that a connection to a replica is kept: less than a server keeps it
 HEAD = 30.0  # seconds that a client has for a request's head, and to read
 DRAIN = 30.0  # seconds that requests have to finish after a signal
 _HOST = re.compile(r"[\w.:-]+")
@@ -64,12 +60,7 @@ async def route(settings: RouterSettings, listener: socket.socket, signals: Star
 
     signals.forward(on_signal)
     raise_file_limit(2 * settings.max_connections)
-    timeout = httpx.Timeout(None, connect=CONNECT)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE)
-    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # a cookie of one client is not sent for another
-    async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, cookies=no_cookies) as client:
-        for name in ("accept", "accept-encoding", "user-agent"):
-            del client.headers[name]  # the client's own are passed on
+    async with open_client() as client:
         backends = Backends(settings.urls, client, settings.health_interval)
         await asyncio.gather(*(backends.check(backend, is_suspect=True) for backend in backends.all))
         server = HttpServer(Proxy(backends, client, settings.max_body, HEAD), ConnectionLimits(settings.max_connections, HEAD))

@@ -67,7 +67,8 @@ def command(
     try:
         from frame_quantize.quantize import quantize_calibrated, quantize_weights, read_samples
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"frame quantize needs the Python module {(error.name or 'llmcompressor').partition('.')[0]}: pip install {LIBRARY}") from error
+        missing = (error.name or "llmcompressor").partition(".")[0]
+        raise click.ClickException(f"frame quantize needs the Python module {missing}: pip install {LIBRARY}") from error
 
     weights = {**chosen.weights, **({"group_size": group_size} if group_size else {})}
     try:

@@ -18,11 +18,11 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
+from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
 
 _STEP = 0.2  # seconds between two questions whether a server is ready
-_CONNECT = 3.0  # seconds to reach a server of this host
 
 
 class ReplicaOptions(BaseModel):
@@ -62,8 +62,7 @@ class EngineReplica:
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen([sys.executable, "-m", "frame_ray.child", str(os.getpid()), *given])
         self._wait_until_ready(options.start_seconds)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT), limits=limits, trust_env=False)
+        client = open_client()
         self._backends = Backends((self.url,), client, 1.0)
         self.proxy = Proxy(self._backends, client, options.max_body)
 

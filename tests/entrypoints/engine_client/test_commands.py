@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from frame.core.messages import Control, ControlReply
+from frame.entrypoints.engine_client import commands as commands_module
 from frame.entrypoints.engine_client.commands import EngineCommands
 from frame.entrypoints.engine_client.limits import EngineDeadError
 
@@ -30,6 +31,12 @@ async def test_replies_and_crashes() -> None:
     commands.fail_pending("it crashed")
     with pytest.raises(EngineDeadError, match="it crashed"):
         await waiting
+
+
+async def test_a_command_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands_module, "CONTROL_TIMEOUT", 0.01)
+    with pytest.raises(TimeoutError, match="the engine did not answer flush_cache within 0.01 s; it may still do it"):
+        await EngineCommands([].append).send_command("flush_cache", {})
 
 
 async def test_a_pause_survives_a_restart() -> None:

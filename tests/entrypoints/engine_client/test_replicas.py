@@ -11,6 +11,7 @@ import pytest
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Finish, Generate, Heartbeat, StepTokens
 from frame.core.parallel.replica_choice import BLOCK, MOST_PREFIXES, ReplicaChooser, sum_loads
+from frame.entrypoints.engine_client import commands
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidRequestError, QueueFullError
 from frame.entrypoints.engine_client.replicas import ReplicaClient
@@ -161,8 +162,25 @@ async def test_commands_go_to_all_replicas() -> None:
         assert control.arguments == {"name": f"p-replica{number}", "num_steps": 3}
         link.inbox = [ControlReply(id=control.id, ok=number == 0, error="no", data={"path": "x"})]
         each.receive_messages()
-    assert (await asked).ok is False  # done everywhere, or an error
+    reply = await asked
+    assert (reply.ok, reply.error) == (False, "replica 1: no")  # done everywhere, or an error
     assert [link.sent for link in links if any(isinstance(message, Generate) for message in link.sent)] == []
+
+
+async def test_a_replica_that_does_not_answer_a_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "CONTROL_TIMEOUT", 0.05)
+    client, links = make()
+    asked = asyncio.create_task(client.send_command("flush_cache"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    (control,) = (message for message in links[0].sent if isinstance(message, Control))
+    links[0].inbox = [ControlReply(id=control.id, ok=True)]
+    client.clients[0].receive_messages()
+    with pytest.raises(TimeoutError, match="replica 1: the engine did not answer flush_cache within 0.05 s"):
+        await asked
+    client.clients[1].begin_recovery("it crashed", {})
+    with pytest.raises(EngineDeadError, match="replica 1: it crashed"):
+        await client.send_command("flush_cache")
 
 
 def test_loads_are_added() -> None:

@@ -14,6 +14,7 @@ import httpx
 
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
+from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
 from frame.entrypoints.router.requests import hash_prompt
@@ -33,6 +34,7 @@ class FakeReplica:
         self.keys: list[str] = []
         self.targets: list[tuple[bytes, bytes]] = []
         self.addresses: list[list[str]] = []  # X-Forwarded-For of each request
+        self.ports: set[int] = set()  # of connections
         self.url, self._server, self._task = "", None, None  # type: ignore[var-annotated]
 
     async def start(self) -> None:
@@ -65,6 +67,7 @@ class FakeReplica:
             await self._send(send, self.status if self.status != 429 else 200, b"{}")
             return
         self.requests += 1
+        self.ports.add(scope["client"][1])
         self.running += 1
         self.most = max(self.most, self.running)
         headers = dict(scope["headers"])
@@ -123,7 +126,7 @@ async def routed(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
     """A client of a router over the replicas, and over those at `urls`."""
     await asyncio.gather(*(replica.start() for replica in replicas))
-    async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=3.0), limits=httpx.Limits(max_connections=None)) as behind:
+    async with open_client() as behind:
         backends = Backends([*urls, *(replica.url for replica in replicas)], behind, interval=0.2)
         application = Proxy(backends, behind, max_body=1 << 20, pause=pause)
         listener = bound_port("127.0.0.1", 0, "")
@@ -140,15 +143,19 @@ async def routed(
 
 
 @asynccontextmanager
-async def raw_replica(answer: bytes, is_closed: bool = False) -> AsyncIterator[str]:
-    """The URL of a replica that sends these bytes after each head of a request. `is_closed`: then
-    it closes the connection."""
+async def raw_replica(answer: bytes, is_closed: bool = False, further: bytes = b"", pause: float = 0.0) -> AsyncIterator[str]:
+    """The URL of a replica that sends these bytes after each head of a request, and after a `pause`
+    in seconds `further` ones. `is_closed`: then it closes the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while head := await reader.readuntil(b"\r\n\r\n"):
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if head.startswith(b"GET /health ") else answer)
+                is_check = head.startswith(b"GET /health ")
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if is_check else answer + (b"" if pause else further))
                 await writer.drain()
+                if pause and not is_check:
+                    await asyncio.sleep(pause)
+                    writer.write(further)
                 if is_closed:
                     break
         writer.close()

@@ -395,6 +395,50 @@ def test_a_lost_replica_does_not_keep_a_request_for_all_from_the_others(path: st
     run(main)
 
 
+@pytest.mark.parametrize(("path", "status"), [("/flush_cache", 504), ("/abort_request", 200)])
+def test_a_replica_that_hangs_is_named_in_a_request_for_all(path: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "BROADCAST_TIME", 0.3)
+
+    async def main() -> None:
+        hanging, other = FakeReplica(), FakeReplica()
+        hanging.slowness = 60.0
+        async with routed(hanging, other) as (client, backends, _):
+            answer = await client.post(path, json={"rid": "x"})
+            assert (answer.status_code, other.requests) == (status, 1)
+            if status == 504:
+                sentence = f"replica {hanging.url} did not answer within 0.3 s; the request was sent to all others"
+                assert answer.json()["error"]["message"] == sentence
+            assert [backend.outstanding for backend in backends.all] == [0, 0]
+
+    run(main)
+
+
+@pytest.mark.parametrize("size", [1, 300_000])  # what one read takes, and more
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_bytes_after_an_answer_are_no_answer_to_the_next_request(size: int, pause: float) -> None:
+    later = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (size, b"x" * size)
+
+    async def main() -> None:
+        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"
+        async with raw_replica(answer, further=later, pause=pause) as url, routed(urls=(url,)) as (client, _, _):
+            for _ in range(4):
+                assert (await client.post("/generate", json={"text": "x"})).content == b"OK"
+                await asyncio.sleep(3 * pause)
+
+    run(main)
+
+
+def test_connections_to_replicas_are_kept() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as (client, _, _):
+            for _ in range(5):
+                await client.post("/generate", json={"text": "x"})
+            assert len(replica.ports) == 1
+
+    run(main)
+
+
 def test_a_client_that_leaves_ends_its_request() -> None:
     async def main() -> None:
         replica = FakeReplica()

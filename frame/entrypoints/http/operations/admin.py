@@ -108,7 +108,7 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
     try:
         reply = await services.client.send_command(action, **arguments)
     except (EngineDeadError, TimeoutError) as error:
-        raise ApiError(503, str(error) or "the engine did not answer in time", retry_after=RETRY_AFTER) from None
+        raise ApiError(503, str(error), retry_after=RETRY_AFTER) from None
     if not reply.ok:
         raise ApiError(409 if reply.code == "conflict" else 500, reply.error or f"{action} failed")
     return reply.data
