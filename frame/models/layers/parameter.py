@@ -18,7 +18,7 @@ from frame.core.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # types whose values need a scale
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # types whose values need a scale
 
 
 @dataclass(frozen=True, slots=True)

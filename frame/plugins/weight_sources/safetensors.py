@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,17 +35,24 @@ _TYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # less than a byte per value; MXFP4 and NVFP4 checkpoints store U8
+_UNREADABLE = "which no weight format reads: use a checkpoint that stores it as U8, BF16 or F8_E4M3"
+_UNKNOWN = re.compile(r"unknown variant `([^`]*)`")  # the library's words for a dtype
 
 
 class FileTensor:
-    """A lazily sliced tensor of an open safetensors file. A scalar is read at once."""
+    """A lazily sliced tensor of an open safetensors file. A scalar is read at once. Reading one of
+    less than a byte per value raises CheckpointError: the library gives no PyTorch tensor of it."""
 
     def __init__(self, file: Any, name: str) -> None:
-        self._slices = file.get_slice(name)
+        self._name, self._slices = name, file.get_slice(name)
         self.shape: tuple[int, ...] = tuple(self._slices.get_shape())
-        self._whole = None if self.shape else file.get_tensor(name)
+        self._is_packed = self._slices.get_dtype() in PACKED
+        self._whole = None if self.shape or self._is_packed else file.get_tensor(name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._is_packed:
+            raise CheckpointError(f"{self._name} is stored as {self._slices.get_dtype()}, {_UNREADABLE}.")
         if self._whole is not None:
             return self._whole
         value: torch.Tensor = self._slices[slice(None) if index is Ellipsis else index]
@@ -139,4 +147,14 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
+        if (unknown := _UNKNOWN.search(str(error))) is not None:
+            raise CheckpointError(f"{_find_dtype(path, unknown[1])} in {path} is stored as {unknown[1]}, {_UNREADABLE}.") from error
         raise CheckpointError(f"{path} is truncated or damaged ({error}): download it again.") from error
+
+
+def _find_dtype(path: Path, dtype: str) -> str:
+    """The first tensor of this dtype in a file whose header the library has parsed up to there."""
+    with path.open("rb") as file, contextlib.suppress(ValueError, RecursionError):  # what follows may be no JSON
+        header = json.loads(file.read(int.from_bytes(file.read(_HEADER), "little")))
+        return next((name for name, entry in header.items() if isinstance(entry, dict) and entry.get("dtype") == dtype), "a tensor")
+    return "a tensor"

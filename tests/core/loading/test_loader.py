@@ -4,6 +4,7 @@ fault."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,6 +155,35 @@ def test_integers_where_numbers_are_expected(folder: Path) -> None:
 
     rewrite(folder, change)
     broken(folder, "model.layers.0.mlp.up_proj.weight is stored as int8, but float32 is expected", "weight format")
+
+
+def retype(file: Path, tensor: str, dtype: str, bits: int) -> None:
+    """Give a tensor another dtype, with zeros as values."""
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header, body, data = json.loads(raw[8:start]), raw[start:], b""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        part = body[slice(*entry["data_offsets"])]
+        if name == tensor:
+            entry["dtype"], part = dtype, bytes(math.prod(entry["shape"]) * bits // 8)
+        entry["data_offsets"] = [len(data), len(data) + len(part)]
+        data += part
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6), ("I2", 2)])
+def test_a_dtype_that_nothing_reads_is_named(folder: Path, dtype: str, bits: int) -> None:
+    retype(folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight", dtype, bits)
+    broken(folder, "model.layers.0.mlp.up_proj.weight", f"is stored as {dtype}, which no weight format reads: use a checkpoint")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3FNUZ", "F8_E5M2FNUZ"])
+def test_values_that_need_a_scale_are_not_taken_as_numbers(folder: Path, dtype: str) -> None:
+    retype(folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight", dtype, 8)
+    broken(folder, "model.layers.0.mlp.up_proj.weight is stored as float8", "but float32 is expected")
 
 
 def test_missing_parameters_are_named_and_counted(folder: Path) -> None:
