@@ -12,7 +12,7 @@ from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLeas
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.grpc.schema import SERVICE, read
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.failures import too_many
+from frame.entrypoints.http.failures import sent_as, too_many
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 
@@ -107,7 +107,8 @@ async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awai
     tracing = None if name in UNTRACED else services.tracing
     span = None if tracing is None else tracing.start(f"{SERVICE}/{name}", caller.headers)
     try:
-        return await work
+        with sent_as({"rid": "id"}):
+            return await work
     finally:
         if caller.answer is not None:
             services.client.abandon_request(caller.answer)

@@ -120,7 +120,7 @@ async def start_request(
     count = sum(own.n for own in params)
     check_sequence_count(services, count)
     priority = check_all_params(services, params, options)
-    _check_sizes(prompts, rid=rid, cache_salt=salt)
+    _check_sizes(prompts, **{"request_id" if options.rid is None else "rid": rid, "cache_salt": salt})
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
     try:

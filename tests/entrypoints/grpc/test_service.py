@@ -173,6 +173,7 @@ async def test_cancelling_stops_the_work(name: str) -> None:
         ({}, Code.INVALID_ARGUMENT, "send text, token_ids or chat"),
         ({"token_ids": {}}, Code.INVALID_ARGUMENT, "empty"),
         ({"token_ids": {"ids": [10**9]}}, Code.INVALID_ARGUMENT, "vocabulary"),
+        ({"token_ids": IDS, "id": "x" * 300}, Code.INVALID_ARGUMENT, "id has 300 characters"),
         ({"token_ids": IDS, "sampling_params": {"n": 0}}, Code.INVALID_ARGUMENT, "n is 0"),
         ({"token_ids": IDS, "sampling_params": {"max_tokens": 0}}, Code.INVALID_ARGUMENT, "max_tokens is 0; it must be at least 1"),
         ({"token_ids": {"ids": [5] * 600}}, Code.INVALID_ARGUMENT, "context"),

@@ -46,7 +46,9 @@ class EmbedRequest(RequestBody):
         sentence = services.resolved.model.sentence
         known = sentence.prompts if sentence is not None else {}
         prompt = next((name for name in PROMPTS.get(self.input_type or "", ()) if name in known), None)
-        longest = -1 if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ApiError(400, f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
+        longest = -1 if self.max_tokens is None else self.max_tokens  # -1: what the model takes
         return EmbeddingRequest(
             model=self.model,
             input=list(self.input_texts()),

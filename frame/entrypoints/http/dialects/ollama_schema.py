@@ -14,7 +14,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.validation_errors import validation_error
+from frame.entrypoints.http.validation_errors import type_name, validation_error
 
 LATEST = ":latest"  # the tag that Ollama's clients add to a model name without a tag
 # option -> field of a chat request
@@ -22,10 +22,10 @@ OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "mi
            "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
            "frequency_penalty": "frequency_penalty"}  # fmt: skip
 # Options of the machine and the context, which are fixed at the start of the server. They are
-# ignored.
-FIXED = frozenset({"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "use_mmap", "use_mlock", "low_vram",
-                   "vocab_only", "f16_kv", "logits_all", "num_gqa"})  # fmt: skip
-# Sampling options that are not supported, with the values that switch them off.
+# ignored. Numbers, and switches:
+FIXED_NUMBERS = frozenset({"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "num_gqa"})
+FIXED_SWITCHES = frozenset({"numa", "use_mmap", "use_mlock", "low_vram", "vocab_only", "f16_kv", "logits_all"})
+# Sampling options that are not supported, with the values that switch them off; None: any number.
 NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1,
            "penalize_newline": True}  # fmt: skip
 
@@ -150,19 +150,25 @@ def name_option(error: ApiError) -> ApiError:
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in options.items():
-        if value is None or name in FIXED:
+        place = f"options.{name[:100]}"
+        is_number, is_switch = type(value) in (int, float), isinstance(value, bool)
+        if value is None or (is_number and name in FIXED_NUMBERS) or (is_switch and name in FIXED_SWITCHES):
             continue
+        if name in FIXED_NUMBERS | FIXED_SWITCHES:
+            wanted = "a number" if name in FIXED_NUMBERS else "true or false"
+            raise ApiError(400, f"{place} is {type_name(value)}; send {wanted}", place)
         if name in NEUTRAL:
-            if value != NEUTRAL[name] and NEUTRAL[name] is not None:
-                raise ApiError(400, f"options.{name} is not supported; leave it out", f"options.{name}")
+            neutral = NEUTRAL[name]
+            if not is_number if neutral is None else value != neutral or is_switch != isinstance(neutral, bool):
+                raise ApiError(400, f"{place} is not supported; leave it out", place)
         elif name not in OPTIONS:
-            hint = did_you_mean(name, (*OPTIONS, *FIXED, *NEUTRAL)) or "; leave it out"
-            raise ApiError(400, f"options.{name[:100]} is unknown{hint}", f"options.{name[:100]}")
+            hint = did_you_mean(name, (*OPTIONS, *FIXED_NUMBERS, *FIXED_SWITCHES, *NEUTRAL)) or "; leave it out"
+            raise ApiError(400, f"{place} is unknown{hint}", place)
         else:
             found[OPTIONS[name]] = value
     if found.get("max_tokens") in (-1, -2):  # the rest of the context
         del found["max_tokens"]
-    if found.get("top_k") == 0:
+    if found.get("top_k") == 0 and found["top_k"] is not False:
         found["top_k"] = -1
     return found
 
