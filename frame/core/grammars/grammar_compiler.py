@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from frame.core.execution.host_memory import return_freed_memory
 from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar, grammar_error
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 
 Key = tuple[str, str]  # kind, source
-REREAD = 8  # additions to the cache between two readings of all sizes, which take 0.5 us for each grammar
+REREAD = 1.0  # seconds between two readings of all sizes in the cache, which take 0.5 us for each grammar
+TRIM_BYTES = 32 << 20  # of evicted grammars, after which freed memory is returned to the system
 
 
 class CompilerProcess(Protocol):
@@ -63,12 +65,12 @@ class CompileTimeoutError(ValueError):
 
 class GrammarCache:
     """LRU cache of compiled grammars, and of the errors of invalid ones, by kind and source.
-    `limit` in bytes. Grammars may grow while requests use them: sizes are read again each time that
-    `REREAD` were added. One that has grown beyond an eighth of the limit is compiled again."""
+    `limit` in bytes. Grammars may grow while requests use them: `reread_sizes` evicts what exceeds
+    the limit then. One that has grown beyond an eighth of the limit is compiled again."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = self._num_added = 0
+        self._size = self.num_evicted = 0  # bytes
         self._entries: OrderedDict[Key, tuple[CompiledGrammar | ValueError, int]] = OrderedDict()
 
     def get(self, key: Key) -> CompiledGrammar | ValueError | None:
@@ -88,16 +90,20 @@ class GrammarCache:
             return
         self._size += size - self._entries.pop(key, (None, 0))[1]
         self._entries[key] = value, size
-        self._num_added += 1
-        if self._num_added % REREAD == 0:
-            self._reread_sizes()
-        while self._size > self._limit:
-            self._size -= self._entries.popitem(last=False)[1][1]
+        self._evict()
 
-    def _reread_sizes(self) -> None:
+    def reread_sizes(self) -> None:
+        """Read the sizes again, and evict what exceeds the limit."""
         now = {key: (value, size, _size_of(key, value)) for key, (value, size) in self._entries.items()}
         self._entries = OrderedDict((key, (value, new)) for key, (value, old, new) in now.items() if new == old or new <= self._limit // 8)
         self._size = sum(size for _, size in self._entries.values())
+        self.num_evicted += sum(new for _, _, new in now.values()) - self._size
+        self._evict()
+
+    def _evict(self) -> None:
+        while self._size > self._limit:
+            size = self._entries.popitem(last=False)[1][1]
+            self._size, self.num_evicted = self._size - size, self.num_evicted + size
 
 
 def _size_of(key: Key, value: CompiledGrammar | ValueError) -> int:
@@ -149,6 +155,7 @@ class GrammarCompiler:
         self._compiling: dict[Key, _Compilation] = {}
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
+        self._reread_at = 0.0  # when the cache reads its sizes again, seconds of the clock
         self._thread = threading.local()  # `process` of each thread
         self._last_timeout_at = 0.0  # when a compilation last timed out, monotonic seconds
 
@@ -187,6 +194,12 @@ class GrammarCompiler:
                 self._cache.put(key, self._compiling[key].future.result()[0] if error is None else ValueError(str(error)))
             del self._compiling[key]
         now = self._clock()
+        if now >= self._reread_at:
+            self._reread_at = now + REREAD
+            if self._cache.num_evicted > TRIM_BYTES:  # at the last reading or before
+                self._cache.num_evicted = 0
+                self._pool.submit(return_freed_memory)
+            self._cache.reread_sizes()
         outcomes = [(each, self._outcome(each, now)) for each in self._waiting.values()]
         found = [(each.message, outcome, each.arrival) for each, outcome in outcomes if outcome is not None]
         for message, _, _ in found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,13 @@ MAX_EBNF_ITEMS = 256
 QUICK = 5e-3  # seconds; a grammar that takes longer to parse gets one matcher
 # The library's own limit of 250,000 allows 400 MB for one grammar.
 MAX_LEXER_STATES = 50_000
-# Masks create lexer states, which stay in the compiled grammar; the library does not count them.
-# 16 to 50 MB were measured, for regular expressions whose states grow with each token.
-BYTES_PER_SECOND = 50 << 20
+# Masks create lexer states, which stay in the compiled grammar. The library counts the work of
+# creating them (`lexer_cost`), 2 to 39 bytes of memory a unit, and has it in the text of an error.
+BYTES_PER_COST = 32
+_COST = re.compile(r'"lexer_cost": (\d+)')
+MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source and its states
+READ_SECONDS = 0.01  # of masks of one request, after which the count is read: 0.1 ms
+NO_ROLLBACK = 1 << 30  # tokens: an error
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
 # characters. Strings near their `maxLength` need the short ones, expressions the letters.
@@ -78,6 +83,8 @@ class LLGrammar:
         self.origin = origin
         self.batch = compiled.batch
         self._compiled = compiled
+        self._cost = compiled.cost  # of the library so far, of which the compiled grammar knows
+        self._unread = 0.0  # seconds of masks since then
         self._stops = compiled.stop_token_ids
         self._is_ended = False
 
@@ -100,9 +107,21 @@ class LLGrammar:
 
     def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
         """See `BatchedGrammar.finish_mask`."""
-        self._compiled.num_bytes += int(seconds * BYTES_PER_SECOND)
+        self._unread += seconds
+        if self._unread > READ_SECONDS:
+            self._count_states(self.matcher.deep_copy())
         self._check_limits()
         return True
+
+    def __del__(self) -> None:
+        if self._unread:
+            self._count_states(self.matcher)
+
+    def _count_states(self, matcher: Any) -> None:
+        """Add the states that this request's masks created. `matcher` is not used after."""
+        cost = read_cost(matcher)
+        self._compiled.add_bytes(BYTES_PER_COST * (cost - self._cost))
+        self._cost, self._unread = cost, 0.0
 
     def accept_token(self, token_id: int) -> bool:
         if self._is_ended:
@@ -127,7 +146,7 @@ class LLGrammar:
 
     def _check_limits(self) -> None:
         if self.matcher.is_stopped() and self.matcher.stop_reason() in _LIMITS:
-            self._compiled.num_bytes += MAX_LEXER_STATES * 2048  # copies share the states: the next request compiles it again
+            self._compiled.add_bytes(MAX_LEXER_STATES * 2048)  # copies share the states: the next request compiles it again
             raise ValueError("the grammar takes more work for one token than the budget of its backend allows; simplify it")
 
 
@@ -144,11 +163,13 @@ class LLCompiled:
         began = time.perf_counter()
         self._parse = parse
         self._matchers = [parse()]
+        self.cost = read_cost(self.matcher.deep_copy())
         self._most = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._turn = 0
         self.stop_token_ids = stop_token_ids
-        # an estimate: lexer states take tens of kilobytes; grows with the time of masks
-        self.num_bytes = 64 * len(source) + self._most * (64 << 10)
+        self._matcher_bytes = 64 * len(source) + BYTES_PER_COST * self.cost + MATCHER_BYTES
+        self.num_bytes = self._matcher_bytes  # an estimate; grows with the states that masks create
+        self._lock = threading.Lock()  # guards `num_bytes`: requests end, and masks are computed, in several threads
 
     @property
     def matcher(self) -> Any:
@@ -160,8 +181,13 @@ class LLCompiled:
         self._turn = (turn + 1) % self._most
         if turn == len(self._matchers):
             self._matchers.append(self._parse())
+            self.add_bytes(self._matcher_bytes)
         matcher = self._matchers[turn]
         return LLGrammar(matcher.deep_copy(), id(matcher), self)
+
+    def add_bytes(self, count: int) -> None:
+        with self._lock:
+            self.num_bytes += count
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -222,6 +248,13 @@ class LLGuidanceBackend(GrammarBackend):
             except (ebnf.UnsupportedSyntaxError, RecursionError):
                 return str(grammar_from("ebnf", source))  # the library supports more syntax, or says what is wrong
         raise ValueError(f"grammar kind {kind!r} is unknown")
+
+
+def read_cost(matcher: Any) -> int:
+    """The library's count of the work on lexer states of a matcher, which has an error after."""
+    matcher.rollback(NO_ROLLBACK)
+    found = _COST.search(matcher.get_error())
+    return 0 if found is None else int(found[1])
 
 
 def with_ascii_escapes(pattern: str) -> str:

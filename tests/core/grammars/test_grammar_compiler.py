@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
-from frame.core.grammars.grammar_compiler import REREAD, CompileTimeoutError, GrammarCache, GrammarCompiler, GrammarSettings
+from frame.core.grammars import grammar_compiler
+from frame.core.grammars.grammar_compiler import REREAD, TRIM_BYTES, CompileTimeoutError, GrammarCache, GrammarCompiler, GrammarSettings
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate
@@ -193,18 +195,37 @@ def test_grammars_that_grow_leave_the_cache() -> None:
     cache.put(("regex", "grown"), grown)
     grown.num_bytes = (1 << 20) // 8
     assert cache.get(("regex", "grown")) is None  # it is compiled again
-    many = [Compiled(2000) for _ in range(REREAD)]
+    many = [Compiled(2000) for _ in range(40)]
     for number, each in enumerate(many):
         cache.put(("regex", str(number)), each)
         each.num_bytes = 50_000
-    for number in range(REREAD):
-        cache.put(("regex", f"small {number}"), Compiled(2000))
-    held = sum(cache.get(("regex", str(number))) is not None for number in range(REREAD))
+    cache.reread_sizes()
+    held = sum(cache.get(("regex", str(number))) is not None for number in range(40))
     assert 0 < held <= (1 << 20) // 50_000
+    assert cache.num_evicted >= (40 - held) * 50_000
     many[-1].num_bytes = 1 << 30  # one that has outgrown the cache does not empty it
-    for number in range(REREAD):
-        cache.put(("regex", f"other {number}"), Compiled(2000))
-    assert cache.get(("regex", str(REREAD - 2))) is not None and cache.get(("regex", str(REREAD - 1))) is None
+    cache.reread_sizes()
+    assert cache.get(("regex", "38")) is not None and cache.get(("regex", "39")) is None
+
+
+def test_the_compiler_evicts_grammars_that_grow_and_returns_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request with a grammar comes any more."""
+    returned = threading.Event()
+    monkeypatch.setattr(grammar_compiler, "return_freed_memory", returned.set)
+    now, backend = [0.0], Counting()
+    compiler = GrammarCompiler(lambda: backend, clock=lambda: now[0])
+    compiler.take_ready()
+    grown = Compiled(2000)
+    compiler._cache.put(("regex", "grown"), grown)
+    grown.num_bytes = TRIM_BYTES + 1
+    now[0] += REREAD
+    compiler.take_ready()
+    assert len(compiler._cache._entries) == 0
+    assert not returned.is_set()  # requests may still use it
+    now[0] += REREAD
+    compiler.take_ready()
+    assert returned.wait(20)
+    compiler.close()
 
 
 def test_processes_compile_and_the_backend_loads() -> None:

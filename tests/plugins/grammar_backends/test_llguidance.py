@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ pytest.importorskip("llguidance")
 
 from frame.plugins.grammar_backends import llguidance
 from frame.plugins.grammar_backends.llguidance import LLCompiled, LLGuidanceBackend
+from tests.architecture.source import ROOT
 
 TOKENIZER = Tokenizer.load(find_model(EMBEDDED))
 
@@ -44,6 +49,7 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
 def test_states_that_masks_create_count_and_are_bounded(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token of this language leads to new states, which all requests of the grammar share."""
     monkeypatch.setattr(llguidance, "MAX_LEXER_STATES", 2000)
+    monkeypatch.setattr(llguidance, "READ_SECONDS", 0.0)
     compiled = backend.compile("regex", "(a|b)*a(a|b){30}")
     before, mask, draw = compiled.num_bytes, np.zeros(64, np.int32), random.Random(1)
     grammar = compiled.start()
@@ -56,6 +62,74 @@ def test_states_that_masks_create_count_and_are_bounded(backend: LLGuidanceBacke
             grammar.fill_mask(mask)
             grammar.accept_token(draw.choice(LETTERS))
     assert compiled.num_bytes > used + 2000 * 2048  # the cache drops it
+
+
+def test_states_of_short_requests_count_when_they_end(backend: LLGuidanceBackend) -> None:
+    compiled, mask, draw = backend.compile("regex", "(a|b)*a(a|b){31}"), np.zeros(64, np.int32), random.Random(1)
+    sizes = [compiled.num_bytes]
+    for _ in range(3):
+        grammar = compiled.start()
+        for _ in range(20):
+            assert grammar.fill_mask(mask) and grammar.accept_token(draw.choice(LETTERS))
+        del grammar
+        sizes.append(compiled.num_bytes)
+    assert sizes[0] < sizes[1] < sizes[2] < sizes[3]
+
+
+def test_sizes_are_added_by_several_threads(backend: LLGuidanceBackend) -> None:
+    compiled = backend.compile("regex", "a")
+    assert isinstance(compiled, LLCompiled)
+    before = compiled.num_bytes
+
+    def add() -> None:
+        for _ in range(20_000):
+            compiled.add_bytes(1)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled.num_bytes == before + 80_000
+
+
+MEMORY = """
+import random, sys
+from pathlib import Path
+import numpy as np
+from frame.core.execution.host_memory import return_freed_memory
+from tests.plugins.grammar_backends.test_llguidance import GrammarContext, LLGuidanceBackend, TOKENIZER
+
+def memory():
+    return_freed_memory()
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+backend, mask, draw = LLGuidanceBackend(GrammarContext(TOKENIZER, 2048)), np.zeros(64, np.int32), random.Random(1)
+backend.compile("regex", "a").start().fill_mask(mask)
+before, held = memory(), []
+for number in range(6):
+    held.append(backend.compile("regex", sys.argv[1] % (200 + number)))
+    for _ in range(2):
+        grammar = held[-1].start()
+        for _ in range(700):
+            if not grammar.fill_mask(mask):
+                break
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            assert grammar.accept_token(int(draw.choice(allowed)))
+        del grammar
+print(memory() - before, sum(each.num_bytes for each in held))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("pattern", ["([a-z ]|[0-9])*x([a-z0-9 ]){%d}", r"(\p{L}|\p{N}){1,%d}é+", "([a-z]{1,15} ){%d}"])
+def test_sizes_follow_what_the_library_holds(pattern: str) -> None:
+    """In a process of its own, whose memory is measured."""
+    command = [sys.executable, "-c", MEMORY, pattern]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    held, estimate = map(int, found.stdout.split())
+    assert held > 6_000_000  # much more than what else the process allocates
+    assert 0.7 * held < estimate < 5 * held
 
 
 SCHEMA = {
