@@ -34,11 +34,16 @@ def find_moves(
     for kind in open_kinds:
         now, then = ([choice.name for choice in each.plugins.get(kind, ())] for each in (resolved, before))
         brought = sorted({f"{c.distribution} {c.version}" for c in resolved.plugins[kind] if c.distribution != OWN_DISTRIBUTION})
-        if now != then and then and brought:
-            key = KEYS[kind]
+        key = KEYS[kind]
+        chosen, own_choice, remedy = " and ".join(now), " and ".join(then), f"{key}: {_value(then)}" if then else ""
+        if kind == "gemm_kernel":  # every kernel that fits is loaded; the reason has those that multiply
+            chosen, own_choice = resolved.reasons[key], before.reasons[key]
+            foreign = [f"{kind}/{c.name}" for c in resolved.plugins[kind] if c.distribution != OWN_DISTRIBUTION]
+            remedy = f"plugins.deny: [{', '.join(foreign)}]"
+        if chosen != own_choice and then and brought:
             found.append(
-                f"{key}: auto chooses {' and '.join(now)} because {' and '.join(brought)} is installed; "
-                f"frame's own choice is {' and '.join(then)} (set {key}: {_value(then)} to keep it)"
+                f"{key}: auto chooses {chosen} because {' and '.join(brought)} is installed; "
+                f"frame's own choice is {own_choice} (set {remedy} to keep it)"
             )
     return found
 

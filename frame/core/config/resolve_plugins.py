@@ -123,7 +123,11 @@ def choose_gemm_kernels(
         select(key, candidates, requirements, named, kind=kind)
         (own,) = (each for each in rated if each.required)
         if not any(speed.codes in codes for speed in own.speeds):
-            raise ResolveError(f"{key}: {named} multiplies none of the codes of {stored.name} weights ({', '.join(codes)}).")
+            takes = dict.fromkeys(speed.codes for speed in own.speeds)
+            raise ResolveError(
+                f"{key}: {named} multiplies {' and '.join(takes) or 'no'} weights, but model.quantization {stored.name} "
+                f"yields {' and '.join(codes)} ones; set another model.quantization or leave {key} open."
+            )
     chosen.selected[kind] = [Selection(record, "fits the device") for record in usable]
     chosen.reasons[key] = "; ".join(f"{each}: {_describe_ranges(rated, each)}" for each in codes)
 

@@ -13,6 +13,7 @@ from frame.core.config.resolve import ResolveError, resolve
 from frame.core.config.resolve_moves import find_moves
 from frame.core.config.resolve_plugins import KEYS
 from frame.core.interfaces.attention import AttentionCapabilities
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.parsing import ParserCapabilities
@@ -242,3 +243,16 @@ def test_a_choice_that_a_package_moves_is_named_with_the_setting_that_keeps_it()
     named = resolve(config(attention={"backend": "better"}), LAPTOP, LLAMA, known)
     assert find_moves(named, LAPTOP, LLAMA, known) == []
     assert find_moves(resolve(config(), LAPTOP, LLAMA, records()), LAPTOP, LLAMA, records()) == []
+
+
+@pytest.mark.parametrize(("ratio", "now"), [(0.5, None), (0.95, "theirs (x 0.95)")])
+def test_a_kernel_of_a_package_is_named_only_where_it_multiplies(ratio: float, now: str | None) -> None:
+    kernel = theirs("gemm_kernel", "theirs", GemmCapabilities(("cpu",), (Speed("int4", 0, ratio),)))
+    known = records(gemm_kernel=[*records()["gemm_kernel"], kernel])
+    stored = dataclasses.replace(LLAMA, quantization="awq")
+    sentences = find_moves(resolve(config(), LAPTOP, stored, known), LAPTOP, stored, known)
+    expected = (
+        f"model.gemm_kernel: auto chooses plain: plain (x 1); int4: {now} because theirs 2.1 is installed; frame's own choice is "
+        "plain: plain (x 1); int4: steady (x 0.9) (set plugins.deny: [gemm_kernel/theirs] to keep it)"
+    )
+    assert sentences == ([expected] if now else [])
