@@ -97,7 +97,7 @@ def plan_bytes(model: nn.Module) -> int:
     found = count_bytes(model)
     with torch.device("meta"):
         for module in model.modules():
-            count_growth = getattr(getattr(module, "weights", None), "count_growth", None)
+            count_growth = getattr(module, "count_growth", None) or getattr(getattr(module, "weights", None), "count_growth", None)
             found += 0 if count_growth is None else count_growth()
     return found
 

@@ -271,6 +271,13 @@ class LatentExpansion(nn.Module):
         self.dtype = context.dtype
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
+    def count_growth(self) -> int:
+        """The bytes by which the two weights exceed the product of the stored one, on the meta
+        device."""
+        sizes, weights = self.sizes, self.stored.weights
+        dense = self.heads * (sizes.nope + sizes.value) * sizes.kv_lora_rank * self.dtype.itemsize
+        return dense - weights.num_bytes - weights.count_growth()
+
     def finish(self) -> None:
         """Derive the two weights and free the stored one. Does nothing if nothing was loaded
         since."""

@@ -49,6 +49,10 @@ def test_the_quantized_copy_of_a_tied_head_is_planned(tmp_path: Path, caplog: py
     check_plan({"path": str(path), "quantization": "int8", "gemm_kernel": "torch"}, caplog, options)
 
 
+def test_the_dense_form_of_a_quantized_latent_projection_is_planned(caplog: pytest.LogCaptureFixture) -> None:
+    check_plan({"path": MODELS[0], "quantization": "int8"}, caplog, {"options": {"weight_format/int8": {"ignore": []}}})
+
+
 def check_plan(model: dict[str, str], caplog: pytest.LogCaptureFixture, plugins: dict[str, Any] | None = None) -> None:
     """Weights and cache of a start are as planned."""
     config = FrameConfig.model_validate({"model": model, "plugins": plugins or {}, "cache": {"max_total_tokens": 2048}})

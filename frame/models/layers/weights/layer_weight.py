@@ -59,6 +59,11 @@ class LayerWeight:
         placed = type(output)(output.full, output.start, output.size, output.local - before)
         stored.bind(part - first, self.names[part], placed, input)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameters."""
+        return sum(stored.num_bytes for _, stored in self.stored)
+
     def count_growth(self) -> int:
         """The bytes by which `finish` makes a layer on the meta device larger than its
         parameters. 0 for formats that look at the values of a weight to decode it."""
