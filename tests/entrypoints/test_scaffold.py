@@ -3,6 +3,7 @@ tests."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -29,6 +30,15 @@ SKIPPED = {
     "weight_format": 1,  # rounded weights of a checkpoint
 }
 
+CONFIG = {
+    "architectures": ["MyModelForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 128,
+}
+
 # The build backend of each pyproject.toml, called as pip calls it, in one process for all packages.
 BUILD = """
 import importlib, os, sys, tomllib
@@ -37,6 +47,17 @@ for package in sys.argv[2:]:
     with open("pyproject.toml", "rb") as file:
         backend = importlib.import_module(tomllib.load(file)["build-system"]["build-backend"])
     backend.build_wheel(sys.argv[1])
+"""
+
+# The configuration of each README, resolved, with the plugins of the kind that it chooses.
+RESOLVE = """
+import json, pathlib, re, sys, yaml
+from frame.core.config.schema import FrameConfig
+from frame.entrypoints.configuration.prepare import prepare
+for kind, checkpoint, readme in zip(*[iter(sys.argv[1:])] * 3):
+    text = re.search("```yaml\\n(.*?)```", pathlib.Path(readme).read_text(), re.DOTALL)[1]
+    config = FrameConfig.model_validate(yaml.safe_load(text.replace("/path/to/checkpoint", checkpoint)))
+    print(kind, *(choice.name for choice in prepare(config, is_served=True).resolved.plugins[kind]))
 """
 
 
@@ -76,6 +97,13 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     assert skipped == SKIPPED, result.stdout
     suites = [f"--frame-conformance={suite}:my_{suite}" for suite in ("logits_processor", "scheduling_policy")]
     assert " passed" in run(sys.executable, "-m", "pytest", *plain, *suites, PYTHONPATH=str(installed)).stdout
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG))
+    chosen = [kind for kind in KINDS if KINDS[kind].key]
+    readmes = [part for kind in chosen for part in (kind, str(checkpoint), str(written / f"frame-my-{kind.replace('_', '-')}" / "README.md"))]
+    resolved = run(sys.executable, "-c", RESOLVE, *readmes, PYTHONPATH=str(installed)).stdout.splitlines()
+    assert {kind for kind, *names in map(str.split, resolved) if f"my_{kind}" in names} == set(chosen)
 
 
 def test_what_is_written_is_clean(written: Path) -> None:

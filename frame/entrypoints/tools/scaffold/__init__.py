@@ -28,7 +28,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
-    "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("$class_name",))'),
+    "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("${class_name}ForCausalLM",))'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'DispatcherCapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
     "platform": (
@@ -42,6 +42,22 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
         "frame.core.interfaces.gemm_kernel",
         'GemmCapabilities(devices=("cpu", "cuda"), speeds=(Speed("int8", 0, 0.2), Speed("e4m3", 0, 0.2)))',
     ),
+}
+# Settings that `KIND.key` needs beside it to serve the embedded model or a checkpoint.
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "collective": ("tp: 2  # it connects ranks",),
+    "gemm_kernel": ("quantization: int8  # it multiplies quantized weights",),
+    "launcher": ("tp: 2  # it starts ranks",),
+    "model": ("path: /path/to/checkpoint  # config.json has the architecture ${class_name}ForCausalLM",),
+}
+# What the generated plugin does once it is served.
+_EFFECTS: Mapping[str, str] = {
+    "grammar_backend": 'It compiles `"structured_outputs": {"choice": ["yes", "no"]}` of a request, and no other kind of grammar.',
+    "http_extension": "It adds the route `/$name/status` and logs each response.",
+    "logits_processor": 'It bans the token ids that a request lists: `"custom": {"$name": "1,2"}`.',
+    "platform": "A start logs that the memory plan is off until `measure_memory` reads a device: the host takes memory when it is written.",
+    "reasoning_parser": "The text of an answer before `</think>` becomes its `reasoning_content`.",
+    "tool_call_parser": 'It reads `<call>{"name": "f", "arguments": {}}</call>` in answers to requests with `tools`.',
 }
 _OPTIONS = '''
 
@@ -104,6 +120,7 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
         "distribution": distribution,
         "package": distribution.replace("-", "_"),
         "class_name": "".join(part.capitalize() for part in slug.split("-")),
+        "test_requires": '"pytest>=8"' + (', "hypothesis>=6.135"' if kind.name == "prefix_cache" else ""),  # the suite draws calls with it
         "interface_module": kind.interface_path.partition(":")[0],
     }
     imports, constants, arguments = ["from frame import hookimpl"], "", ""
@@ -121,9 +138,12 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
         words |= {"group": "frame_commands", "entry": _fill('$name = "$package.plugin:$class_name"', words)}
         return words | {"use": f"Call it:\n\n```sh\nframe {name}\n```", "manifest_note": "`pyproject.toml` names the command"}
     section, _, key = kind.key.partition(".")
-    select = f"{section}:\n  {key}: {f'[builtin, {name}]' if kind.is_list else name}"
+    settings = (f"{key}: {f'[builtin, {name}]' if kind.is_list else name}", *(_fill(each, words) for each in _SETTINGS.get(kind.name, ())))
     words |= {"group": "frame", "entry": _fill('$package = "$package"', words)}
-    words["use"] = f"Choose it in a configuration file:\n\n```yaml\n{select}\n```"
+    select = "\n".join((f"{section}:", *(f"  {each}" for each in settings)))
+    words["use"] = f"Choose it in a configuration file, here `frame.yaml`:\n\n```yaml\n{select}\n```\n\n"
+    words["use"] += "```sh\nframe serve --config frame.yaml\n```"
+    words["use"] += _fill(f"\n\n{_EFFECTS[kind.name]}", words) if kind.name in _EFFECTS else ""
     words["manifest_note"] = _fill("`$package/__init__.py` is the manifest (name, capabilities, options)", words)
     return words
 
