@@ -101,8 +101,9 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(CONFIG))
     chosen = [kind for kind in KINDS if KINDS[kind].key]
-    readmes = [part for kind in chosen for part in (kind, str(checkpoint), str(written / f"frame-my-{kind.replace('_', '-')}" / "README.md"))]
-    resolved = run(sys.executable, "-c", RESOLVE, *readmes, PYTHONPATH=str(installed)).stdout.splitlines()
+    readmes = {kind: written / f"frame-my-{kind.replace('_', '-')}" / "README.md" for kind in chosen}
+    arguments = [part for kind, readme in readmes.items() for part in (kind, str(checkpoint), str(readme))]
+    resolved = run(sys.executable, "-c", RESOLVE, *arguments, PYTHONPATH=str(installed)).stdout.splitlines()
     assert {kind for kind, *names in map(str.split, resolved) if f"my_{kind}" in names} == set(chosen)
 
 
