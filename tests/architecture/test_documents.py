@@ -37,7 +37,7 @@ OTHER_OPTIONS = {  # of pytest
     "--frame-conformance", "--frame-conformance-json", "--frame-conformance-device", "--frame-conformance-options",
     "--frame-conformance-thorough",
 }  # fmt: skip
-NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "ray", "serve"}
+NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve"}
 
 
 def blocks(path: Path, *languages: str) -> list[str]:

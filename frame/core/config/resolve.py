@@ -219,7 +219,7 @@ class _Solver:
             self._quantization()
         with self._collect():
             named = self.config.model.load_format
-            requirements = WeightSourceRequirements(self.plan.num_ranks, named is not None)
+            requirements = WeightSourceRequirements(self.plan.num_ranks, named is not None, self.model_config.quantization)
             self._select("weight_source", requirements, named, "No weight source reads the checkpoint")
         with self._collect():
             self._attention(kv_dtype)

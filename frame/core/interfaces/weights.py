@@ -48,6 +48,7 @@ class WeightSourceRequirements:
 
     ranks: int = 1  # processes that open it at the same time
     is_named: bool = True  # the user chose it by name
+    quantization: str | None = None  # `quant_method` of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,15 @@ class WeightSourceCapabilities:
 
     reads_checkpoint: bool = True  # False: it makes weights up, and `auto` does not choose it
     several_ranks: bool = True  # several processes may open it at the same time
+    checkpoints: tuple[str, ...] | None = None  # values of `quant_method` for which `auto` chooses it; None: all, and unquantized ones
 
     def unsupported(self, requirements: WeightSourceRequirements) -> list[Reason]:
         """All reasons why it cannot be used; empty: it can."""
         found = []
         if not self.reads_checkpoint and not requirements.is_named:
             found.append(Reason("makes weights up, so that it has to be named"))
+        elif self.checkpoints is not None and requirements.quantization not in self.checkpoints and not requirements.is_named:
+            found.append(Reason(f"reads {' and '.join(self.checkpoints)} checkpoints, so that it has to be named for others"))
         if not self.several_ranks and requirements.ranks > 1:
             found.append(Reason(f"is opened by one rank alone, not by {requirements.ranks}", "parallel.tp: 1"))
         return found

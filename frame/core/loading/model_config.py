@@ -79,6 +79,8 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     folder = find_model(str(path))
     if not folder.is_dir():
         hint = "; download it first and give the folder" if "/" in str(path) and not str(path).startswith(("/", ".", "~")) else ""
+        if folder.is_file():
+            raise CheckpointError(f"{setting} {str(path)!r} is a file; give its folder, which also holds config.json and the tokenizer.")
         raise CheckpointError(f"{setting} {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
     raw = _read_json(folder / "config.json")
     if raw is None:

@@ -126,7 +126,10 @@ def find_files(folder: Path) -> tuple[list[Path], list[str]]:
                 f"{files[0]} holds pickled weights, which can run code and are not loaded: convert them to safetensors (see"
                 " docs/security.md), or download the checkpoint in that format."
             )
-    raise CheckpointError(f"{folder} holds no safetensors weights: check model.path, or set model.load_format: dummy for random ones.")
+    raise CheckpointError(
+        f"{folder} holds no safetensors weights: check model.path, or set model.load_format to a source of its files (`frame plugins list "
+        "--kind weight_source`), or to dummy for random weights."
+    )
 
 
 def _read_index(index: Path) -> tuple[list[str], list[str]]:

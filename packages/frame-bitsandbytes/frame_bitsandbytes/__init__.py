@@ -18,8 +18,8 @@ def register_weight_sources(registry: KindRegistry) -> None:
     registry.add(
         "bitsandbytes",
         "frame_bitsandbytes.source:BitsAndBytesSource",
-        capabilities=WeightSourceCapabilities(),
-        rank=1,
+        capabilities=WeightSourceCapabilities(checkpoints=("bitsandbytes",)),
+        rank=60,  # before sources of safetensors files, which read the tensors as they are stored
         summary="Reads safetensors files whose weights bitsandbytes quantized.",
     )
 

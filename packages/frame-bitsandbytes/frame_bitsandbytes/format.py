@@ -45,7 +45,7 @@ class BitsAndBytes(WeightFormat):
         self._layout: LayerFormat = Int8Layer()
         if config.get("load_in_4bit"):
             if kind != "nf4":
-                raise CheckpointError(f"quantization_config.bnb_4bit_quant_type is {kind!r}; of bitsandbytes' 4-bit types nf4 is read.")
+                raise CheckpointError(f"quantization_config.bnb_4bit_quant_type is {kind!r}, but only nf4 is read: quantize with it.")
             self._layout = NF4Layer()
         elif not config.get("load_in_8bit"):
             raise CheckpointError("quantization_config sets neither load_in_4bit nor load_in_8bit: correct config.json.")

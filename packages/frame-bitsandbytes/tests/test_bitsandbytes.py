@@ -15,9 +15,11 @@ from frame_bitsandbytes.format import BitsAndBytes, NF4Layer
 from frame_bitsandbytes.source import BitsAndBytesSource
 from safetensors.torch import load_file, save_file
 
+from frame.core.config.schema import FrameConfig
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import NF4, FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
+from frame.entrypoints.configuration.prepare import prepare
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import open_session
 from tests.models.package_plugins import use_package
@@ -128,9 +130,17 @@ def test_broken_tensors_are_named(name: str, change: Any, sentence: str, tmp_pat
 
 
 def test_other_schemes_are_refused_by_name() -> None:
-    for config, sentence in (({"load_in_4bit": True}, "bnb_4bit_quant_type is 'fp4'"), ({}, "neither load_in_4bit nor load_in_8bit")):
+    for config, sentence in (({"load_in_4bit": True}, "is 'fp4', but only nf4 is read"), ({}, "neither load_in_4bit nor load_in_8bit")):
         with pytest.raises(CheckpointError, match=sentence):
             BitsAndBytes(FormatContext(torch.float32, config))
+
+
+def test_its_checkpoints_are_read_without_a_setting(tmp_path: Path) -> None:
+    plugins = {"paths": [str(Path(frame_bitsandbytes.__file__).parent)]}
+    names = (("bitsandbytes", "bitsandbytes"), ("safetensors", "none"))
+    for folder, chosen in zip(make_pair("LlamaForCausalLM", 4, tmp_path), names, strict=True):
+        resolved = prepare(FrameConfig.model_validate({"model": {"path": str(folder)}, "plugins": plugins})).resolved
+        assert (resolved.choice("weight_source").name, resolved.choice("weight_format").name) == chosen
 
 
 def test_conformance() -> None:

@@ -25,12 +25,16 @@ class GgufSource(WeightSource):
 
     def __init__(self, context: WeightSourceContext, options: BaseModel | None = None) -> None:
         self._places = read_places(context.folder)
+        self._context = context
 
     def list_names(self) -> Sequence[str]:
         return list(self._places)
 
     def open_tensor(self, name: str) -> LazyTensor:
-        return GgufTensor(name, self._places[name])
+        tensor = GgufTensor(name, self._places[name])
+        if self._places[name].is_kept and self._context.expected_shapes().get(name) == tensor.unpacked_shape:
+            raise CheckpointError(f"{name} is stored in blocks of {self._places[name].type}: set model.quantization: gguf.")
+        return tensor
 
 
 class GgufTensor:
@@ -40,7 +44,8 @@ class GgufTensor:
         self._name, self._place = name, place
         self._data = place.tensor.data if place.expert is None else place.tensor.data[place.expert]
         shape = tuple(int(size) for size in reversed(place.tensor.shape))
-        self.shape = self._data.shape if place.is_kept else shape if place.expert is None else shape[1:]
+        self.unpacked_shape = shape if place.expert is None else shape[1:]
+        self.shape = self._data.shape if place.is_kept else self.unpacked_shape
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, *rest = index if isinstance(index, tuple) else (index,)

@@ -116,6 +116,13 @@ def test_models_on_one_and_two_ranks(architecture: str, kind: str, tmp_path: Pat
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
 
 
+def test_kept_blocks_name_the_format_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_package(monkeypatch, frame_gguf, "weight_source", "weight_format")
+    stored, _ = make_pair("LlamaForCausalLM", "Q4_0", tmp_path)
+    with pytest.raises(CheckpointError, match=r"proj.weight is stored in blocks of Q4_0: set model.quantization: gguf"):
+        open_session(stored, load_format="gguf")
+
+
 def write_file(folder: Path, architecture: str = "qwen3", **tensors: np.ndarray) -> Path:
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_head_count(4)

@@ -138,7 +138,7 @@ def test_pickled_weights_are_refused_without_reading(folder: Path, tmp_path: Pat
 
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    broken(folder, str(folder), "holds no safetensors weights", "load_format: dummy")
+    broken(folder, str(folder), "holds no safetensors weights", "set model.load_format to a source", "or to dummy")
 
 
 def test_wrong_shape(folder: Path) -> None:

@@ -179,6 +179,9 @@ def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
         read_model_config(tmp_path)
     with pytest.raises(CheckpointError, match="no-such' is no folder"):
         read_model_config(tmp_path / "no-such")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"model.gguf' is a file; give its folder"):
+        read_model_config(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="download it first"):
         read_model_config("org/model")
 
