@@ -1,8 +1,10 @@
-"""The help pages of every command, as text of a fixed width, for the reference."""
+"""The help pages of every command, as text of a fixed width, for the reference. Commands of
+installed packages are left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import click
 
@@ -13,7 +15,9 @@ def help_pages() -> Iterator[tuple[str, str]]:
     """(full command name, help text), depth first in the order of the help."""
     from frame.entrypoints.cli.main import cli
 
-    yield from _pages(cli, "frame", None)
+    with patch("frame.entrypoints.cli.main.list_help", return_value=[]):
+        pages = list(_pages(cli, "frame", None))
+    yield from pages
 
 
 def _pages(command: click.Command, name: str, parent: click.Context | None) -> Iterator[tuple[str, str]]:

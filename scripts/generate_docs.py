@@ -307,7 +307,8 @@ def _kit(kind: Any, found: Mapping[str, Any] | None, root: Path) -> list[str]:
 def _example(kind: Any, root: Path) -> str:
     """A plugin of the kind outside of the package."""
     folders = [folder for place in ("examples", "packages") for folder in sorted((root / place).glob("*/"))]
-    packages = [folder for folder in folders if any(f"def {kind.hook}(" in file.read_text() for file in folder.rglob("*.py"))]
+    # not those of build folders, which other processes make and delete
+    packages = [folder for folder in folders if any(f"def {kind.hook}(" in file.read_text() for file in folder.glob("*/*.py"))]
     files = [file for file in (root / f"tests/plugins/{kind.name}_example.py",) if file.is_file()]
     return ", ".join(code(path.relative_to(root).as_posix()) for path in [*packages, *files]) or "none"
 

@@ -19,7 +19,7 @@ import pytest
 import frame
 from frame.core.interfaces.cli import CommandContext
 from frame.core.interfaces.weight_format import FormatRequirements
-from frame.entrypoints.cli.installed import GROUP
+from frame.entrypoints.cli.installed import GROUP, list_help
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import load_config
@@ -103,6 +103,16 @@ def ids(path: Path) -> str:
 
 def test_references_are_fresh() -> None:
     assert generate_docs.stale() == [], "run `make docs`"
+
+
+def test_references_do_not_depend_on_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "frame_extra-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: frame-extra\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nextra = json:JSONDecoder\n[frame]\nextra = json\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "extra" in dict(list_help())
+    assert generate_docs.stale() == []
 
 
 @lru_cache(maxsize=256)
