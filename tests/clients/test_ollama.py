@@ -17,6 +17,8 @@ from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
 MESSAGES = [{"role": "user", "content": "What is 2 + 5?"}]
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": WEATHER_SCHEMA}}
 
+WRONG_CALL = {"function": {"name": "f", "arguments": 5}}
+
 
 @pytest.fixture(scope="module")
 def litellm() -> Iterator[Any]:
@@ -133,6 +135,9 @@ def test_what_clients_ask_first(client: httpx.Client) -> None:
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images is not supported"),
         ("/api/chat", {"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls: expected a list"),
+        ("/api/chat", {"messages": [{"role": "tool", "content": "x", "tool_name": {"a": 1}}]}, "messages[0].tool_name: expected a string"),
+        ("/api/chat", {"messages": [{"role": "tool", "content": "x", "tool_call_id": [1]}]}, "messages[0].tool_call_id: expected a string"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [WRONG_CALL]}]}, "function.arguments: expected an object"),
         ("/api/chat", {"model": "other"}, "the model 'other' does not exist"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),

@@ -3,15 +3,17 @@ the model, and `SamplingFields` on every route that generates. Must not depend o
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.request_body import RequestBody
 
 # What a client may attach to what is kept for it: as much as OpenAI allows.
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+_TOKEN_ID = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")  # `int` takes spaces, underscores and digits of other scripts too
 
 
 class RequestOptions(RequestBody):
@@ -29,10 +31,14 @@ class RequestOptions(RequestBody):
         return self.priority or 0
 
     def request_name(self) -> str | None:
-        """What the client calls the request. Raises ApiError for two different names."""
+        """What the client calls the request. Raises ApiError for two different names, and for one
+        with control characters, which the log would repeat."""
         if self.rid is not None and self.request_id is not None and self.rid != self.request_id:
             raise ApiError(400, "rid and request_id name the same thing and differ; send one of them", "request_id")
-        return self.rid if self.rid is not None else self.request_id
+        field_name, name = ("request_id", self.request_id) if self.rid is None else ("rid", self.rid)
+        if name is not None and not name.isprintable():
+            raise ApiError(400, f"{field_name} holds a character that is not printable; leave it out", field_name)
+        return name
 
     def sent_name(self, parameter: str) -> str:
         """How the client's request calls a sampling parameter."""
@@ -108,10 +114,9 @@ class SamplingFields(RequestOptions):
         if self.custom_params is not None:
             values["custom"] = self.custom_params
         if self.logit_bias:
-            try:
-                values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-            except ValueError:
-                raise ApiError(400, "logit_bias: the keys must be token ids", "logit_bias") from None
+            if (wrong := next((token for token in self.logit_bias if not _TOKEN_ID.fullmatch(token)), None)) is not None:
+                raise ApiError(400, f"logit_bias has the key {quoted(wrong)}; the keys must be token ids", "logit_bias")
+            values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         return values
 
     @property

@@ -210,7 +210,7 @@ def _deadline(services: Services, call: Caller, time_limit: float | None) -> flo
             return None
         name = TIMEOUT_HEADER
         try:
-            given = float(text)
+            given = float(text if "_" not in text else "")  # Python takes 1_0
         except ValueError:
             raise ApiError(400, f"{name} is {text[:40]!r}; it must be a number of seconds", name) from None
     if not given > 0:  # nan too

@@ -207,13 +207,25 @@ async def test_half_a_body_is_waited_for_a_while() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"logit_bias": {"x": 1}}, {"top_logprobs": 1}, {"response_format": {"type": "x"}}, {"response_format": {"type": "json_schema"}}],
+    [
+        *({"logit_bias": {key: 1}} for key in ("x", " 5", "5_0", "05", "٥", "", "1e3", "9" * 5000)),
+        {"top_logprobs": 1}, {"response_format": {"type": "x"}}, {"response_format": {"type": "json_schema"}},
+    ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         chat(**fields).to_sampling_params()
     assert caught.value.status == 400
     assert caught.value.param
+
+
+@pytest.mark.parametrize("field", ["rid", "request_id"])
+def test_names_that_a_line_of_the_log_cannot_hold_are_refused(field: str) -> None:
+    assert chat(**{field: "größe 1/2"}).request_name() == "größe 1/2"
+    for name in ("a\nb", "a\x00", "\x1b[2J", "a\u2028b"):
+        with pytest.raises(ApiError, match=f"{field} holds a character that is not printable") as caught:
+            chat(**{field: name}).request_name()
+        assert (caught.value.status, caught.value.param) == (400, field)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "system", "content": None}, {"role": "tool", "tool_call_id": "1"}])

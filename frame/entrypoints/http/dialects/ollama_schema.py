@@ -190,9 +190,10 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             one["tool_calls"] = [_call(call, f"call_{i}_{j}", f"{place}.tool_calls[{j}]") for j, call in enumerate(message["tool_calls"])]
             open_calls = [call["id"] for call in one["tool_calls"]]
         if message.get("role") == "tool":
-            one["tool_call_id"] = message.get("tool_call_id") or (open_calls.pop(0) if open_calls else "")
+            given = check_string(message.get("tool_call_id") or "", f"{place}.tool_call_id")
+            one["tool_call_id"] = given or (open_calls.pop(0) if open_calls else "")
             if name := message.get("tool_name"):
-                one["name"] = name
+                one["name"] = check_string(name, f"{place}.tool_name")
         found.append(one)
     return found
 
@@ -201,6 +202,6 @@ def _call(call: Any, name: str, place: str) -> dict[str, Any]:
     """A tool call in OpenAI's shape. `name`: its id where the client gave none."""
     function = check_object(check_object(call, place).get("function"), f"{place}.function")
     arguments = function.get("arguments") or {}
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(check_object(arguments, f"{place}.function.arguments")).decode()
     function = {"name": check_string(function.get("name"), f"{place}.function.name"), "arguments": text}
     return {"id": call["id"] if isinstance(call.get("id"), str) else name, "type": "function", "function": function}
