@@ -65,21 +65,25 @@ def command(
         except re.error as error:
             raise click.UsageError(f"--ignore {pattern!r} is no regular expression: {error}.") from None
     try:
-        from frame_quantize.quantize import quantize_calibrated, quantize_weights, read_samples
+        from frame_quantize.quantize import check_device, check_model, quantize_calibrated, quantize_weights, read_samples
     except ModuleNotFoundError as error:
         missing = (error.name or "llmcompressor").partition(".")[0]
         raise click.ClickException(f"frame quantize needs the Python module {missing}: pip install {LIBRARY}") from error
 
     weights = {**chosen.weights, **({"group_size": group_size} if group_size else {})}
     try:
+        check_device(device)
+        check_model(model)
         if calibration is None:
             quantize_weights(model, out, weights, chosen.activations, ignore, device)
         else:
             texts = read_samples(calibration, samples)
             quantize_calibrated(model, out, method, weights, ignore, texts, max_length, device, CACHE_SCALES.get(kv_cache or ""))
-    except (ValueError, OSError) as error:
+    except BaseException as error:
         shutil.rmtree(out, ignore_errors=True)  # what was written so far; the folder was empty or absent
-        raise click.ClickException(str(error).splitlines()[0]) from error
+        if isinstance(error, (ValueError, OSError)):
+            raise click.ClickException(str(error).splitlines()[0]) from error
+        raise
     click.echo(f"Wrote {out}. Serve it: frame serve --model {out}")
 
 

@@ -14,7 +14,7 @@ from llmcompressor.logger import LoggerConfig, configure_logger
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from frame_quantize.schemes import UNQUANTIZED
 
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 configure_logger(LoggerConfig(console_log_level="WARNING", metrics_disabled=True))  # progress bars tell enough
+
+
+def check_device(name: str | None) -> None:
+    """Raises ValueError for a device that PyTorch does not know or cannot use here."""
+    if name is None:
+        return
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"--device {name} is no device that PyTorch can use here: name another one, such as cpu.") from None
+
+
+def check_model(model: str) -> None:
+    """Raises ValueError for a checkpoint that is quantized already, OSError if there is none."""
+    config, _ = PretrainedConfig.get_config_dict(model)
+    if found := config.get("quantization_config"):
+        method = found.get("quant_method") or "compressed-tensors"
+        raise ValueError(f"MODEL {model} is quantized already ({method}): give the unquantized checkpoint.")
 
 
 def read_samples(file: Path, count: int) -> list[str]:

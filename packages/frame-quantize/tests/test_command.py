@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,21 +83,39 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path: Path) -> None:
 def test_the_folder_of_a_failure_can_be_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = ModuleType("frame_quantize.quantize")
     work.quantize_calibrated = work.read_samples = None  # type: ignore[attr-defined]
+    work.check_device = work.check_model = lambda _: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, work.__name__, work)
-    out, is_broken = tmp_path / "out", True
+    out = tmp_path / "out"
+    failures: list[BaseException] = [KeyboardInterrupt(), RuntimeError("no memory"), ValueError("33 does not divide 256")]
 
     def write(_model: str, folder: Path, *_: object) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
-        if is_broken:
-            raise ValueError("33 does not divide 256")
+        if failures:
+            raise failures.pop()
 
     work.quantize_weights = write  # type: ignore[attr-defined]
-    assert quantize("model", "--method", "int8", "--out", out)[0] == 1
-    assert not out.exists()
-    is_broken = False
+    while failures:
+        assert quantize("model", "--method", "int8", "--out", out)[0] == 1
+        assert not out.exists()
     code, output = quantize("model", "--method", "int8", "--out", out)
     assert (code, f"frame serve --model {out}" in output) == (0, True)
+
+
+def test_what_cannot_be_quantized_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llmcompressor")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    stored = shutil.copytree(model, tmp_path / "stored")
+    raw = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    for arguments, sentence in (
+        ((stored, "--method", "int8"), "is quantized already (gptq): give the unquantized checkpoint"),
+        ((model, "--method", "int8", "--device", "foo"), "--device foo is no device that PyTorch can use here"),
+        (("org/none", "--method", "int8"), "couldn't connect"),
+    ):
+        code, output = quantize(*arguments, "--out", tmp_path / "out")
+        assert (code, output.count("\n"), sentence in output) == (1, 1, True), output
+        assert not (tmp_path / "out").exists()
 
 
 def test_each_line_of_the_samples_is_checked(tmp_path: Path) -> None:
