@@ -38,8 +38,7 @@ def check_model(model: str) -> None:
     """Raises ValueError for a checkpoint that is quantized already, OSError if there is none."""
     config, _ = PretrainedConfig.get_config_dict(model)
     if found := config.get("quantization_config"):
-        method = found.get("quant_method") or "compressed-tensors"
-        raise ValueError(f"MODEL {model} is quantized already ({method}): give the unquantized checkpoint.")
+        raise ValueError(f"MODEL {model} is quantized already ({found.get('quant_method')}): give the unquantized checkpoint.")
 
 
 def read_samples(file: Path, count: int) -> list[str]:
