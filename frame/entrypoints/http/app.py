@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
-from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError
+from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.extensions.hooks import GuardedMiddleware, with_channel
 from frame.entrypoints.http.extensions.loading import CORE_ROUTES, Extensions, load_built_in
 from frame.entrypoints.http.failures import too_many
@@ -123,6 +123,11 @@ class Dispatcher:
         self.routes = routes
         self.index: PathIndex[ApiRoute] = PathIndex((route.path, route.methods or (), route) for route in routes)
         self._cors = cors
+        shapes: dict[str, set[ErrorShape]] = {}
+        for route in routes:
+            shapes.setdefault(_first_segment(route.path), set()).add(route.errors)
+        # of the paths below which every route writes errors alike, for those that no route has
+        self._shapes = {segment: found.pop() for segment, found in shapes.items() if len(found) == 1}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -143,8 +148,9 @@ class Dispatcher:
                 await _answer_preflight(self._cors, scope, ANY_METHOD if found is None else found.methods())
                 return
         if found is None:
-            gate.admit(scope, Access.USER)
             path = scope["path"][:MAX_PATH_CHARS]
+            scope["errors"] = self._shapes.get(_first_segment(path), OPENAI)
+            gate.admit(scope, Access.USER)
             raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
         scope["errors"] = next(iter(found.endpoints.values())).errors
         route = found.endpoint(scope["method"])
@@ -156,6 +162,10 @@ class Dispatcher:
             raise ApiError(405, sentence, headers=((b"allow", ", ".join(methods).encode()),))
         scope["errors"], scope["path_params"], scope["route"] = route.errors, found.parameters, route
         await route.app(scope, receive, send)
+
+
+def _first_segment(path: str) -> str:
+    return path.lstrip("/").partition("/")[0]
 
 
 def body_limits(services: Services) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The route `/v2/embed` of Cohere. `rerank` has its `/v2/rerank`. Must not depend on the engine."""
+"""The API of Cohere: `/v2/embed` and `/v2/rerank`. Must not depend on the engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from frame.entrypoints.http.chat.request_fields import check_object, check_strin
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import CUT_FIELD
+from frame.entrypoints.http.native.rerank import RerankRequest, ranking_of
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import CohereEmbeddings, CohereErrorResponse
+from frame.entrypoints.http.response_models.native import Ranking
 from frame.entrypoints.http.services import Services
 
 # input_type -> names of checkpoint prompts; the first that the checkpoint has is used
@@ -91,3 +93,9 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
         "texts": request.input_texts(),
         "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
     }
+
+
+@router.post("/v2/rerank", responses=responds_with(Ranking))
+async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Rank documents by their relevance to a query, best first, as Cohere."""
+    return await ranking_of(context, services, request)

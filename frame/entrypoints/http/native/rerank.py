@@ -52,7 +52,6 @@ class ScoreRequest(PoolingRequestFields):
 
 
 @router.post("/v1/rerank", responses=responds_with(Ranking))
-@router.post("/v2/rerank", responses=responds_with(Ranking))
 async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Rank documents by their relevance to a query, best first."""
     return await ranking_of(context, services, request)

@@ -312,4 +312,6 @@ def test_malformed_bodies(server: RunningServer) -> None:
     assert "use GET" in server.post("/v1/models/some", {}).json()["error"]["message"]
     assert httpx.get(server.url + "/v1/models/").json() == httpx.get(server.url + "/v1/models").json()
     assert server.post("/v1/completions", {}).json()["error"]["param"] == "prompt"
-    assert "there is no /v2" in httpx.get(server.url + "/v2").json()["error"]["message"]
+    assert "there is no /v3" in httpx.get(server.url + "/v3").json()["error"]["message"]
+    assert "there is no /v2/chat" in httpx.post(server.url + "/v2/chat").json()["message"]  # Cohere's
+    assert "there is no /api/pull" in httpx.post(server.url + "/api/pull").json()["error"]  # Ollama's
