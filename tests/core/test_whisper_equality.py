@@ -101,9 +101,9 @@ def test_captured_steps(case: AudioCase) -> None:
     loop, sizes = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner), set()
     replay = runner.decode_graphs.replay
 
-    def watch(tokens: Any, *rest: Any) -> Any:
+    def watch(tokens: Any, *rest: Any, **more: Any) -> Any:
         sizes.add((len(tokens.slots), tokens.num_sampling))
-        return replay(tokens, *rest)
+        return replay(tokens, *rest, **more)
 
     runner.decode_graphs.replay = watch
     case.run(loop, greedy(20))

@@ -21,6 +21,7 @@ from frame.plugins.loader import load_registry
 from frame.testing.attention_cases import DECODES, Case, requirements, with_pages_for
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
+from tests.core.masked_requests import EveryThird, generate_with
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -123,6 +124,26 @@ def test_tokens_are_those_of_plain_steps(backend, model, most_tokens, chunk, dty
         # all that follows is another text
         assert same >= (ROWS - 2 if dtype == "float32" else ROWS * 2 // 3 if chunk > MOST else ROWS // 3)
     captured.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}], ids=str)
+def test_grammar_masks(filters, path_of):
+    """Drawn in a graph, of some rows only."""
+    params = [
+        SamplingParams(temperature=(0.0, 0.8)[row % 2], seed=row, max_tokens=8 + 2 * row, ignore_eos=True, **filters) for row in range(ROWS)
+    ]
+    path, loops = path_of("heads"), []
+    for most in (0, MOST):
+        loops.append(make_loop(path, "triton", most, dtype="float32"))
+    vocab = loops[0].runner.vocab_size
+    grammars = [EveryThird(vocab, row) if row % 4 else None for row in range(ROWS)]
+    drawn, draw = [], loops[1].runner.decode_graphs.draw_masked
+    loops[1].runner.decode_graphs.draw_masked = lambda *given: drawn.append(given[2]) or draw(*given)
+    plain, captured = (generate_with(loop, PROMPTS, params, grammars) for loop in loops)
+    assert sum(a == b for a, b in zip(plain, captured, strict=True)) >= ROWS - 2
+    assert {0 if mask is None else len(mask["grammar_rows"]) for mask in drawn} >= {1, 10}
+    for tokens, grammar in zip(captured, grammars, strict=True):
+        assert grammar is None or all(grammar.allows(token, place) for place, token in enumerate(tokens))
 
 
 @pytest.mark.parametrize("most_tokens", [0, 512])

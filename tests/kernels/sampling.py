@@ -244,10 +244,11 @@ def test_logprobs(vocab: int, dtype: torch.dtype, room: int, num_top: int, monke
 @each_type
 def test_token_masks(dtype: torch.dtype) -> None:
     logits = random_logits(4, 2100, 3.0, dtype)
-    mask = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (2, 66)).astype(np.int32))
-    rows = torch.tensor([3, 1])
+    mask = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (4, 66)).astype(np.int32))
+    rows = torch.tensor([3, 1, -1, -1])  # the last two have no row
     masked = logits.to(DEVICE, copy=True)
     apply_token_mask(masked, rows.to(DEVICE), mask.to(DEVICE))
+    rows, mask = rows[:2], mask[:2]
     allowed = (mask[:, torch.arange(2100) // 32] >> (torch.arange(2100) % 32)) & 1
     logits[rows] = logits[rows].masked_fill(allowed == 0, -math.inf)
     assert torch.equal(masked.cpu(), logits)

@@ -14,16 +14,17 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
+from frame.core.sampling.sampler import draw_plain, mask_logits
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
-    from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.platform import Platform
 
 _NUM_BUFFERS = 3
@@ -126,35 +127,38 @@ class InputBuffers:
 
 @dataclass(frozen=True, slots=True)
 class CapturedSize:
-    """The captured step of one size and its input batch. `filtered`: a second graph that draws
-    tokens with filters from the step's logits; None without `redraw`."""
+    """The captured step of one size and its input batch. `masked`: a graph that draws the step's
+    tokens again under grammar masks; None without `vocab_size`. `filtered`: one that draws tokens
+    with filters from the step's logits; None without `redraw`."""
 
     batch: ForwardBatch
     outputs: DecodeOutputs
     captured: Captured
+    masked: Captured | None
     filtered: tuple[DecodeOutputs, Captured] | None
     views: tuple[ForwardBatch, ...]  # of the cache groups with a page table of their own, one each
 
 
 class DecodeGraphs:
-    """The captured decode steps of one runner. Call `capture` once, then `replay`, both on the
-    runner's stream and in inference mode. `replayed`: size and host view of the last replay."""
+    """The captured decode steps of one runner. Call `capture` once, then `replay`, and
+    `draw_masked` after a replay whose grammar mask comes later, all on the runner's stream and in
+    inference mode. `replayed`: size and host view of the last replay."""
 
     def __init__(
         self,
         body: Body,
         input_batch: InputBatch,
-        backend: AttentionBackend,
         sizes: tuple[int, ...],
         platform: Platform,
         redraw: Redraw | None = None,
+        vocab_size: int = 0,
     ) -> None:
         """`redraw` draws tokens with top-k, top-p and min-p; None: steps with filters are sampled
-        outside the graph."""
+        outside the graph. `vocab_size`: of grammar masks; 0: so are steps with these."""
         self._body = body
         self._redraw = redraw
         self._input_batch = input_batch
-        self._backend = backend
+        self._backend = input_batch.backend
         self.platform = platform
         self.device = platform.device
         self.replayed = (0, HostView(*[np.empty(0, np.int32)] * 4))
@@ -173,6 +177,8 @@ class DecodeGraphs:
             **_FILTERS,
         }
         self._buffers = InputBuffers(most, platform, padding)
+        self._masked_rows = torch.full((most,), -1, dtype=torch.int64, device=self.device)  # -1: no row
+        self._masks = torch.full((most, -(-vocab_size // 32)), -1, dtype=torch.int32, device=self.device)
         self._ones = np.ones(most, np.int32)
         self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # by number of rows: index of the size
         self._sizes = sizes
@@ -203,17 +209,23 @@ class DecodeGraphs:
                 step = self._captured(self._batch(size, counted, token_ids), pool)
                 if is_dry:  # without the pool of graphs, all logits together take gigabytes
                     outputs = step.outputs._replace(logits=step.outputs.best)
-                    step = replace(step, outputs=outputs, captured=_Recomputed(lambda: (), ()), filtered=None)
+                    step = replace(step, outputs=outputs, captured=_Recomputed(lambda: (), ()), masked=None, filtered=None)
                 self.steps.insert(0, step)
 
     def replay(
-        self, tokens: TokenRows, draws: Mapping[str, np.ndarray], settle: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+        self,
+        tokens: TokenRows,
+        draws: Mapping[str, np.ndarray],
+        settle: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        *,
+        is_masked: bool = False,
     ) -> DecodeOutputs:
         """Run at most `most` rows of one token each, whose pages and ids are in the table. -> the
         outputs of the sampling rows.
 
         draws: temperature and key of each sampling row, and all filters if a row has one; empty if
         only the logits are used. settle: called with the inputs on the device, which it may change.
+        is_masked: `draw_masked` draws the tokens.
         """
         rows = len(tokens.slots)
         step = self.steps[self._smallest[rows]]
@@ -246,12 +258,29 @@ class DecodeGraphs:
             self._backend.replay_plan(view.plan, replace(view, host=viewed))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
         step.captured.replay()
+        return _first_rows(step.outputs, tokens.num_sampling) if is_masked else self._draw_filtered(step, tokens, draws)
+
+    def draw_masked(self, tokens: TokenRows, draws: Mapping[str, np.ndarray], mask: Mapping[str, torch.Tensor] | None) -> DecodeOutputs:
+        """Draw the tokens of the last replay, whose arguments these are, under a grammar mask.
+        mask: "grammar_rows", int64 [m], the limited sampling rows, and "grammar_mask", int32
+        [m, words]; None: no row is limited. -> the outputs of the sampling rows."""
+        step = self.steps[self._smallest[len(tokens.slots)]]
+        if mask is not None:
+            assert step.masked is not None, "the step was replayed with `is_masked`"
+            rows = len(mask["grammar_rows"])
+            self._masked_rows[:rows].copy_(mask["grammar_rows"])
+            self._masked_rows[rows : step.batch.num_rows].fill_(-1)
+            self._masks[:rows].copy_(mask["grammar_mask"])
+            step.masked.replay()
+        return self._draw_filtered(step, tokens, draws)
+
+    @staticmethod
+    def _draw_filtered(step: CapturedSize, tokens: TokenRows, draws: Mapping[str, np.ndarray]) -> DecodeOutputs:
         outputs = step.outputs
         if step.filtered is not None and "top_k" in draws:
             outputs, captured = step.filtered
             captured.replay()
-        sampled = tokens.num_sampling
-        return outputs if sampled == size else DecodeOutputs._make(None if tensor is None else tensor[:sampled] for tensor in outputs)
+        return _first_rows(outputs, tokens.num_sampling)
 
     def _batch(self, size: int, counted: torch.Tensor, token_ids: torch.Tensor) -> ForwardBatch:
         """The input batch of the graph of one size."""
@@ -287,15 +316,24 @@ class DecodeGraphs:
         plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
         views = tuple({view.group: view for view in (planned.views or {}).values()}.values())
         outputs, captured = capture_step(self.platform, pool, lambda: run(plain), lambda: run(planned))
-        redraw = self._redraw
-        if redraw is None:
-            return CapturedSize(planned, outputs, captured, None, views)
-        filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
+        masked = filtered = None
+        if self._masks.shape[1]:
+            draw = partial(self._draw_again, outputs, params, inputs["drawn_slots"])
+            _, masked = capture_step(self.platform, pool, draw, draw)
+        if self._redraw is not None:
+            filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
+            again = partial(self._redraw, outputs, filters, inputs["drawn_slots"])
+            filtered = capture_step(self.platform, pool, again, again)
+        return CapturedSize(planned, outputs, captured, masked, filtered, views)
 
-        def again() -> DecodeOutputs:
-            return redraw(outputs, filters, inputs["drawn_slots"])
-
-        return CapturedSize(planned, outputs, captured, capture_step(self.platform, pool, again, again), views)
+    def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
+        """Draw the tokens again under `_masks`, into the outputs."""
+        size = len(outputs.token_ids)
+        mask_logits(outputs.logits, self._masked_rows[:size], self._masks[:size])
+        drawn = draw_plain(outputs.logits, params["temperature"], params["key"], (self._input_batch.table.last_token, slots))
+        for target, source in zip((outputs.token_ids, outputs.best), drawn, strict=True):
+            target.copy_(source)
+        return outputs
 
     def _planned(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]
@@ -305,6 +343,12 @@ class DecodeGraphs:
         if groups is not None:
             batch = groups.make_views(batch, inputs, plan)
         return replace(batch, plan=plan(batch))
+
+
+def _first_rows(outputs: DecodeOutputs, rows: int) -> DecodeOutputs:
+    if len(outputs.token_ids) == rows:
+        return outputs
+    return DecodeOutputs._make(None if tensor is None else tensor[:rows] for tensor in outputs)
 
 
 def bound_lengths(batch: ForwardBatch) -> ForwardBatch:

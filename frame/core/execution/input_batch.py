@@ -146,14 +146,15 @@ class ReplayInputs:
 
     tensors: as in `ForwardInputs`; where the graph draws the tokens, those of `later_inputs`
     alone. draws: parameters of the draw inside of the graph, one entry a sample; empty: the sampler
-    draws from the graph's logits. settle: changes the graph's inputs before its replay; None:
-    nothing to change.
+    draws from the graph's logits. is_masked: a graph draws under a deferred grammar mask. settle:
+    changes the graph's inputs before its replay; None: nothing to change.
     """
 
     plans: StepPlans
     tensors: dict[str, torch.Tensor]
     rows: TokenRows
     draws: Mapping[str, np.ndarray]
+    is_masked: bool
     settle: Callable[[Mapping[str, torch.Tensor]], None] | None
 
 
@@ -166,6 +167,7 @@ class InputBatch:
 
     synthetic: of benchmarks; None: drafts are compared with what is drawn. The builder sets it.
     max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
+    draws_masked: whether graphs draw under deferred grammar masks. The runner sets it.
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
     """
 
@@ -185,13 +187,13 @@ class InputBatch:
         self.synthetic: SyntheticAcceptance | None = None
         self.unsettled = UnsettledRows(self.table, {} if self.groups is None else self.groups.windows)
         self.max_graph_rows = 0
+        self.draws_masked = False
         self.placement: TokenPlacement | None = None
         self._processors = processors
         self.selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
         # groups do not know each other's prompts; stages get rows in the order of the batch
         self._keeps_step = context.experts is not None or context.pipeline is not None
-        self._reads_prefixes_once = context.attention.capabilities.shared_prefixes
         self._staging = make_staging(context.platform, staged)
         self._mask_staging = make_staging(context.platform, 0)  # for deferred grammar masks
 
@@ -308,11 +310,13 @@ class InputBatch:
         if given > MAX_SINGLE_TOKEN_ROWS:
             return False
         keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
-        return self._reads_prefixes_once or keys <= _MAX_PROMPT_KEYS
+        return self.backend.capabilities.shared_prefixes or keys <= _MAX_PROMPT_KEYS
 
     def _prepare_replay(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ReplayInputs:
         sampling = plans.sampling
-        if sampling.is_plain and plans.processing is None and not plans.rounds and not batch.has_deferred_grammar_mask:
+        is_plain = sampling.is_plain and plans.processing is None and not plans.rounds
+        is_masked = is_plain and batch.has_deferred_grammar_mask and self.draws_masked
+        if is_masked or (is_plain and not batch.has_deferred_grammar_mask):
             tensors, draws = self._stage(batch, plans.later_inputs()), self.sampling.draws(sampling)
         else:  # the sampler replaces the tokens that the graph draws
             tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
@@ -325,7 +329,7 @@ class InputBatch:
             rows = replace(rows, unsettled=plans.unsettled.width)
         else:
             self.unsettled.settle_samples(None, tensors)
-        return ReplayInputs(plans, tensors, rows, draws, settle)
+        return ReplayInputs(plans, tensors, rows, draws, is_masked, settle)
 
     def _settle_rows(self, plan: UnsettledPlan, tensors: dict[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
         """rows: the inputs of a decode graph."""

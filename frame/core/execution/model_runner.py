@@ -167,11 +167,14 @@ class TorchModelRunner(ModelRunner):
         is_dry: run each size once instead. Raises ConfigurationError if the model or a backend
         cannot be captured or memory does not suffice."""
         sizes, platform = graph_sizes(max_rows), self.context.platform
-        graphs = DecodeGraphs(self._decode, self.inputs, self.inputs.backend, sizes, platform, self._graph_redraw)
+        is_last = self.context.pipeline is None or self.context.pipeline.is_last
+        vocab_size = self.vocab_size if is_last and self._tp.rank == 0 else 0  # the other ranks get rank 0's tokens
+        graphs = DecodeGraphs(self._decode, self.inputs, sizes, platform, self._graph_redraw, vocab_size)
         problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
         self._capture(partial(graphs.capture, is_dry=is_dry), problem)
         if not is_dry:
             self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
+            self.inputs.draws_masked = vocab_size > 0
         if self.drafts is not None:
             problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
             self._capture(partial(self.drafts.make_graphs(graphs).capture, is_dry=is_dry), problem)
@@ -217,6 +220,8 @@ class TorchModelRunner(ModelRunner):
         prompts = None
         if isinstance(inputs, ReplayInputs):
             outputs = self._replay(inputs)
+            if inputs.is_masked:
+                return MaskedStep(partial(self._draw_masked_step, batch.step, inputs))
             if inputs.draws:  # the graph drew the tokens
                 return self._fetch(batch.step, inputs, Sampled(outputs.token_ids, outputs.best), None)
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
@@ -229,7 +234,7 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
         if self.decode_graphs is None:
             raise RuntimeError("a decode step was prepared for a graph, but no graph is captured")
-        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws, inputs.settle)
+        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws, inputs.settle, is_masked=inputs.is_masked)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         return outputs
@@ -285,6 +290,15 @@ class TorchModelRunner(ModelRunner):
             if mask is not None:
                 inputs.tensors |= self.inputs.move_grammar_mask(mask)
             return self._fetch_sampled(step, inputs, logits, prompts)
+
+    def _draw_masked_step(self, step: int, inputs: ReplayInputs, mask: np.ndarray | None) -> PendingStep:
+        """Draw the tokens of a replayed step with a deferred grammar mask."""
+        assert self.decode_graphs is not None, "the step was replayed"
+        with torch.inference_mode():
+            self._enter_stream()
+            limits = None if mask is None else self.inputs.move_grammar_mask(mask)
+            outputs = self.decode_graphs.draw_masked(inputs.rows, inputs.draws, limits or None)
+            return self._fetch(step, inputs, Sampled(self._agree(outputs.token_ids), outputs.best), None)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:
         return self._fetch(step, inputs, self._sample(logits, inputs.plans, inputs.tensors), prompts)

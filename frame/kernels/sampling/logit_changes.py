@@ -19,13 +19,13 @@ _WARPS = 4
 
 @triton.jit
 def token_mask_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid: (blocks of columns, masked rows). Sets -inf where the mask bit is 0."""
+    """Grid: (blocks of columns, masked rows). Sets -inf where the mask bit is 0. Row -1: none."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     block, place = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + place).to(tl.int64)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    there = columns < vocab
+    there = (columns < vocab) & (row >= 0)
     words = tl.load(mask + place * num_words + columns // 32, mask=there, other=-1)
     is_banned = ((words >> (columns % 32)) & 1) == 0
     pointers = logits + row * stride + columns
@@ -69,7 +69,8 @@ def penalties_kernel(
 
 def apply_token_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
     """Set logits to -inf where the mask forbids a token. logits [any, vocab] of any float dtype, in
-    place; rows int64 [m]; mask int32 [m, ceil(vocab / 32)], where a set bit allows the token."""
+    place; rows int64 [m], -1: no row; mask int32 [m, ceil(vocab / 32)], where a set bit allows the
+    token."""
     vocab = logits.shape[1]
     token_mask_kernel[(ceil_div(vocab, _BLOCK), len(rows))](
         logits, logits.stride(0), rows, mask, mask.shape[1], vocab, _BLOCK, **launch_options(logits.device, _WARPS)

@@ -27,6 +27,7 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
@@ -43,6 +44,9 @@ from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
 from tests.core.drafting.test_draft_graphs import CapturableAttention
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
+from tests.core.greedy import Wire
+from tests.core.masked_requests import EveryThird, generate_with
+from tests.models.ranks import on_ranks
 
 VOCAB, ROWS, PAGES = 97, 12, 300
 CPU = torch.device("cpu")
@@ -68,9 +72,9 @@ def test_inputs_are_padded_and_stay_where_they_are():
     assert addresses == {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
 
 
-def make_loop(captured, *, overlap=True, eos=(), cache=None):
+def make_runner(captured, group=None, eos=()):
     model_config = fake_model_config(VOCAB, 128, eos)
-    context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
+    context = BuildContext(device=CPU, dtype=torch.float32, tp=group or LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_own_plugins()
     built = [registry.load(record)(ProcessorContext(VOCAB, ROWS, CPU)) for record in registry.records("logits_processor")]
@@ -82,10 +86,15 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None):
         runner.capture_decode_graphs(captured, is_dry=True)
         assert runner.decode_graphs is None
         runner.capture_decode_graphs(captured)
+    return runner
+
+
+def make_loop(captured, *, overlap=True, eos=(), cache=None, runner=None):
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
-    return LocalLoop(Scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs(SCHEDULING)), runner)
+    scheduler = Scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs(SCHEDULING))
+    return LocalLoop(scheduler, runner or make_runner(captured, eos=eos))
 
 
 @pytest.mark.parametrize("captured", [1, 5, ROWS])
@@ -115,12 +124,60 @@ def watch(loop):
     """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
     steps, replay, first = [], loop.runner.decode_graphs.replay, loop.runner.inputs.table.first_given
 
-    def watched(tokens, draws, settle):
+    def watched(tokens, draws, settle, **more):
         steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))
-        return replay(tokens, draws, settle)
+        return replay(tokens, draws, settle, **more)
 
     loop.runner.decode_graphs.replay = watched
     return steps
+
+
+def masked_requests(**more):
+    """Parameters, and grammars of three in four rows."""
+    each = {"ignore_eos": True, **more}
+    params = [SamplingParams(temperature=(0.0, 1.0)[row % 2], seed=row, max_tokens=9 + row, **each) for row in range(ROWS)]
+    return PROMPTS, params, [EveryThird(VOCAB, row) if row % 4 else None for row in range(ROWS)]
+
+
+def watch_masks(runner):
+    """The masks under which graphs draw, as they come."""
+    masks, draw = [], runner.decode_graphs.draw_masked
+    runner.decode_graphs.draw_masked = lambda tokens, draws, mask: masks.append(mask) or draw(tokens, draws, mask)
+    return masks
+
+
+@pytest.mark.parametrize("captured", [5, ROWS])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"top_k": 5}], ids=str)
+def test_a_graph_draws_under_grammar_masks(more, captured):
+    """Where its parameters suffice. The masks come after the replay."""
+    loop = make_loop(captured)
+    masks = watch_masks(loop.runner)
+    requests = masked_requests(**more)
+    outputs = generate_with(loop, *requests)
+    assert outputs == generate_with(make_loop(0), *requests) != loop.generate(*requests[:2])
+    for tokens, grammar in zip(outputs, requests[2], strict=True):
+        assert grammar is None or all(grammar.allows(token, place) for place, token in enumerate(tokens))
+    assert bool(masks) == (not more)
+    if masks:
+        assert {0 if mask is None else len(mask["grammar_rows"]) for mask in masks} >= {0, 1, 2}
+
+
+def test_one_of_two_ranks_draws_under_grammar_masks():
+    wire, requests = Wire(), masked_requests()
+
+    def act(group):
+        runner = make_runner(ROWS, group)
+        if group.rank:
+            assert not runner.inputs.draws_masked
+            return follow(runner, wire)
+        masks, loop = watch_masks(runner), make_loop(0, runner=LeadingRunner(runner, wire))
+        try:
+            return generate_with(loop, *requests), len(masks)
+        finally:
+            loop.runner.close()
+
+    outputs, num_masks = on_ranks(2, act)[0]
+    assert outputs == generate_with(make_loop(0), *requests) and num_masks > 10
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -177,7 +177,11 @@ def test_a_decode_graph_draws_the_tokens_of_rows_without_logprobs_alone():
     assert isinstance(sampled, ReplayInputs) and not sampled.draws
     assert sampled.tensors["sampling_slots"].tolist() == [0, 2] and sampled.tensors["logprob_rows"].tolist() == [1]
     deferred = inputs.prepare(decodes(0, 1, has_deferred_grammar_mask=True))
-    assert isinstance(deferred, ReplayInputs) and not deferred.draws
+    assert isinstance(deferred, ReplayInputs) and not deferred.draws and not deferred.is_masked
+    inputs.draws_masked = True
+    masked = inputs.prepare(decodes(0, 1, has_deferred_grammar_mask=True))
+    assert isinstance(masked, ReplayInputs) and masked.draws and masked.is_masked
+    assert not inputs.prepare(decodes(0, 2, has_deferred_grammar_mask=True)).draws, "a row has log-probabilities"
     assert isinstance(inputs.prepare(decodes(0, 1, 2)), ForwardInputs), "no graph has three rows"
 
 

@@ -289,9 +289,9 @@ def test_stages_replay_decode_graphs(
     """Captured decodes of micro-batches: a replay reads the hidden states of the stage before."""
     model, sizes, replay = models[architecture], [], DecodeGraphs.replay
 
-    def noted(graphs: DecodeGraphs, tokens: Any, *others: Any) -> Any:
+    def noted(graphs: DecodeGraphs, tokens: Any, *others: Any, **more: Any) -> Any:
         sizes.append(len(tokens.slots))
-        return replay(graphs, tokens, *others)
+        return replay(graphs, tokens, *others, **more)
 
     monkeypatch.setattr(DecodeGraphs, "replay", noted)
     sections = {"attention": {"backend": "capturable"}, "cache": {"max_total_tokens": 65_536, "page_size": 16}}
