@@ -15,7 +15,7 @@ import click
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.bench_kernels import attention, finish, moe
-from frame.entrypoints.cli.options import ParsedType, config_command, join_options
+from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.reference import ALL, Workload, chosen
 from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, span
@@ -45,7 +45,7 @@ workload_options = join_options(
     ),
     click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature. Default: the workload's."),
     click.option("--workload-seed", "seed", type=int, default=0, help="Seed of prompts and arrival times."),
-    click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
+    click.option("--json", "path", type=OUTPUT_FILE, help="Write the report to this JSON file."),
 )
 
 
@@ -96,9 +96,9 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="Maximum number of concurrent requests. Default: no limit.")
 @click.option("--vocabulary", type=click.IntRange(min=16), default=2000, help="Token ids of prompts are below this value.")
-@click.option("--goal-ttft", type=float, help="TTFT goal in milliseconds, for goodput.")
-@click.option("--goal-itl", type=float, help="ITL goal in milliseconds, for goodput.")
-@click.option("--goal-e2e", type=float, help="End-to-end latency goal in milliseconds, for goodput.")
+@click.option("--goal-ttft", type=click.FloatRange(min=0, min_open=True), help="TTFT goal in milliseconds, for goodput.")
+@click.option("--goal-itl", type=click.FloatRange(min=0, min_open=True), help="ITL goal in milliseconds, for goodput.")
+@click.option("--goal-e2e", type=click.FloatRange(min=0, min_open=True), help="End-to-end latency goal in milliseconds, for goodput.")
 def serve(
     base_url: str,
     model: str | None,
@@ -136,7 +136,7 @@ def serve(
 
 @config_command(help="Measure the start time of an engine in this process. Reports seconds per phase.")
 @click.option("--cold", is_flag=True, help="Use an empty home folder, so that all kernels are compiled.")
-@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file.")
+@click.option("--json", "path", type=OUTPUT_FILE, help="Write the report to this JSON file.")
 def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
     import tempfile
 

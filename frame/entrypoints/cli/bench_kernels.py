@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import click
 
 from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import ParsedType, join_options
+from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, join_options, parse_output
 from frame.entrypoints.tools.bench.workload import Span, span
 from frame.plugins.loader import load_registry
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord
     from frame.plugins.registry import Registry
 
+_PLOT_TYPES = (".png", ".svg")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -34,8 +36,18 @@ def parse_numbers(text: str) -> list[int]:
     return found
 
 
+def parse_plot(text: str) -> Path:
+    """A file that `draw` can write. Raises ValueError."""
+    if not text.endswith(_PLOT_TYPES):
+        raise ValueError(f"{text!r} has no supported file type; use {' or '.join(_PLOT_TYPES)}")
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib; install it: pip install 'frame-serve[bench]'")
+    return parse_output(text)
+
+
 NUMBERS = ParsedType("A,B,…", parse_numbers)
 SPANS = ParsedType("N[:M],…", lambda text: [span(part) for part in text.split(",")])
+PLOT_FILE = ParsedType("FILE", parse_plot)
 NAMES = ParsedType("A,B,…", lambda text: tuple(filter(None, text.split(","))))
 
 
@@ -52,9 +64,9 @@ machine_options = join_options(
         help="Hardware limits for the lower bound of the time: measured on this machine, or those of one H200.",
     ),
     click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, help="Measuring time per value, in seconds."),
-    click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report to this JSON file."),
+    click.option("--json", "path", type=OUTPUT_FILE, help="Write the report to this JSON file."),
     click.option(
-        "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a plot to this .png or .svg file; needs frame-serve[bench]."
+        "--plot", type=PLOT_FILE, help="Write a plot to this .png or .svg file; needs frame-serve[bench]."
     ),
 )
 

@@ -7,7 +7,9 @@ LoadedConfig` and its own options.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -60,6 +62,19 @@ class ParsedType(click.ParamType):
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+def parse_output(text: str) -> Path:
+    """A file that can be written. Raises ValueError."""
+    path = Path(text)
+    if path.is_dir():
+        raise ValueError(f"{text!r} is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{text!r} cannot be written; name a file in a folder that exists and is writable")
+    return path
+
+
+OUTPUT_FILE = ParsedType("FILE", parse_output)  # checked before the work whose result it gets
 
 
 def join_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import config_command, join_options
+from frame.entrypoints.cli.options import OUTPUT_FILE, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.workload import SHAPES
 
@@ -36,7 +36,7 @@ _TIMES = {
 # The options of the output.
 result_options = join_options(
     click.option("--top", type=click.IntRange(min=1), default=15, help="Number of rows per table."),
-    click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the values to this JSON file."),
+    click.option("--json", "out", type=OUTPUT_FILE, help="Write the values to this JSON file."),
 )
 
 
@@ -52,7 +52,7 @@ def command() -> None:
 @click.option("--output-len", "output_len", type=click.IntRange(min=1), help="Output tokens per request. Default: the workload's.")
 @click.option("--steps", type=click.IntRange(1, 2000), default=50, help="Number of steps to record.")
 @click.option("--skip", type=click.IntRange(min=0), default=0, help="Output tokens per request before recording starts.")
-@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write the trace to this .json.gz file, for Perfetto.")
+@click.option("--trace", type=OUTPUT_FILE, help="Write the trace to this .json.gz file, for Perfetto.")
 @result_options
 def offline(
     loaded: LoadedConfig, workload: str, steps: int, skip: int, trace: Path | None, out: Path | None, top: int, **lengths: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from frame.entrypoints.cli.bench import command
@@ -14,6 +15,22 @@ from tests.entrypoints.serving import RunningServer
 
 def test_its_commands() -> None:
     assert set(command.commands) == {"offline", "serve", "startup", "attention", "moe", "compare"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["offline", "--input-len", "x"], "'x' is not a range of lengths; write 128 or 32:256"),
+        (["attention", "--context", "5:x"], "'5:x' is not a range of lengths"),
+        (["offline", "--json", "/no-such-folder/x.json"], "'/no-such-folder/x.json' cannot be written; name a file in a folder"),
+        (["startup", "--json", "/"], "'/' is a folder; name a file"),
+        (["serve", "--goal-ttft", "0"], "0.0 is not in the range x>0"),
+        (["moe", "--plot", "x.gif"], "'x.gif' has no supported file type; use .png or .svg"),
+    ],
+)
+def test_wrong_values_are_named_before_anything_runs(arguments: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(cli, ["bench", *arguments])
+    assert (done.exit_code, sentence in done.output) == (2, True), done.output
 
 
 def test_a_server_is_measured(server: RunningServer, tmp_path: Path) -> None:

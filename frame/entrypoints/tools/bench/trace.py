@@ -69,7 +69,7 @@ def read_trace(path: Path) -> Trace:
     events = [event for event in _events(path) if event.get("ph") == "X" and "dur" in event]
     steps, thread = _steps(events)
     if not steps:
-        raise ConfigError(f"{path} has no steps of frame; record one with `frame profile offline`, or with /start_profile.")
+        raise ConfigError(f"{path} has no steps of frame; send requests to the server while it records, or use `frame profile offline`.")
     starts = [step.start for step in steps]
     has_gpu = any(event.get("cat") in _DEVICE for event in events)
     calls = {}

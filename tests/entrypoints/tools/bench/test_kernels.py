@@ -98,8 +98,6 @@ def test_as_they_are_typed(tmp_path: Path) -> None:
 def test_a_picture(tmp_path: Path) -> None:
     row: dict[str, Any] = {"plugin": "a", "batch": "decode", "microseconds": 10.0, "share_of_floor": 0.5}
     found = {"kind": "attention", "machine": {"accelerators": []}, "settings": {"dtype": "float32"}, "rows": {"x": row}}
-    with pytest.raises(ConfigError, match="png"):
-        draw(found, tmp_path / "x.gif")
     pytest.importorskip("matplotlib")
     draw(found, tmp_path / "x.svg")
     assert "share of the floor" in (tmp_path / "x.svg").read_text() or (tmp_path / "x.svg").stat().st_size > 1000
