@@ -68,6 +68,7 @@ class MeteredGrammar:
     def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
         self.meter = meter
         self._grammar = grammar
+        self._is_finished: bool | None = None  # None: not known
 
     def fill_mask(self, mask: np.ndarray) -> bool:
         began = time.thread_time()
@@ -92,19 +93,24 @@ class MeteredGrammar:
 
     def accept_token(self, token_id: int) -> bool:
         self.meter.check()
+        self._is_finished = None
         began = time.thread_time()
         is_taken = self._grammar.accept_token(token_id)
         self.meter.num_tokens += is_taken
+        if is_taken:  # asked for next; a clock for each of both costs as much as they do
+            self._is_finished = self._grammar.is_finished()
         self.meter.spent += time.thread_time() - began
         return is_taken
 
     def is_finished(self) -> bool:
-        began = time.thread_time()
-        is_finished = self._grammar.is_finished()
-        self.meter.charge(time.thread_time() - began)
-        return is_finished
+        if self._is_finished is None:
+            began = time.thread_time()
+            self._is_finished = self._grammar.is_finished()
+            self.meter.charge(time.thread_time() - began)
+        return self._is_finished
 
     def rollback_tokens(self, count: int) -> None:
+        self._is_finished = None
         self._grammar.rollback_tokens(count)
         self.meter.num_tokens -= count
 
@@ -113,10 +119,11 @@ class GrammarCall(ThreadedCall):
     """Accepts tokens and fills the next mask, int32 [words]. `end`: how the last token ends the
     request, if it does; `mask_error`: how the request ends when the mask could not be filled."""
 
-    def __init__(self, request: Request, tokens: Sequence[int], words: int) -> None:
+    def __init__(self, request: Request, tokens: Sequence[int], mask: np.ndarray) -> None:
         super().__init__()
         self.request = request
-        self.mask = np.empty(words, np.int32)
+        self.mask = mask
+        self.batch: BatchCall | None = None  # fills the mask
         self.end: Finish | None = None
         self.mask_error: Finish | None = None
         self.tokens = tokens
@@ -164,13 +171,17 @@ class GrammarCall(ThreadedCall):
 
 
 class BatchCall(ThreadedCall):
-    """Fills the masks of several calls at once. `wall`: seconds of the clock that the backend took.
-    masks: int32 [n, words]; entries: each call with its handle and its row of `masks`."""
+    """Fills the masks of several calls at once; `finish_masks` completes them. `wall`: seconds of
+    the clock that the backend took. masks: int32 [n, words]; entries: each call with its handle and
+    its row of `masks`."""
 
     def __init__(self, batch: MaskBatch, masks: np.ndarray, entries: Sequence[tuple[GrammarCall, Any, int]]) -> None:
         super().__init__()
         self.calls = [call for call, _, _ in entries]
+        for call in self.calls:
+            call.batch = self
         self.wall = 0.0
+        self._is_filled = False
         self._batch, self._masks = batch, masks
         self._handles, self._rows = [handle for _, handle, _ in entries], [row for _, _, row in entries]
 
@@ -182,10 +193,15 @@ class BatchCall(ThreadedCall):
             for call in self.calls:
                 call.execute()
         else:
+            self._is_filled = True
             self.wall = time.perf_counter() - began
-            for call in self.calls:
-                call.finish_mask(get_grammar_state(call.request).estimate_seconds())
+
+    def finish_masks(self) -> None:
+        """Complete the masks, once this call is finished. The engine's thread does it: the thread
+        of this call would wait 5 ms for the interpreter's lock."""
         for call in self.calls:
+            if self._is_filled:
+                call.finish_mask(get_grammar_state(call.request).estimate_seconds())
             call.is_finished = True
 
     def is_slow(self) -> bool:
@@ -197,8 +213,8 @@ class DraftCall(GrammarCall):
     drafted tokens that the grammar allows; `is_known`: see `fill_draft_masks`."""
 
     def __init__(self, request: Request, draft: Sequence[int], words: int) -> None:
-        super().__init__(request, (), words)
         self.path = np.empty((len(draft) + 1, words), np.int32)
+        super().__init__(request, (), self.path[0])  # the next mask
         self.num_allowed, self.is_known = 0, False
         self._draft, self._first = draft, get_grammar_state(request).mask
 
@@ -206,7 +222,6 @@ class DraftCall(GrammarCall):
         assert self.request.grammar is not None
         try:
             self.num_allowed, self.is_known = fill_draft_masks(self.request.grammar, self._draft, self._first, self.path)
-            self.mask = self.path[0]
             if self._meter is not None:
                 self._meter.spent = self._spent  # drafts do not use up the request's budget
         except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
@@ -234,5 +249,7 @@ def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish
 def accept_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
     """Accept tokens, of which the last may end the request. Returns how it ends. None: it
     continues."""
-    ends = (accept_token(grammar, token, params) for token in tokens)
-    return next((end for end in ends if end is not None), None)
+    for token in tokens:
+        if (end := accept_token(grammar, token, params)) is not None:
+            return end
+    return None

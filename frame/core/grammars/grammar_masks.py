@@ -33,7 +33,7 @@ from frame.core.scheduling.request_slots import GRAMMAR
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar, MaskBatch
     from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.core.scheduling.request import Request
+    from frame.core.scheduling.request import GrammarState, Request
     from frame.core.scheduling.request_slots import RequestTable
 
 MAX_THREADS = 8
@@ -41,25 +41,38 @@ SECONDS_PER_THREAD = 0.0005  # CPU seconds of a step's calls per thread; threads
 SLOW_SECONDS = 0.004  # mean CPU seconds of a request's calls, above which its next call runs beside the steps
 CROWDED_SECONDS = 0.004  # CPU seconds of a step's calls per thread, above which `HEAVY_SECONDS` may count as slow
 HEAVY_SECONDS = 0.0005  # mean CPU seconds of a request's calls
+QUICK_ROWS = 64  # of a step; the masks of more rows may take as much longer
 THREAD_TIMEOUT = 10.0  # seconds that a request waits for a thread
 # A batch does not tell what a single mask took: some masks are filled alone, to measure them.
 MIN_MEASURED = 2  # of a request, before its masks are filled in batches
 KNOWN_MEASURED = 8  # of a request, while the masks of a step take longer than `CROWDED_SECONDS`
 MEASURED_SHARE = 1 / 16  # of the masks after that
+MAX_MEASURED = 4  # masks of a step after that, in the mean
+# Tokens are accepted in parts of a step's rows, and the masks of a part are filled meanwhile.
+NUM_PARTS = 4
+MIN_PART_ROWS = 16
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Calls of a step of `num_rows` rows that have begun. `alone`: one mask each, by `workers`
-    threads; `batches`: many masks each; `started`: None if there are none."""
+    """Calls that have begun. `alone`: one mask each, by `workers` threads; `batches`: many masks
+    each."""
 
-    num_rows: int
     workers: int
     alone: Sequence[GrammarCall]
     batches: Sequence[BatchCall]
-    started: CallBatch | None
-    masks: np.ndarray  # int32 [requests, words]; of all of these calls
+    started: CallBatch
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Masks of a step of `num_rows` rows that are filled while the engine's thread does other work.
+    requests: of the first rows of masks, int32 [requests or more, words]."""
+
+    num_rows: int
+    masks: np.ndarray
     requests: list[Request]
+    parts: list[_Pending]
 
 
 class GrammarCalls:
@@ -74,9 +87,10 @@ class GrammarCalls:
         self._slow = GrammarThreads(2, NICENESS)
         self._held: dict[str, GrammarCall] = {}
         self._stopped: list[Request] = []
-        self._pending: _Pending | None = None  # masks that are filled while the engine's thread does other work
-        self._filled: _Pending | None = None  # the last of these
+        self._filling: _Filling | None = None
+        self._filled: _Filling | None = None  # the last one
         self._random = random.Random()  # a client must not know which masks are measured
+        self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
         self._is_batch_lost = False  # one did not end
 
@@ -92,6 +106,8 @@ class GrammarCalls:
         calls: dict[int, GrammarCall] = {}
         ends: list[Finish | None] = []
         fills: list[GrammarCall] = []
+        filling = _Filling(num_rows, np.empty((len(drawn), self._words), np.int32), [], [])
+        part_rows = max(MIN_PART_ROWS, -(-len(drawn) // NUM_PARTS))
         for i, (request, tokens) in enumerate(drawn):
             state = get_grammar_state(request)
             end = state.error
@@ -99,11 +115,15 @@ class GrammarCalls:
                 end = accept_tokens(request.grammar, tokens, request.params)
                 state.mask = None
                 if end is None:
-                    fills.append(GrammarCall(request, (), self._words))
+                    fills.append(GrammarCall(request, (), filling.masks[len(filling.requests)]))
+                    filling.requests.append(request)
             elif end is None:
-                calls[i] = GrammarCall(request, tokens, self._words)
+                calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
             ends.append(end)
-        self._pending = self._begin(fills, num_rows)
+            if len(fills) == part_rows or (fills and i == len(drawn) - 1):
+                filling.parts += self._begin(fills, num_rows, filling.masks, len(filling.requests) - len(fills))
+                fills = []
+        self._filling = filling
         self._run(list(calls.values()), num_rows)
         for i, call in calls.items():
             ends[i] = call.end if call.is_finished else None
@@ -111,10 +131,10 @@ class GrammarCalls:
 
     def settle(self) -> None:
         """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._finish(pending)
-            self._filled = pending
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            self._finish(filling.parts, filling.num_rows)
+            self._filled = filling
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
         """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a
@@ -129,10 +149,11 @@ class GrammarCalls:
             if all(state.mask is not None for state in states):
                 for state in states:
                     state.mask = None
-                return filled.masks  # nothing to copy
+                return filled.masks[: len(slots)]  # nothing to copy
         mask = np.full((len(slots), self._words), -1, np.int32)
         calls: dict[int, GrammarCall] = {}
         firsts = constrained[np.flatnonzero(np.diff(slots[constrained], prepend=-1))]  # a row with a draft has several samples
+        masks = np.empty((len(firsts), self._words), np.int32)
         for i in firsts.tolist():
             request = table.requests[int(slots[i])]  # None: it has finished
             if request is None or request.grammar is None:
@@ -144,8 +165,8 @@ class GrammarCalls:
             elif state.mask is not None:
                 mask[i], state.mask = state.mask, None
             elif state.error is None and state.call is None:
-                calls[i] = GrammarCall(request, (), self._words)
-        self._run(list(calls.values()), len(slots))
+                calls[i] = GrammarCall(request, (), masks[len(calls)])
+        self._run(list(calls.values()), len(slots), masks)
         for i, call in calls.items():
             state = get_grammar_state(call.request)
             if state.mask is not None:
@@ -187,7 +208,7 @@ class GrammarCalls:
         self.settle()
         state = get_grammar_state(request)
         if state.call is None and state.error is None:
-            call = GrammarCall(request, (), self._words)
+            call = GrammarCall(request, (), np.empty(self._words, np.int32))
             self._slow.submit([call])
             self._stop(call)
 
@@ -224,72 +245,87 @@ class GrammarCalls:
         self._quick.close()
         self._slow.close()
 
-    def _run(self, calls: Sequence[GrammarCall], num_rows: int) -> None:
+    def _run(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None = None) -> None:
         """Run calls of a step of `num_rows` rows, and wait for those of requests whose calls are
-        quick."""
-        self._finish(self._begin(calls, num_rows))
+        quick. masks: int32 [calls or more, words], the calls' own; None: each is made alone."""
+        self._finish(self._begin(calls, num_rows, masks, 0), num_rows)
 
-    def _begin(self, calls: Sequence[GrammarCall], num_rows: int) -> _Pending:
-        """Start calls, those of slow requests beside the steps."""
+    def _begin(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None, first: int) -> list[_Pending]:
+        """Start calls, those of slow requests beside the steps. Their masks are the rows of `masks`
+        from `first` on. -> an entry if any can be waited for."""
         alone: list[GrammarCall] = []
         batched: dict[MaskBatch, list[tuple[GrammarCall, Any, int]]] = {}
-        masks = np.empty((len(calls), self._words), np.int32)
-        for row, call in enumerate(calls):
-            call.mask = masks[row]
+        share = min(MEASURED_SHARE, MAX_MEASURED / num_rows)
+        for row, call in enumerate(calls, first):
             if get_grammar_state(call.request).is_slow:
                 self._slow.submit([call])
                 self._stop(call)
-            elif (batch := self._choose_batch(call)) is None:
+            elif masks is None or (batch := self._choose_batch(call, share)) is None:
                 alone.append(call)
             elif (handle := call.start_mask()) is None:
                 _keep_mask(call)
             else:
                 batched.setdefault(batch, []).append((call, handle, row))
-        batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()]
+        if not alone and not batched:
+            return []
+        batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()] if masks is not None else []
         seconds = sum(get_grammar_state(call.request).seconds for call in alone)
         workers = min(self._quick.threads, 1 + int(seconds / SECONDS_PER_THREAD)) if alone else 0
-        started = self._quick.submit([*batches, *alone], workers + len(batches)) if batches or alone else None
-        return _Pending(num_rows, workers, alone, batches, started, masks, [call.request for call in calls])
+        return [_Pending(workers, alone, batches, self._quick.submit([*batches, *alone], workers + len(batches)))]
 
-    def _choose_batch(self, call: GrammarCall) -> MaskBatch | None:
-        """What fills the mask of a call with others. None: it is filled alone."""
+    def _choose_batch(self, call: GrammarCall, share: float) -> MaskBatch | None:
+        """What fills the mask of a call with others. None: it is filled alone, as this share of
+        the masks that could be filled with others."""
         batch = _get_batch(call.request)
-        if batch is None or call.tokens or isinstance(call, DraftCall) or not self._batches_masks:
+        if batch is None or call.tokens or not self._batches_masks:
             return None
-        is_known = get_grammar_state(call.request).num_measured >= MIN_MEASURED
-        return batch if is_known and self._random.random() >= MEASURED_SHARE else None
+        is_known = get_grammar_state(call.request).num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
+        return batch if is_known and self._random.random() >= share else None
 
-    def _finish(self, pending: _Pending) -> None:
-        """Wait for calls that have begun and keep their masks."""
-        if pending.started is None:
+    def _finish(self, parts: Sequence[_Pending], num_rows: int) -> None:
+        """Wait for calls of a step that have begun and keep their masks."""
+        if not parts:
             return
-        self._quick.wait(pending.started)
-        for call in pending.alone:
+        for part in parts:
+            self._quick.wait(part.started)
+        for call in (call for part in parts for call in part.alone):
             if call.is_finished:
                 self._note(call)
             else:
                 self._stop(call if call.thread is not None else self._begin_slow(call))
-        for batch in pending.batches:
+        batches = [batch for part in parts for batch in part.batches]
+        for batch in batches:
+            if batch.is_finished:
+                batch.finish_masks()
             for each in batch.calls:
                 (_keep_mask if batch.is_finished else self._stop)(each)
             self._is_batch_lost |= not batch.is_finished
-        slowest = max((batch.wall for batch in pending.batches), default=0.0)
-        states = [
-            get_grammar_state(call.request) for call in (*pending.alone, *(call for batch in pending.batches for call in batch.calls))
-        ]
-        is_crowded = slowest > CROWDED_SECONDS or sum(call.cpu_seconds() for call in pending.alone) > CROWDED_SECONDS * pending.workers
-        is_known = all(state.num_measured >= KNOWN_MEASURED for state in states)
-        self._batches_masks = not self._is_batch_lost and (is_known or not is_crowded) and slowest <= QUICK_SECONDS
-        # If almost all rows are heavy, they delay few others. `seconds` is below the estimate until
-        # many calls are measured, so that a few slow masks do not make a request leave.
-        if is_crowded and 4 * sum(state.estimate_seconds() > HEAVY_SECONDS for state in states) < 3 * pending.num_rows:
+        slowest = max((batch.wall for batch in batches), default=0.0)
+        more = max(1.0, num_rows / QUICK_ROWS)
+        self._batches_masks = not self._is_batch_lost and slowest <= QUICK_SECONDS * more
+        self._is_crowded = slowest > CROWDED_SECONDS * more or any(
+            sum(call.cpu_seconds() for call in part.alone) > CROWDED_SECONDS * part.workers for part in parts
+        )
+        if self._is_crowded:
+            calls = [call for part in parts for call in (*part.alone, *(call for batch in part.batches for call in batch.calls))]
+            self._mark_slow([get_grammar_state(call.request) for call in calls], num_rows)
+
+    @staticmethod
+    def _mark_slow(states: Sequence[GrammarState], num_rows: int) -> None:
+        """Mark the requests that the others of a crowded step wait for: heavy ones, if they take
+        most of the time. If almost all rows are heavy, they delay few others."""
+        estimates = [state.estimate_seconds() for state in states]
+        heavy = [seconds for seconds in estimates if seconds > HEAVY_SECONDS]
+        if 4 * len(heavy) < 3 * num_rows and 2 * sum(heavy) > sum(estimates):
             for state in states:
+                # `seconds` is below the estimate until many calls are measured, so that a few slow
+                # masks do not make a request leave
                 state.is_slow |= state.seconds > HEAVY_SECONDS
 
     def _begin_slow(self, call: GrammarCall) -> GrammarCall:
         """Replace a call that did not start because all threads are busy; the new one runs when a
         thread is free."""
-        again = GrammarCall(call.request, call.tokens, self._words)
+        again = GrammarCall(call.request, call.tokens, np.empty(self._words, np.int32))
         self._slow.submit([again])
         return again
 
@@ -306,6 +342,8 @@ class GrammarCalls:
 
     def _outcome(self, call: GrammarCall) -> Finish | bool | None:
         """How a held request ends. True: it continues; None: it stays held."""
+        if not call.is_finished and call.batch is not None and call.batch.is_finished:
+            call.batch.finish_masks()
         if call.is_finished:
             self._note(call)
             return call.end or call.mask_error or True

@@ -174,7 +174,11 @@ def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool)
 
 def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
     """The sampler's arrays of a grammar mask: rows that it limits, and their masks."""
-    rows = np.flatnonzero(np.bitwise_and.reduce(mask, axis=1) != -1)
+    # most masks forbid the special tokens, which are the last ones
+    is_limited = mask[:, -1] != -1
+    others = np.flatnonzero(~is_limited)
+    is_limited[others] = np.bitwise_and.reduce(mask[others], axis=1) != -1
+    rows = np.flatnonzero(is_limited)
     if len(rows) == len(mask):  # nothing to copy
         return {"grammar_rows": rows, "grammar_mask": mask}
     return {"grammar_rows": rows, "grammar_mask": mask[rows]} if len(rows) else {}
