@@ -40,7 +40,8 @@ def read_audio(data: bytes) -> np.ndarray:
     opened = _open_wave(data) or _open_other(data)
     read, rate, channels = opened
     if not (_RATES[0] <= rate <= _RATES[1] and 1 <= channels <= _MAX_CHANNELS):
-        sentence = f"the file has {channels} channels of {rate} samples a second; send 1 to {_MAX_CHANNELS} channels of {_RATES[0]} or more"
+        allowed = f"1 to {_MAX_CHANNELS} channels of {_RATES[0]} to {_RATES[1]}"
+        sentence = f"the file has {channels} channels of {rate} samples a second; send {allowed}"
         raise InvalidRequestError(sentence, "file")
     parts = list(_resample(_read_blocks(read, rate), rate))
     if not parts or not sum(map(len, parts)):
