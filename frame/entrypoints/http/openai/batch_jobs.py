@@ -19,9 +19,11 @@ import msgspec
 
 from frame.core.config.schema import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
+from frame.entrypoints.http.errors import quoted
 from frame.entrypoints.http.openai.batch_files import FileStore, FileWriter, StorageFullError, load_all
 from frame.entrypoints.http.protocol.bodies import problem_of
 from frame.entrypoints.http.request_context import Receive, Scope, Send
+from frame.entrypoints.http.validation_errors import type_name
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ PRIORITY = -1000  # of a line without a priority
 COMPLETION_WINDOW = 24 * 3600  # seconds
 MAX_BATCHES = 10_000
 MAX_LINE_BYTES = 32 * 1024 * 1024
+MAX_NAME = 512  # characters of a line's custom_id
 MAX_LINE_VALUES = 1024 * 1024  # JSON values of a line; the route of its request may accept fewer
 RETRY_INTERVAL = 0.5  # seconds before a line that got 429 or 503 is sent again
 FINAL_STATUSES = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -220,6 +223,7 @@ class BatchJobRunner:
         """Run all lines. Raises the error that ends the batch."""
         lines: BinaryIO = await asyncio.to_thread(self.files.path(batch.input_file_id).open, "rb")
         errors: list[Exception] = []
+        names: set[int] = set()  # hashes of the lines' custom_ids
         permits = self._lines[batch.tenant]
         try:
             async with asyncio.TaskGroup() as group:
@@ -228,23 +232,26 @@ class BatchJobRunner:
                     line = await _next_line(lines, permits)
                     if not line:
                         break
-                    task = group.create_task(self._run_line(batch, line, outputs, errors))
+                    task = group.create_task(self._run_line(batch, line, outputs, names, errors))
                     task.add_done_callback(lambda _: permits.release())
         finally:
             lines.close()
         if errors:
             raise errors[0]
 
-    async def _run_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], errors: list[Exception]) -> None:
+    async def _run_line(
+        self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int], errors: list[Exception]
+    ) -> None:
         """Answer a line. An error that ends the batch goes into `errors`; others finish."""
         try:
             if not errors:
-                await self._answer_line(batch, line, outputs)
+                await self._answer_line(batch, line, outputs, names)
         except (OSError, StorageFullError, _BatchError, _ExpiredError) as error:
             errors.append(error)
 
-    async def _answer_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter]) -> None:
-        """Send the request of a line and append its record to the output or the error file."""
+    async def _answer_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int]) -> None:
+        """Send the request of a line and append its record to the output or the error file. Adds
+        the hash of its custom_id to `names`."""
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
         try:
@@ -253,6 +260,9 @@ class BatchJobRunner:
             if problem is not None:
                 raise _LineError(problem)
             name, body = _request(line, batch.endpoint)
+            if hash(name) in names:
+                raise _LineError(f"another line has the custom_id {quoted(name)}; give each line its own")
+            names.add(hash(name))
             status, response = await self._send_until_accepted(batch, body)
             is_fine = status == 200
             record |= {
@@ -356,9 +366,15 @@ def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _LineError(f"the line is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
-    name = found.get("custom_id") if isinstance(found, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(found, dict):
+        raise _LineError(f"the line is {type_name(found)}; send an object")
+    name = found.get("custom_id")
+    if name is None:
         raise _LineError("custom_id is missing; give each line its own")
+    if not isinstance(name, str):
+        raise _LineError(f"custom_id is {type_name(name)}; send a string")
+    if len(name) > MAX_NAME:
+        raise _LineError(f"custom_id has {len(name)} characters; it may have {MAX_NAME}")
     url, body = found.get("url"), found.get("body")
     if found.get("method", "POST") != "POST" or url != endpoint:
         raise _LineError(f"method and url must be POST and {endpoint}, the endpoint of the batch", name)

@@ -344,3 +344,21 @@ async def test_line_of_many_values_is_refused_undecoded(tmp_path: Path) -> None:
     batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
     assert (batch.completed, batch.failed) == (1, 1)
     assert "lists, objects and keys" in server.lines(batch.error_file_id)[0]["error"]["message"]
+
+
+async def test_names_of_lines_are_checked(tmp_path: Path) -> None:
+    """One at a time, so that the first of two lines of one name is answered."""
+    server = Server(tmp_path, concurrency=1)
+    names = ["a", "a", 5, "x" * 600, "b"]
+    lines = [json.dumps({"custom_id": name, "url": CHAT, "body": {}}) for name in names]
+    card = await server.runner.files.create("\n".join([*lines, "[1]", "{}"]).encode(), "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert (batch.completed, batch.failed) == (2, 5)
+    assert {line["custom_id"] for line in server.lines(batch.output_file_id)} == {"a", "b"}
+    assert [line["error"]["message"] for line in server.lines(batch.error_file_id)] == [
+        "another line has the custom_id 'a'; give each line its own",
+        "custom_id is a whole number; send a string",
+        "custom_id has 600 characters; it may have 512",
+        "the line is a list; send an object",
+        "custom_id is missing; give each line its own",
+    ]
