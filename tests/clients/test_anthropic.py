@@ -127,6 +127,10 @@ def test_system_and_cache(client: anthropic.Anthropic) -> None:
         ({"tool_choice": {"type": "any"}}, "tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"thinking": {"type": "on"}}, "thinking.type is 'on'; it must be enabled, adaptive or disabled"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens is -1; it must be a whole number"),
+        ({"thinking": {"type": "enabled", "budget_tokens": True}}, "thinking.budget_tokens is True"),
+        ({"extra_body": {"output_config": {"effort": 5}}}, "output_config.effort: expected a string"),
     ],
 )
 def test_bad_requests(client: anthropic.Anthropic, change: dict[str, Any], says: str) -> None:

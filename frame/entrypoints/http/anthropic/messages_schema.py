@@ -44,7 +44,7 @@ class CountTokensRequest(ExtensionFields):
         if self.messages and self.messages[-1].get("role") == "assistant":
             fields["continue_final_message"] = True  # the response continues this message
         if self.thinking is not None:
-            on = self.thinking.get("type") != "disabled"
+            on = _is_thinking(self.thinking)
             # both names that templates use
             fields["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on, **(self.chat_template_kwargs or {})}
         return MessagesChat(model=self.model, messages=self._conversation(), **fields)
@@ -162,9 +162,21 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     return fields
 
 
+def _is_thinking(thinking: dict[str, Any]) -> bool:
+    """Whether the model is to think. The budget is checked and has no effect."""
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise ApiError(400, f"thinking.type is {quoted(kind)}; it must be enabled, adaptive or disabled", "thinking.type")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ApiError(400, f"thinking.budget_tokens is {quoted(budget)}; it must be a whole number from 1", "thinking.budget_tokens")
+    return bool(kind != "disabled")
+
+
 def _format(config: dict[str, Any] | None) -> dict[str, Any]:
-    form = (config or {}).get("format")
-    if form is None:
+    config = config or {}
+    if (effort := config.get("effort")) is not None:
+        check_string(effort, "output_config.effort")  # has no effect
+    if (form := config.get("format")) is None:
         return {}
     form = check_object(form, "output_config.format")
     if form.get("type") != "json_schema":
