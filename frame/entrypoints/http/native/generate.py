@@ -7,10 +7,10 @@ import asyncio
 import time
 import uuid
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from pydantic import ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
@@ -69,7 +69,7 @@ class GenerateRequest(RequestOptions):
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool = False
-    logprob_start_len: int = -1
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     model: str = ""
@@ -240,7 +240,7 @@ def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[Sampl
 
 
 def _is_prompt_only(given: dict[str, Any]) -> bool:
-    return 0 in (given.get("max_new_tokens"), given.get("max_tokens"))
+    return any(given.get(name) == 0 and given[name] is not False for name in ("max_new_tokens", "max_tokens"))
 
 
 def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:

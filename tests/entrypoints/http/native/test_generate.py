@@ -85,6 +85,8 @@ def test_generate_logprobs(server: RunningServer) -> None:
         ({"text": ""}, "empty"),
         ({"text": []}, "empty"),
         ({"text": "a", "sampling_params": {"bad_words_ids": [[2**40]]}}, "bad_words_ids"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": False}}, "max_new_tokens is false; send a whole number"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": -5}, "logprob_start_len is -5; it must be at least -1"),
     ],
 )
 def test_generate_errors(server: RunningServer, body: dict[str, Any], part: str) -> None:
