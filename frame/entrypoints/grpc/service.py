@@ -171,6 +171,8 @@ class Session:
                     await self._start(command.generate)
                 elif kind == "abort":
                     self._abort(list(self._tasks) if command.abort.all else command.abort.ids)
+                else:
+                    raise ApiError(400, "a command is neither generate nor abort; send one of them", "command")
             await asyncio.gather(*self._tasks.values())
         except ApiError as error:
             self.failure = error

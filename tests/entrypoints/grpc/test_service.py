@@ -190,6 +190,20 @@ async def test_errors_have_a_status_and_a_sentence(request_: dict[str, Any], cod
         await until_empty(server)
 
 
+async def test_a_command_of_neither_kind_ends_the_call() -> None:
+    async with connected() as (server, client):
+        async def commands() -> AsyncIterator[Any]:
+            yield S["GenerateCommand"](generate={"id": "a", "token_ids": IDS, "sampling_params": params(max_tokens=400)})
+            yield S["GenerateCommand"]()
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in client.call("GenerateStream", commands()):
+                pass
+        assert caught.value.code() == Code.INVALID_ARGUMENT
+        assert caught.value.details() == "a command is neither generate nor abort; send one of them"
+        await until_empty(server)
+
+
 @pytest.mark.parametrize("name", ["Generate", "GenerateStream", "Tokenize"])
 async def test_bytes_that_are_no_message_are_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
     async def each() -> AsyncIterator[bytes]:
