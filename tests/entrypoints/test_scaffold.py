@@ -97,6 +97,10 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     assert skipped == SKIPPED, result.stdout
     suites = [f"--frame-conformance={suite}:my_{suite}" for suite in ("logits_processor", "scheduling_policy")]
     assert " passed" in run(sys.executable, "-m", "pytest", *plain, *suites, PYTHONPATH=str(installed)).stdout
+    (written / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--unknown"')  # as of a clone with more plugins of pytest
+    one = (str(written / "frame-my-eviction-policy"), "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
+    assert " passed" in run(sys.executable, "-m", "pytest", *one, PYTHONPATH=str(installed)).stdout
+    (written / "pyproject.toml").unlink()
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(CONFIG))
