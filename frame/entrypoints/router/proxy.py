@@ -205,6 +205,7 @@ class Proxy:
         """The answer to the client, as its bytes come."""
         head = _kept(answer.headers.raw)
         has_length = "content-length" in answer.headers and "transfer-encoding" not in answer.headers
+        has_length = has_length and answer.status_code not in (204, 304)  # without a body, whatever the length says
         if has_length:
             head.append((b"content-length", answer.headers["content-length"].encode()))
         await request.send({"type": "http.response.start", "status": answer.status_code, "headers": head})

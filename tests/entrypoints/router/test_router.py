@@ -428,6 +428,18 @@ def test_bytes_after_an_answer_are_no_answer_to_the_next_request(size: int, paus
     run(main)
 
 
+@pytest.mark.parametrize("status", [204, 304])
+def test_an_answer_without_a_body_may_have_a_length(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with raw_replica(b"HTTP/1.1 %d X\r\ncontent-length: 5\r\n\r\n" % status) as url, routed(urls=(url,)) as (client, _, _):
+            for _ in range(2):
+                answer = await client.get("/v1/models")
+                assert (answer.status_code, answer.content) == (status, b"")
+        assert not [record for record in caplog.records if record.exc_info]
+
+    run(main)
+
+
 def test_connections_to_replicas_are_kept() -> None:
     async def main() -> None:
         replica = FakeReplica()
