@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
-from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
 from frame.plugins.hookspecs import hookimpl
 
@@ -31,18 +31,32 @@ def has_tiles() -> bool:
     return path.exists() and "amx_bf16" in path.read_text().split()
 
 
+def list_cpu_obstacles() -> list[Reason]:
+    """Why this CPU cannot run the library; empty: it can."""
+    return [] if has_tiles() else [Reason("needs a CPU with AMX tiles of bfloat16")]
+
+
 @dataclass(frozen=True, slots=True)
-class AmxCapabilities(AttentionCapabilities):
+class AmxAttentionCapabilities(AttentionCapabilities):
     """Those of the library, which is compiled for CPUs with AMX."""
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
-        reasons = AttentionCapabilities.unsupported(self, requirements)
-        return reasons if has_tiles() else [*reasons, Reason("needs a CPU with AMX tiles of bfloat16")]
+        return [*AttentionCapabilities.unsupported(self, requirements), *list_cpu_obstacles()]
 
 
-ATTENTION = AmxCapabilities(
+@dataclass(frozen=True, slots=True)
+class AmxGemmCapabilities(GemmCapabilities):
+    """Those of the library, which is compiled for CPUs with AMX."""
+
+    def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
+        return [*GemmCapabilities.unsupported(self, requirements), *list_cpu_obstacles()]
+
+
+ATTENTION = AmxAttentionCapabilities(
     devices=("cpu",), phases=("decode",), dtypes=("bfloat16",), head_dim_multiple=32, max_head_dim=256, sliding_window=True, graphs="decode"
 )
+
+GEMM = AmxGemmCapabilities(devices=("cpu",), speeds=_SPEEDS, dtypes=("bfloat16",))
 
 
 @hookimpl
@@ -63,7 +77,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
     registry.add(
         "amx",
         "frame_amx.kernel:AmxKernel",
-        capabilities=GemmCapabilities(devices=("cpu",), speeds=_SPEEDS, dtypes=("bfloat16",)),
+        capabilities=GEMM,
         rank=110,
         summary="bfloat16, int8 and int4 weights by AMX tiles of Intel CPUs, read once from where they are.",
     )

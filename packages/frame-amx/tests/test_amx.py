@@ -21,7 +21,7 @@ from frame_amx.operations import AmxOperations
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
-from frame.core.interfaces.gemm_kernel import GemmChoice, Speed
+from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements, Speed
 from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.models.layers.embedding import Head, VocabEmbedding
@@ -260,10 +260,11 @@ def test_recorded_calls() -> None:
 
 
 def test_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend says what it needs; `auto` then leaves decodes to another one."""
+    """Both records say what they need; `auto` then chooses other plugins."""
     monkeypatch.setattr(frame_amx, "has_tiles", lambda: False)
     needed = AttentionRequirements("cpu", None, "mha", 64, 64, None, "bfloat16", "bfloat16", 16, phases=("decode",))
-    assert [reason.sentence for reason in frame_amx.ATTENTION.unsupported(needed)] == ["needs a CPU with AMX tiles of bfloat16"]
+    for reasons in (frame_amx.ATTENTION.unsupported(needed), frame_amx.GEMM.unsupported(GemmRequirements("cpu", None, "bfloat16"))):
+        assert [reason.sentence for reason in reasons] == ["needs a CPU with AMX tiles of bfloat16"]
 
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
