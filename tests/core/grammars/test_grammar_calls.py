@@ -13,7 +13,7 @@ import pytest
 
 from frame.core.grammars import grammar_calls, grammar_masks
 from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar, get_grammar_state
-from frame.core.grammars.grammar_masks import MIN_MEASURED, GrammarCalls
+from frame.core.grammars.grammar_masks import KNOWN_MEASURED, MIN_MEASURED, GrammarCalls
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
@@ -230,4 +230,81 @@ def test_masks_of_batches_are_charged_at_the_mean_of_measured_ones() -> None:
     errors = [get_grammar_state(request).error for request in requests]
     assert errors[1] is None and 0.02 <= meters[1].spent < 0.03
     assert errors[0] is not None and errors[0].error is not None and "budget of 0.01 s" in errors[0].error
+    calls.close()
+
+
+def known(count: int, seconds: float = 0.0, batch: Together | None = None) -> tuple[RequestTable, list[Request], np.ndarray]:
+    """Requests of which enough masks are measured, each of `seconds`."""
+    together = batch or Together()
+    table, requests, slots = rows_of([Batched(together) for _ in range(count)])
+    for request in requests:
+        for _ in range(KNOWN_MEASURED):
+            get_grammar_state(request).measure(seconds)
+    return table, requests, slots
+
+
+def test_masks_of_many_rows_are_filled_in_parts() -> None:
+    """The first part before the tokens of the last one are accepted."""
+    has_begun = threading.Event()
+    batch = Together(has_begun.set)
+    table, requests, slots = known(70, batch=batch)
+    last = requests[-1].grammar
+    accept, seen = last.accept_token, []  # type: ignore[union-attr]
+    last.accept_token = lambda token: seen.append(has_begun.wait(10.0)) or accept(token)  # type: ignore[union-attr,method-assign]
+    calls = GrammarCalls(VOCAB, 4)
+    accept_first(calls, requests)
+    assert (calls.fill_masks(table, slots) == masks_of(requests)).all()
+    assert seen == [True] and sorted(batch.counts) == [16, 18, 18, 18]
+    calls.close()
+
+
+def test_a_new_request_in_a_crowded_step_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "CROWDED_SECONDS", 0.0)
+    batch = Together()
+    table, requests, slots = known(6, batch=batch)
+    get_grammar_state(requests[2]).num_measured = MIN_MEASURED
+    calls = GrammarCalls(VOCAB, 2)
+    for _ in range(3):
+        accept_first(calls, requests)
+        assert (calls.fill_masks(table, slots) == masks_of(requests)).all()
+    assert batch.counts == [6, 5, 5], "the first step does not know that it is crowded"
+    assert [request.grammar.num_alone for request in requests] == [0, 0, 2, 0, 0, 0]  # type: ignore[union-attr]
+    calls.close()
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [(0.0006, False), (0.006, True)])
+def test_a_heavy_request_leaves_a_crowded_step_if_it_takes_most_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, is_slow: bool
+) -> None:
+    monkeypatch.setattr(grammar_masks, "CROWDED_SECONDS", 0.0)
+    _, requests, _ = known(10, 0.0002)
+    get_grammar_state(requests[0]).seconds = seconds
+    calls = GrammarCalls(VOCAB, 2)
+    accept_first(calls, requests)
+    calls.settle()
+    assert [get_grammar_state(request).is_slow for request in requests] == [is_slow] + [False] * 9
+    calls.close()
+
+
+def test_more_rows_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "QUICK_SECONDS", 0.2)
+    for count in (3, 192):
+        batch = Together(lambda: time.sleep(0.25))
+        table, requests, slots = known(count, batch=batch)
+        calls = GrammarCalls(VOCAB, 4)
+        for _ in range(2):
+            accept_first(calls, requests)
+            calls.fill_masks(table, slots)
+        assert sum(batch.counts) == (3 if count == 3 else 384)
+        calls.close()
+
+
+def test_few_masks_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "MEASURED_SHARE", 1.0)
+    table, requests, slots = known(200)
+    calls = GrammarCalls(VOCAB, 2)
+    for _ in range(3):
+        accept_first(calls, requests)
+        calls.fill_masks(table, slots)
+    assert 0 < sum(request.grammar.num_alone for request in requests) < 60  # type: ignore[union-attr]
     calls.close()
