@@ -76,12 +76,14 @@ class LLMaskBatch:
 
 
 class LLGrammar:
-    """One request's matcher (`BatchedGrammar`). `origin`: the same for copies of one matcher."""
+    """One request's matcher (`BatchedGrammar`), a copy of matcher `number` of the compiled grammar.
+    `origin`: the same for copies of one matcher."""
 
-    def __init__(self, matcher: Any, origin: int, compiled: LLCompiled) -> None:
-        self.matcher = matcher
-        self.origin = origin
+    def __init__(self, matcher: Any, number: int, compiled: LLCompiled) -> None:
+        self.matcher = matcher.deep_copy()
+        self.origin = id(matcher)
         self.batch = compiled.batch
+        self._number = number
         self._compiled = compiled
         self._cost = compiled.cost  # of the library so far, of which the compiled grammar knows
         self._unread = 0.0  # seconds of masks since then
@@ -116,6 +118,7 @@ class LLGrammar:
     def __del__(self) -> None:
         if self._unread:
             self._count_states(self.matcher)
+        self._compiled.release_matcher(self._number)
 
     def _count_states(self, matcher: Any) -> None:
         """Add the states that this request's masks created. `matcher` is not used after."""
@@ -154,8 +157,8 @@ class LLCompiled:
     """A compiled grammar (`CompiledGrammar`).
 
     Copies of a matcher share cached states and a lock. So that several threads can compute masks,
-    requests get copies of several matchers in turn. Further matchers are created on demand, if
-    parsing takes no longer than a step can wait.
+    requests that run at a time get copies of several matchers. A further one is created while each
+    has a request, if parsing takes no longer than a step can wait.
     """
 
     def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
@@ -165,11 +168,13 @@ class LLCompiled:
         self._matchers = [parse()]
         self.cost = read_cost(self.matcher.deep_copy())
         self._most = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
-        self._turn = 0
+        self._num_copies = [0]  # of each matcher, with requests
         self.stop_token_ids = stop_token_ids
         self._matcher_bytes = 64 * len(source) + BYTES_PER_COST * self.cost + MATCHER_BYTES
         self.num_bytes = self._matcher_bytes  # an estimate; grows with the states that masks create
-        self._lock = threading.Lock()  # guards `num_bytes`: requests end, and masks are computed, in several threads
+        # guards `num_bytes` and `_num_copies`: requests end, and masks are computed, in several
+        # threads; a collection may end requests while this thread holds it
+        self._lock = threading.RLock()
 
     @property
     def matcher(self) -> Any:
@@ -177,13 +182,20 @@ class LLCompiled:
         return self._matchers[0]
 
     def start(self) -> LLGrammar:
-        turn = self._turn
-        self._turn = (turn + 1) % self._most
-        if turn == len(self._matchers):
-            self._matchers.append(self._parse())
-            self.add_bytes(self._matcher_bytes)
-        matcher = self._matchers[turn]
-        return LLGrammar(matcher.deep_copy(), id(matcher), self)
+        with self._lock:
+            number = self._num_copies.index(min(self._num_copies))
+            if self._num_copies[number] and len(self._matchers) < self._most:
+                number = len(self._matchers)
+                self._matchers.append(self._parse())
+                self._num_copies.append(0)
+                self.num_bytes += self._matcher_bytes
+            self._num_copies[number] += 1
+        return LLGrammar(self._matchers[number], number, self)
+
+    def release_matcher(self, number: int) -> None:
+        """Note the end of a request with a copy of this matcher."""
+        with self._lock:
+            self._num_copies[number] -= 1
 
     def add_bytes(self, count: int) -> None:
         with self._lock:

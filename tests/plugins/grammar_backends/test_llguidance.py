@@ -39,8 +39,16 @@ def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, mon
     compiled = backend.compile("ebnf", 'root ::= "a" root | "b"')
     assert isinstance(compiled, LLCompiled) and len(compiled._matchers) == 1
     masks = np.zeros((7, 64), np.int32)
-    assert all(compiled.start().fill_mask(mask) for mask in masks)
+    for mask in masks:  # one at a time
+        assert compiled.start().fill_mask(mask)
+    assert len(compiled._matchers) == 1
+    grammars = [compiled.start() for _ in masks]
+    assert all(grammar.fill_mask(mask) for grammar, mask in zip(grammars, masks, strict=True))
     assert (masks == masks[0]).all() and masks[0].any() and len(compiled._matchers) == 3
+    assert [len([each for each in grammars if each.origin == id(matcher)]) for matcher in compiled._matchers] == [3, 2, 2]
+    freed = grammars[1].origin
+    grammars = [grammar for grammar in grammars if grammar.origin != freed]
+    assert compiled.start().origin == freed
     monkeypatch.setattr(llguidance, "QUICK", 0.0)
     slow = backend.compile("ebnf", 'root ::= "a" root | "b"')
     assert isinstance(slow, LLCompiled) and slow.start() is not slow.start() and len(slow._matchers) == 1
