@@ -25,7 +25,8 @@ def token_mask_kernel(logits, stride, rows, mask, num_words, vocab, BLOCK: tl.co
     block, place = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + place).to(tl.int64)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    there = (columns < vocab) & (row >= 0)
+    # a bound, not a second condition: Triton's interpreter refuses masks joined with a scalar
+    there = columns < tl.where(row >= 0, vocab, 0)
     words = tl.load(mask + place * num_words + columns // 32, mask=there, other=-1)
     is_banned = ((words >> (columns % 32)) & 1) == 0
     pointers = logits + row * stride + columns
