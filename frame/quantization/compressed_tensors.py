@@ -11,6 +11,7 @@ import torch
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.quantization.fields import read_object, read_patterns
 from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer
 from frame.quantization.fp8 import STATIC_SCALE, Fp8Layer, keep_static, make_layer
 from frame.quantization.fp8_format import Fp8Format, Sharing, read_block
@@ -43,17 +44,20 @@ class CompressedTensors(WeightFormat):
         super().__init__(context, options)
         config = context.checkpoint_config or {}
         for key in ("sparsity_config", "transform_config"):
-            part = config.get(key)
+            part = read_object(config.get(key), f"quantization_config.{key}")
             if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
                 raise CheckpointError(f"quantization_config.{key} is {part!r}; sparse and transformed weights are not read.")
-        groups = config.get("config_groups") or {}
+        groups = read_object(config.get("config_groups") or None, "quantization_config.config_groups")
         if not groups:
             raise CheckpointError("quantization_config.config_groups is empty: name the scheme of the layers.")
-        self._ignored = tuple(config.get("ignore") or ())
-        self._groups = [
-            (tuple(group.get("targets") or _LAYERS), read_scheme(f"quantization_config.config_groups.{name}", group, config, context.dtype))
-            for name, group in groups.items()
-        ]
+        self._ignored = read_patterns(config.get("ignore"), "quantization_config.ignore")
+        self._groups = [self._read_group(f"quantization_config.config_groups.{name}", group, config) for name, group in groups.items()]
+
+    def _read_group(self, where: str, found: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], LayerFormat]:
+        """The targets and the layer format of one group."""
+        group = read_object(found, where)
+        targets = read_patterns(group.get("targets"), f"{where}.targets") or _LAYERS
+        return targets, read_scheme(where, group, config, self.context.dtype)
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
         if any(matches(pattern, name) for pattern in self._ignored):
@@ -68,10 +72,13 @@ class CompressedTensors(WeightFormat):
 
 def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any], dtype: torch.dtype) -> LayerFormat:
     """The layer format of one group. Raises CheckpointError for a scheme that is not read."""
-    weights = group.get("weights") or {}
+    weights = read_object(group.get("weights"), f"{where}.weights")
+    read_object(group.get("input_activations"), f"{where}.input_activations")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
     size, stored = weights.get("group_size"), group.get("format") or config.get("format")
     symmetric = bool(weights.get("symmetric", True))
+    if not isinstance(size, int | None):
+        raise CheckpointError(f"{where}.weights.group_size is {size!r}; a number or null is expected: correct config.json.")
     if strategy is None:
         strategy = "group" if size and size > 0 else "channel" if size == -1 else "tensor"
     if kind == "float" and bits == 8 and strategy in _FLOAT8:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from frame.core.errors import CheckpointError
+from frame.quantization.fields import read_patterns
 from frame.quantization.patterns import matches
 
 Sharing = Literal["tensor", "channel", "block"]
@@ -57,7 +58,8 @@ def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
     if kind != "e4m3":
         raise CheckpointError(f"quantization_config.fmt is {kind!r}; only e4m3 weights are supported.")
     is_static = config.get("activation_scheme") == "static"
-    plain = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
+    name = "modules_to_not_convert" if config.get("modules_to_not_convert") else "ignored_layers"
+    plain = read_patterns(config.get(name), f"quantization_config.{name}")
     block = config.get("weight_block_size")
     if block is not None:
         return Fp8Format("block", "weight_scale_inv", None, read_block(block), plain)
@@ -66,8 +68,8 @@ def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
     return Fp8Format("tensor", "weight_scale", "input_scale" if is_static else None, plain=plain)
 
 
-def read_block(value: Sequence[int]) -> tuple[int, int]:
+def read_block(value: Any) -> tuple[int, int]:
     """Check the sizes of blocks: (outputs, inputs)."""
-    if len(value) != 2 or not all(isinstance(size, int) and size > 0 for size in value):
+    if not isinstance(value, Sequence) or len(value) != 2 or not all(isinstance(size, int) and size > 0 for size in value):
         raise CheckpointError(f"quantization_config has blocks of {value!r}; two positive sizes are expected, such as [128, 128].")
     return value[0], value[1]

@@ -12,6 +12,7 @@ import torch
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.quantization.fields import check_expression, read_object, read_patterns
 from frame.quantization.integers import Integers, check_owners, unpack_words, word_axis
 from frame.quantization.patterns import matches
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
@@ -34,9 +35,15 @@ class Gptq(WeightFormat):
         stored = config.get("checkpoint_format") or ""
         if stored not in _FORMATS:
             raise CheckpointError(f"quantization_config.checkpoint_format is {stored!r}; of GPTQ's formats gptq and gptq_v2 are read.")
-        self._plain = tuple(config.get("modules_to_not_convert") or ())
-        self._blocks = [name for group in config.get("modules_in_block_to_quantize") or () for name in group]
-        self._dynamic: Mapping[str, Any] = config.get("dynamic") or {}
+        where = "quantization_config"
+        self._plain = read_patterns(config.get("modules_to_not_convert"), f"{where}.modules_to_not_convert")
+        blocks = config.get("modules_in_block_to_quantize") or ()
+        if not isinstance(blocks, list | tuple):
+            raise CheckpointError(f"{where}.modules_in_block_to_quantize is {blocks!r}; a list of lists is expected: correct config.json.")
+        self._blocks = [name for group in blocks for name in read_patterns(group, f"{where}.modules_in_block_to_quantize")]
+        self._dynamic = read_object(config.get("dynamic") or None, f"{where}.dynamic")
+        for pattern in self._dynamic:
+            check_expression(_strip(pattern), f"{where}.dynamic")
         self._make({})  # refuses an unknown scheme before a layer is built
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
@@ -48,8 +55,8 @@ class Gptq(WeightFormat):
         if kind == "linear" and self._blocks and not any(name.endswith(f".{block}") for block in self._blocks):
             return plain
         for pattern, overrides in self._dynamic.items():
-            if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
-                return plain if pattern.startswith("-:") else self._make(overrides)
+            if re.match(_strip(pattern), name):
+                return plain if pattern.startswith("-:") else self._make(read_object(overrides, f"quantization_config.dynamic.{pattern}"))
         return self._make({})
 
     def _make(self, overrides: Mapping[str, Any]) -> GptqLayer:
@@ -61,6 +68,11 @@ class Gptq(WeightFormat):
             raise CheckpointError(f"quantization_config.group_size is {group!r}; a positive number or -1 (all inputs) is expected.")
         is_second = config.get("checkpoint_format") == "gptq_v2"
         return GptqLayer(self.context.dtype, int(bits), max(0, group), bool(config.get("desc_act")), 0 if is_second else 1)
+
+
+def _strip(pattern: str) -> str:
+    """The regular expression of an override, without its sign."""
+    return pattern.removeprefix("+:").removeprefix("-:")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, WeightFormat
+from frame.quantization.fields import read_patterns
 from frame.quantization.patterns import matches
 from frame.quantization.plain import PlainLayer
 
@@ -25,7 +26,7 @@ class ListedFormat(WeightFormat):
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self.config: dict[str, Any] = dict(context.checkpoint_config or {})
-        self._plain = tuple(name for key in _LISTS for name in self.config.get(key) or ())
+        self._plain = tuple(name for key in _LISTS for name in read_patterns(self.config.get(key), f"quantization_config.{key}"))
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
         if (kind == "head" and not self.quantizes_head) or any(matches(pattern, name) for pattern in self._plain):

@@ -30,7 +30,7 @@ class ModelOpt(ListedFormat):
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         algorithm = self.config.get("quant_algo")
-        if algorithm not in _LAYOUTS:
+        if not isinstance(algorithm, str) or algorithm not in _LAYOUTS:
             raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of ModelOpt's formats {', '.join(_LAYOUTS)} are read.")
         self._layout = _LAYOUTS[algorithm]
 

@@ -19,6 +19,7 @@ from frame.core.interfaces.weight_format import (
     StoredTensor,
     WeightScheme,
 )
+from frame.quantization.fields import read_object
 from frame.quantization.fp8_weights import FP8
 from frame.quantization.integers import Integers
 from frame.quantization.listed import ListedFormat
@@ -64,16 +65,20 @@ def _read_type(found: Any, dtype: torch.dtype) -> TorchAoLayer:
     name = chosen.get("_type") if isinstance(chosen, Mapping) else found
     if not isinstance(chosen, Mapping) or name not in _TYPES:
         raise CheckpointError(f"{where} is {name!r}; of torchao's types {', '.join(_TYPES)} are read: quantize the model to one of them.")
-    if chosen.get("_version", 1) < 2:
+    version = chosen.get("_version", 1)
+    if not isinstance(version, int):
+        raise CheckpointError(f"{where}._version is {version!r}; a number is expected: correct config.json.")
+    if version < 2:
         raise CheckpointError(f"{where} is version 1 of {name}, which torchao pickles: save it again with torchao 0.15 or later.")
-    data, bits = chosen.get("_data") or {}, _TYPES[name]
+    data, bits = read_object(chosen.get("_data"), f"{where}._data"), _TYPES[name]
     if "Intx" in name and _name_of(data.get("weight_dtype")) in ("int2", "int3", "int4"):
         bits = 4
     default = "PerGroup" if "Intx" in name else "PerTensor" if name.startswith("Float8Dynamic") else "PerRow"
     granularity = data.get("weight_granularity") or data.get("granularity") or {"_type": default}
     if isinstance(granularity, list):  # of activations and weights
-        granularity = granularity[-1]
-    shared, group = granularity.get("_type"), (granularity.get("_data") or {}).get("group_size", 32)
+        granularity = granularity[-1] if granularity else None
+    granularity = read_object(granularity, f"{where}.granularity")
+    shared, group = granularity.get("_type"), read_object(granularity.get("_data"), f"{where}.granularity._data").get("group_size", 32)
     if data.get("group_size"):
         shared, group = "PerGroup", data["group_size"]
     if shared == "PerGroup" and bits and isinstance(group, int) and group > 0:

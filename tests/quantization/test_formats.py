@@ -319,6 +319,44 @@ def test_schemes_by_layer_within_a_merged_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "config", "sentence"),
     [
+        (CompressedTensors, {"config_groups": [1]}, r"config_groups is \[1\]; a JSON object is expected"),
+        (CompressedTensors, {"config_groups": {"a": "x"}}, "config_groups.a is 'x'; a JSON object is expected"),
+        (CompressedTensors, {"config_groups": {"a": {"weights": "x"}}}, "config_groups.a.weights is 'x'; a JSON object"),
+        (CompressedTensors, {"config_groups": {"a": {"input_activations": [8]}}}, r"a.input_activations is \[8\]; a JSON object"),
+        (CompressedTensors, {"config_groups": {"a": {"weights": {"group_size": "x"}}}}, "a.weights.group_size is 'x'; a number"),
+        (CompressedTensors, {"config_groups": {"a": {"targets": "Linear"}}}, "a.targets is 'Linear'; a list of strings is expected"),
+        (CompressedTensors, {"config_groups": {"a": {"targets": ["re:*x"]}}}, r"a.targets has the wrong regular expression '\*x' \("),
+        (CompressedTensors, {"config_groups": {"a": {}}, "ignore": ["re:("]}, r"ignore has the wrong regular expression '\('"),
+        (CompressedTensors, {"config_groups": {"a": {}}, "ignore": "lm_head"}, "ignore is 'lm_head'; a list of strings"),
+        (CompressedTensors, {"config_groups": {"a": {}}, "sparsity_config": "dense"}, "sparsity_config is 'dense'; a JSON object"),
+        (Gptq, {"bits": 4, "dynamic": ["a"]}, r"dynamic is \['a'\]; a JSON object is expected"),
+        (Gptq, {"bits": 4, "dynamic": {"+:(": {}}}, r"dynamic has the wrong regular expression '\('"),
+        (Gptq, {"bits": 4, "dynamic": {".*": [8]}}, r"dynamic\..\* is \[8\]; a JSON object is expected"),
+        (Gptq, {"bits": 4, "modules_to_not_convert": 3}, "modules_to_not_convert is 3; a list of strings"),
+        (Gptq, {"bits": 4, "modules_in_block_to_quantize": 3}, "modules_in_block_to_quantize is 3; a list of lists"),
+        (Gptq, {"bits": 4, "modules_in_block_to_quantize": ["up_proj"]}, "modules_in_block_to_quantize is 'up_proj'; a list of strings"),
+        (Awq, {"bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'; a list of strings"),
+        (Fp8, {"quant_method": "fp8", "ignored_layers": ["re:("]}, "ignored_layers has the wrong regular expression"),
+        (Fp8, {"quant_method": "fp8", "weight_block_size": 128}, "blocks of 128; two positive sizes"),
+        (ModelOpt, {"quant_algo": ["FP8"]}, r"quant_algo is \['FP8'\]; of ModelOpt's formats"),
+        *(
+            (TorchAo, {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, **wrong}}}, sentence)
+            for wrong, sentence in (
+                ({"_version": "2"}, "quant_type._version is '2'; a number"),
+                ({"_data": "x"}, "quant_type._data is 'x'; a JSON object"),
+                ({"_data": {"granularity": "PerRow"}}, "quant_type.granularity is 'PerRow'; a JSON object"),
+            )
+        ),
+    ],
+)
+def test_fields_of_a_wrong_type_are_named(target: type, config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        target(FormatContext(torch.float32, config)).describe_layer("model.layers.0.mlp.up_proj", "linear")
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "sentence"),
+    [
         (Gptq, {"bits": 5}, r"bits is 5; of GPTQ's numbers of bits 2, 3, 4, 8 are read"),
         (Gptq, {"bits": 4, "group_size": 0}, "group_size is 0"),
         (Gptq, {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),

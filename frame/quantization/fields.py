@@ -1,0 +1,39 @@
+"""Checks the fields of a checkpoint's `quantization_config`. Used by the weight formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from frame.core.errors import CheckpointError
+
+
+def read_object(found: Any, where: str) -> Mapping[str, Any]:
+    """A JSON object; {} for null. Raises CheckpointError for another type."""
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{where} is {found!r}; a JSON object is expected: correct config.json.")
+    return found
+
+
+def read_patterns(found: Any, where: str) -> tuple[str, ...]:
+    """Patterns of layer names, see `patterns.matches`; () for null. Raises CheckpointError for
+    another type than a list of strings, and for a wrong regular expression."""
+    if found is None:
+        return ()
+    if not isinstance(found, list | tuple) or not all(isinstance(pattern, str) for pattern in found):
+        raise CheckpointError(f"{where} is {found!r}; a list of strings is expected: correct config.json.")
+    for pattern in found:
+        if pattern.startswith("re:"):
+            check_expression(pattern.removeprefix("re:"), where)
+    return tuple(found)
+
+
+def check_expression(expression: str, where: str) -> None:
+    """Raises CheckpointError for a wrong regular expression."""
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(f"{where} has the wrong regular expression {expression!r} ({error}): correct config.json.") from None
