@@ -39,12 +39,11 @@ def draw_prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 class Frame:
-    def __init__(self, work: Path, variant: str, threads: int) -> None:
+    def __init__(self, work: Path, variant: str, threads: int, keys: dict[str, Any]) -> None:
         from frame import Engine, SamplingParams
 
-        keys: dict[str, Any] = {}
         if variant != "bf16":
-            keys = {"quantization": variant, "plugins_options": {f"weight_format/{variant}": {"head": True}}}
+            keys = {**keys, "quantization": variant, "plugins_options": {f"weight_format/{variant}": {"head": True}}}
         self.params = lambda tokens: SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
         self.engine = Engine(
             model=str(work / "model"), dtype="bfloat16", skip_tokenizer_init=True, threads=threads, max_total_tokens=16384, **keys
@@ -58,7 +57,7 @@ class Frame:
 class Llama:
     """llama.cpp's C interface: prompts in batches, then one step of all sequences at a time."""
 
-    def __init__(self, work: Path, variant: str, threads: int) -> None:
+    def __init__(self, work: Path, variant: str, threads: int, keys: dict[str, Any]) -> None:
         import llama_cpp
         import numpy
 
@@ -100,7 +99,7 @@ class Llama:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The part of `run` in a process of its own."""
     kind, variant = options.engine.split(":")
-    engine = {"frame": Frame, "llama": Llama}[kind](options.work, variant, options.threads)
+    engine = {"frame": Frame, "llama": Llama}[kind](options.work, variant, options.threads, json.loads(options.keys))
     loaded = time.time() - options.began
 
     def spend(streams: int, length: int, tokens: int, seed: int) -> tuple[float, float]:
@@ -127,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
         for engine in engines[::-1] if number % 2 else engines:
             python = options.peer if engine.startswith("llama") else sys.executable
             command = [python, __file__, "part", "--engine", engine, "--began", repr(time.time())]
-            for name in ("work", "threads", "steps", "length", "prompt"):
+            for name in ("work", "threads", "steps", "length", "prompt", "keys"):
                 command += [f"--{name}", str(getattr(options, name))]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -135,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
             rows.append({**json.loads(done.stdout.splitlines()[-1]), "round": number, "load": os.getloadavg()[0]})
             print(json.dumps(rows[-1]), flush=True)
             if options.json:
-                about = {key: getattr(options, key) for key in ("threads", "steps", "length", "prompt")}
+                about = {key: getattr(options, key) for key in ("threads", "steps", "length", "prompt", "keys")}
                 options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     for mine, theirs in PAIRS:
         for key in ("step_1_ms", "step_8_ms", "step_32_ms", "prompt_ms"):
@@ -214,6 +213,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--length", type=int, default=64, help="tokens of a prompt before the decode steps")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt that is timed")
+    parser.add_argument("--keys", default="{}", help="JSON of further keywords of frame's Engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine")
     parser.add_argument("--began", type=float, default=0.0)

@@ -4,8 +4,9 @@ Each launch reads another weight, and all weights together exceed the caches, as
 
     OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --json benchmarks/results/cpu-products.json
 
-The kernel `amx` is timed where frame-amx is installed. `--cpu-time`, with one thread, for a machine
-that does other work.
+The kernels `amx` and `avx512` are timed where frame-x86 is installed; name the others where the CPU
+has no AMX (`--kernels plain,cpu_int8,cpu_int4,avx512`). With ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16
+oneDNN does not use AMX. `--cpu-time`, with one thread, is for a machine that does other work.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ KERNELS = {
     "amx, plain": WeightScheme("plain"),
     "amx, int8": WeightScheme("int8"),
     "amx, int4": WeightScheme("int4", (1, 64), zeros=True),
+    "avx512, plain": WeightScheme("plain"),
+    "avx512, int8": WeightScheme("int8"),
+    "avx512, int4": WeightScheme("int4", (1, 64), zeros=True),
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through
@@ -53,11 +57,11 @@ def make_products(
 
 
 @torch.inference_mode()
-def measure(layer: str, rows_of: list[int], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
+def measure(layer: str, kernels: list[str], rows_of: list[int], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     registry = load_registry()
     outputs, inputs = LAYERS[layer]
     copies = BYTES // (2 * outputs * inputs)
-    known = {record.name for record in registry.records("gemm_kernel")}
+    known = {record.name for record in registry.records("gemm_kernel")}.intersection(kernels)
     names = [name for name in KERNELS if name.partition(",")[0] in known]
     products = {name: make_products(registry, name, outputs, inputs, copies) for name in names}
     found = []
@@ -81,13 +85,14 @@ def measure(layer: str, rows_of: list[int], repeats: int, clock: Callable[[], fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--kernels", default="plain,cpu_int8,cpu_int4,amx,avx512")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = [int(count) for count in arguments.rows.split(",")]
     clock = time.thread_time if arguments.cpu_time else time.perf_counter
-    results = [row for layer in LAYERS for row in measure(layer, rows, arguments.repeats, clock)]
+    results = [row for layer in LAYERS for row in measure(layer, arguments.kernels.split(","), rows, arguments.repeats, clock)]
     if arguments.json:
         about = {
             "time": "CPU" if arguments.cpu_time else "wall",

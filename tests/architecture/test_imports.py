@@ -84,7 +84,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),
     ("frame_quantize", DATA),
-    ("frame_amx", (*DATA, MARKER)),
+    ("frame_x86", (*DATA, MARKER)),
     ("frame_bitsandbytes", (*DATA, MARKER)),
     ("frame_gguf", (*DATA, MARKER)),
     ("frame_ray", (*DATA, MARKER, "frame.core.ipc.child_process", "frame.entrypoints.router", *RENDEZVOUS)),

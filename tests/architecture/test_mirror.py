@@ -99,7 +99,7 @@ UNTESTED: dict[str, str] = {
     "frame.core.sampling.prompt_logprobs": "tests/core/execution/test_model_runner.py compares chunks with whole prompts",
     "frame.core.interfaces.attention_spec": "one data class and a protocol; every test of an attention backend uses both",
     "frame.core.interfaces.rank_context": "data classes and protocols; every backend under test is built from them",
-    "frame.core.interfaces.row_operations": "data and a protocol; tests of frame-amx and of the Triton kernels use them",
+    "frame.core.interfaces.row_operations": "data and a protocol; tests of frame-x86 and of the Triton kernels use them",
     "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",
     "frame.testing.pytest_plugin": "run as a pytest plugin by tests/examples and tests/testing",
     "frame.entrypoints.tools.bench.offline": "the Python API's engine runs the workloads that tests/entrypoints/cli/test_bench.py asks for",

@@ -143,7 +143,7 @@ extern "C" {
 
 // x [rows, size], `stride` apart. stream += x if it is not null ([rows, size], `apart` apart; rounded
 // before it is normed); out [rows, size] = norm(stream) * weight, or of x. size: a multiple of 16.
-void frame_amx_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t stride, bf16 *stream, int64_t apart, const float *weight,
+void frame_x86_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t stride, bf16 *stream, int64_t apart, const float *weight,
                             float eps, bf16 *out, int threads) {
   RunCall([=] {
 #pragma omp parallel for num_threads(CountThreads(rows * size, threads))
@@ -167,7 +167,7 @@ void frame_amx_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t s
 // is not null) and rotates queries into q [tokens, heads, dim] and keys in place, then stores keys
 // and values at `slots` of the caches [slots, kv_heads, dim], unless `slots` is null. dim and half of
 // `rotated`: multiples of 16.
-void frame_amx_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int heads, int kv_heads, int dim, int rotated,
+void frame_x86_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int heads, int kv_heads, int dim, int rotated,
                                const int64_t *positions, const bf16 *table, const float *weights, float eps, const int64_t *slots,
                                bf16 *k_cache, bf16 *v_cache, bf16 *q, int threads) {
   RunCall([=] {
@@ -200,7 +200,7 @@ void frame_amx_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int he
 // q [rows, heads, dim] -> out of that shape: attention of one token per row to the last `window`
 // (0: all) of its `lengths[row]` cached positions. Caches [pages, page_size, kv_heads, dim]; the
 // pages of a row are those of `table` [slots, width] at slots[row]. dim: a multiple of 32.
-void frame_amx_attend(const bf16 *q, int64_t rows, int heads, int kv_heads, int dim, const bf16 *k_cache, const bf16 *v_cache,
+void frame_x86_attend(const bf16 *q, int64_t rows, int heads, int kv_heads, int dim, const bf16 *k_cache, const bf16 *v_cache,
                       int64_t page_size, const int32_t *table, int64_t width, const int64_t *slots, const int32_t *lengths,
                       int64_t window, float scale, bf16 *out, int threads) {
   RunCall([=] {

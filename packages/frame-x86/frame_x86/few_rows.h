@@ -1,10 +1,12 @@
-// The product of one row by dot products in registers, without tiles. It reads kStreams outputs at
-// once from places far apart: a core then has more of memory under way than with one place, because
-// its prefetcher follows each place. Included by products.cpp, whose types it uses.
+// The product of one row, and of several rows with plain weights, by dot products in registers,
+// without tiles. It reads kStreams outputs at once from places far apart: a core then has more of
+// memory under way than with one place, because its prefetcher follows each place. Included by
+// products.cpp, whose types it uses.
 
 constexpr int kStreams = 8;   // places, and outputs that are computed together
 constexpr int kBlock = 128;   // inputs of a register of int4 codes
 constexpr int kAhead = 1024;  // bytes that are fetched ahead in each place
+constexpr int kMostRows = 3;  // of plain weights, of which the sums are in registers
 
 // A row as fixed-point numbers of two digits. `sums`: int8 [2][16], what each lane of a digit begins
 // with, because codes are multiplied with 128 added; int4 [groups], the sums of the numbers as
@@ -18,22 +20,12 @@ struct OneRow {
 
   OneRow(const bf16 *x, const Weight &w, void *memory)
       : high((int8_t *)memory), low(high + w.inputs), sums(low + w.inputs) {
-    if (w.kind == kPlain) return;
-    auto load = [&](int64_t k) {
-      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x + k))), 16));
-    };
-    __m512 most = _mm512_set1_ps(1e-30f), wrong = _mm512_setzero_ps();  // NaN if x has a NaN or an infinity
-    for (int64_t k = 0; k < w.inputs; k += 16) {
-      most = _mm512_max_ps(most, _mm512_abs_ps(load(k)));
-      wrong = _mm512_fmadd_ps(load(k), _mm512_setzero_ps(), wrong);
-    }
-    step = _mm512_reduce_max_ps(most) / kMost + _mm512_reduce_add_ps(wrong);
+    step = FindStep(x, w.inputs);
     const __m512 scale = _mm512_set1_ps(1 / step);
     __m512i total = _mm512_setzero_si512();
     for (int64_t k = 0; k < w.inputs; k += 16) {
-      const __m512 number = _mm512_mul_ps(load(k), scale);
-      const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(number, _mm512_set1_ps(1.f / kDigit)));
-      const __m512i second = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(first), _mm512_set1_ps(kDigit), number));
+      __m512i first, second;
+      Split(x + k, scale, &first, &second);
       // 128 codes of int4 unpack to every other 16 inputs in the low nibbles, then to the rest
       const int64_t part = k / 16 % 8, at = w.kind == kInt8 ? k : k - part * 16 + part / 2 * 16 + part % 2 * 64;
       _mm_store_si128((__m128i *)(high + at), _mm512_cvtepi32_epi8(first));
@@ -54,22 +46,36 @@ struct OneRow {
   }
 };
 
+inline ALWAYS __m512i LoadAhead(const uint8_t *from) {
+  _mm_prefetch((const char *)from + kAhead, _MM_HINT_T0);
+  return _mm512_loadu_si512(from);
+}
+
 // The sums of kStreams outputs, `apart` from each other, in the lanes of a register each.
-template <int kind>
-inline void SumStreams(const Weight &w, const bf16 *x, const OneRow &row, int64_t first, int64_t apart, __m512 totals[kStreams]) {
+template <int rows>
+inline void SumPlain(const Weight &w, const bf16 *x, int64_t x_stride, int64_t first, int64_t apart, __m512 (*totals)[kStreams]) {
   const uint8_t *codes = w.codes + first * w.RowBytes();
   const int64_t stride = apart * w.RowBytes();
-  auto load = [&](int i, int64_t at) {
-    const uint8_t *from = codes + i * stride + at;
-    _mm_prefetch((const char *)from + kAhead, _MM_HINT_T0);
-    return _mm512_loadu_si512(from);
-  };
-  if constexpr (kind == kPlain) {
-    for (int i = 0; i < kStreams; i++) totals[i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < w.inputs; k += kStep)
-      for (int i = 0; i < kStreams; i++)
-        totals[i] = _mm512_dpbf16_ps(totals[i], (__m512bh)load(i, 2 * k), (__m512bh)_mm512_loadu_si512(x + k));
-  } else if constexpr (kind == kInt8) {
+  __m512 sums[rows][kStreams];
+  Repeat<rows>([&](auto r) ALWAYS { Repeat<kStreams>([&](auto i) ALWAYS { sums[r][i] = _mm512_setzero_ps(); }); });
+  for (int64_t k = 0; k < w.inputs; k += kStep) {
+    __m512i row[rows];
+    Repeat<rows>([&](auto r) ALWAYS { row[r] = _mm512_loadu_si512(x + r * x_stride + k); });
+    Repeat<kStreams>([&](auto i) ALWAYS {
+      const __m512i numbers = LoadAhead(codes + i * stride + 2 * k);
+      Repeat<rows>([&](auto r) ALWAYS { asm("vdpbf16ps %2, %1, %0" : "+v"(sums[r][i]) : "v"(numbers), "v"(row[r])); });
+    });
+  }
+  Repeat<rows>([&](auto r) ALWAYS { Repeat<kStreams>([&](auto i) ALWAYS { totals[r][i] = sums[r][i]; }); });
+}
+
+// Those of one row and a quantized weight.
+template <int kind>
+inline void SumCodes(const Weight &w, const OneRow &row, int64_t first, int64_t apart, __m512 totals[kStreams]) {
+  const uint8_t *codes = w.codes + first * w.RowBytes();
+  const int64_t stride = apart * w.RowBytes();
+  auto load = [&](int i, int64_t at) { return LoadAhead(codes + i * stride + at); };
+  if constexpr (kind == kInt8) {
     __m512i high[kStreams], low[kStreams];
     for (int i = 0; i < kStreams; i++) high[i] = _mm512_load_si512(row.sums), low[i] = _mm512_load_si512((int32_t *)row.sums + 16);
     for (int64_t k = 0; k < w.inputs; k += kCodes) {
@@ -113,17 +119,11 @@ inline void SumStreams(const Weight &w, const bf16 *x, const OneRow &row, int64_
   }
 }
 
-// The outputs `first` + i * `apart` of one row.
-template <int kind>
-inline void MultiplyStreams(const Weight &w, const bf16 *x, const OneRow &row, int64_t first, int64_t apart, const Target &target) {
-  __m512 totals[kStreams];
-  SumStreams<kind>(w, x, row, first, apart, totals);
+// Writes the outputs `first` + i * `apart` of a row, the lanes of `totals[i]` times `factors[i]`.
+inline void WriteStreams(const __m512 totals[kStreams], const float *factors, int64_t first, int64_t apart, const Target &target) {
   alignas(64) float sums[16];
   alignas(16) bf16 rounded[16];
-  for (int i = 0; i < kStreams; i++) {
-    const float factor = kind == kPlain ? 1 : kind == kInt8 ? row.step * w.scales[first + i * apart] : row.step;
-    sums[i] = _mm512_reduce_add_ps(totals[i]) * factor;
-  }
+  for (int i = 0; i < kStreams; i++) sums[i] = _mm512_reduce_add_ps(totals[i]) * factors[i];
   __m512 out = _mm512_zextps256_ps512(_mm256_load_ps(sums));
   if (target.gated) out = _mm512_mul_ps(Silu(out), _mm512_shuffle_f32x4(out, out, 1));  // the second half of the streams
   _mm256_store_si256((__m256i *)rounded, (__m256i)_mm512_cvtneps_pbh(out));
@@ -135,5 +135,26 @@ void RunOne(const Weight &w, const bf16 *x, const Target &target, int threads) {
   const OneRow row(x, w, packed_rows.Get(OneRow::CountBytes(w)));
   const int64_t apart = w.outputs / kStreams;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, std::max<int64_t>(1, apart / (threads * 8)))
-  for (int64_t first = 0; first < apart; first++) MultiplyStreams<kind>(w, x, row, first, apart, target);
+  for (int64_t first = 0; first < apart; first++) {
+    __m512 totals[kStreams];
+    SumCodes<kind>(w, row, first, apart, totals);
+    float factors[kStreams];
+    for (int i = 0; i < kStreams; i++) factors[i] = kind == kInt8 ? row.step * w.scales[first + i * apart] : row.step;
+    WriteStreams(totals, factors, first, apart, target);
+  }
+}
+
+// A few rows with a plain weight.
+void RunPlain(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Target &target, int threads) {
+  constexpr decltype(&SumPlain<1>) kFunctions[] = {nullptr, SumPlain<1>, SumPlain<2>, SumPlain<3>};
+  constexpr float kOnes[kStreams] = {1, 1, 1, 1, 1, 1, 1, 1};
+  const int64_t apart = w.outputs / kStreams, parts = (rows + kMostRows - 1) / kMostRows;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, std::max<int64_t>(1, apart / (threads * 8)))
+  for (int64_t first = 0; first < apart; first++)
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
+      __m512 totals[kMostRows][kStreams];
+      kFunctions[end - begin](w, x + begin * stride, stride, first, apart, totals);
+      for (int64_t r = begin; r < end; r++) WriteStreams(totals[r - begin], kOnes, first, apart, target.From(r));
+    }
 }

@@ -14,30 +14,33 @@ from typing import Any
 import torch  # noqa: F401 - before the library, which shares the threads of torch's libgomp
 
 from frame.core.errors import ConfigurationError
+from frame_x86 import list_cpu_obstacles
 
 _INT, _LONG, _FLOAT, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_PRODUCT = (  # the weight; x and the result
+    *(_INT, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS), *(_ADDRESS, _LONG, _LONG, _ADDRESS, _INT, _INT)
+)  # fmt: skip
 _FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]], ...]] = {
-    # the weight; x and the result
-    "frame_amx_multiply": (
-        *(_INT, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS), *(_ADDRESS, _LONG, _LONG, _ADDRESS, _INT, _INT)
-    ),
+    "frame_x86_multiply": _PRODUCT,
+    "frame_x86_multiply_few": _PRODUCT,
+    "frame_x86_multiply_panels": _PRODUCT,
     # x; the stream; the weight; the result
-    "frame_amx_add_rms_norm": (_ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _LONG, _ADDRESS, _FLOAT, _ADDRESS, _INT),
+    "frame_x86_add_rms_norm": (_ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _LONG, _ADDRESS, _FLOAT, _ADDRESS, _INT),
     # qkv; the rotation; the norm; the cache; queries
-    "frame_amx_norm_rope_store": (
+    "frame_x86_norm_rope_store": (
         *(_ADDRESS, _LONG, _LONG, _INT, _INT, _INT, _INT), *(_ADDRESS, _ADDRESS, _ADDRESS, _FLOAT),
         *(_ADDRESS, _ADDRESS, _ADDRESS), *(_ADDRESS, _INT)
     ),
     # queries; the cache; the rows; the scores and the result
-    "frame_amx_attend": (
+    "frame_x86_attend": (
         *(_ADDRESS, _LONG, _INT, _INT, _INT), *(_ADDRESS, _ADDRESS, _LONG), *(_ADDRESS, _LONG, _ADDRESS, _ADDRESS),
         *(_LONG, _FLOAT, _ADDRESS, _INT)
     ),
-    # calls that are kept; what `frame_amx_end` returned
-    "frame_amx_begin": (),
-    "frame_amx_end": (),
-    "frame_amx_replay": (_ADDRESS,),
-    "frame_amx_free": (_ADDRESS,),
+    # calls that are kept; what `frame_x86_end` returned
+    "frame_x86_begin": (),
+    "frame_x86_end": (),
+    "frame_x86_replay": (_ADDRESS,),
+    "frame_x86_free": (_ADDRESS,),
 }  # fmt: skip
 
 
@@ -48,18 +51,23 @@ def find_library() -> Path | None:
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The library; None where the CPU or the operating system has no AMX tiles with bfloat16.
-    Raises ConfigurationError if it was not compiled."""
+    """The library; None where the CPU cannot run it. Raises ConfigurationError if it was not
+    compiled."""
     path = find_library()
     if path is None:
-        raise ConfigurationError("frame-amx has no compiled library: install it with a C++ compiler, or uninstall it.")
-    return _open(path)
+        raise ConfigurationError("frame-x86 has no compiled library: install it with a C++ compiler, or uninstall it.")
+    return None if list_cpu_obstacles() else _open(path)
+
+
+def request_tiles(library: ctypes.CDLL) -> bool:
+    """Whether the operating system lets this process use the tiles of AMX."""
+    return not list_cpu_obstacles(needs_tiles=True) and not library.frame_x86_request_tiles()
 
 
 @cache
-def _open(path: Path) -> ctypes.CDLL | None:
+def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, _ADDRESS if name == "frame_amx_end" else None
-    return None if library.frame_amx_open() else library
+        function.argtypes, function.restype = arguments, _ADDRESS if name == "frame_x86_end" else None
+    return library

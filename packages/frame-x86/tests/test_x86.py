@@ -1,5 +1,5 @@
-"""The kernel and the attention backend `amx`: their suites, products of every way in which the
-kernel multiplies, and the operations between the products."""
+"""The kernels `amx` and `avx512` and the attention backend `avx512`: their suites, products of
+every way in which the kernels multiply, and the operations between the products."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import frame_amx
+import frame_x86
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from frame_amx import library
-from frame_amx.attention import AmxAttention
-from frame_amx.kernel import AmxKernel, AmxProduct
-from frame_amx.operations import AmxOperations
+from frame_x86 import library
+from frame_x86.attention import Avx512Attention
+from frame_x86.kernel import AmxKernel, Avx512Kernel, X86Kernel, X86Product
+from frame_x86.operations import X86Operations
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
-from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements, Speed
+from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
-from frame.core.interfaces.weight_format import WeightScheme
+from frame.core.interfaces.weight_format import Codes, WeightScheme
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.packed_weights import make_weight
 
 FOLDER = Path(__file__).parents[1]
-FLAGS = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-pytestmark = pytest.mark.skipif("amx_bf16" not in FLAGS or not shutil.which("c++"), reason="needs a CPU with AMX and a C++ compiler")
+pytestmark = pytest.mark.skipif(
+    bool(frame_x86.list_cpu_obstacles()) or not shutil.which("c++"), reason="needs a CPU with AVX-512, VNNI and BF16, and a C++ compiler"
+)
+NO_TILES = pytest.mark.skipif(not frame_x86.has_tiles(), reason="needs a CPU with AMX")
+KERNELS = [pytest.param(AmxKernel, marks=NO_TILES, id="amx"), pytest.param(Avx512Kernel, id="avx512")]
 SCHEMES = (
     WeightScheme("plain"),
     WeightScheme("int8"),
@@ -46,10 +50,10 @@ SCHEMES = (
 @pytest.fixture(scope="module")
 def built_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, built as an installation builds it."""
-    folder = tmp_path_factory.mktemp("amx")
+    folder = tmp_path_factory.mktemp("x86")
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "temp")]
     subprocess.run(command, cwd=FOLDER, check=True, capture_output=True)
-    return next((folder / "frame_amx").glob("_products*"))
+    return next((folder / "frame_x86").glob("_products*"))
 
 
 @pytest.fixture(autouse=True)
@@ -57,21 +61,28 @@ def found_library(built_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_library", lambda: built_library)
 
 
-def make_kernel() -> AmxKernel:
-    return AmxKernel(build_context("cpu", torch.bfloat16, 16))
+def make_kernel(kernel: type[X86Kernel] = Avx512Kernel) -> X86Kernel:
+    return kernel(build_context("cpu", torch.bfloat16, 16))
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < 8e-3  # two roundings to bfloat16
 
 
-@pytest.mark.parametrize(("kind", "plugin", "least"), [("gemm_kernel", AmxKernel, 12), ("attention_backend", AmxAttention, 8)])
-def test_conformance(kind: str, plugin: type, least: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "plugin", "least"),
+    [
+        pytest.param("gemm_kernel", "amx", AmxKernel, 12, marks=NO_TILES),
+        ("gemm_kernel", "avx512", Avx512Kernel, 12),
+        ("attention_backend", "avx512", Avx512Attention, 8),
+    ],
+)
+def test_conformance(kind: str, name: str, plugin: type, least: int) -> None:
     registry = load_registry(installed=False)
-    part = registry.kind(kind, "frame_amx")
-    {"gemm_kernel": frame_amx.register_gemm_kernels, "attention_backend": frame_amx.register_attention_backends}[kind](part)
+    part = registry.kind(kind, "frame_x86")
+    {"gemm_kernel": frame_x86.register_gemm_kernels, "attention_backend": frame_x86.register_attention_backends}[kind](part)
     registry.commit(part)
-    subject = conformance.Subject(registry.get(kind, "amx"), plugin, None, conformance.Setting())
+    subject = conformance.Subject(registry.get(kind, name), plugin, None, conformance.Setting())
     done = 0
     for check in conformance.checks(kind, subject):
         try:
@@ -84,14 +95,17 @@ def test_conformance(kind: str, plugin: type, least: int) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_products(scheme: WeightScheme, threads: int) -> None:
-    """Rows up to and beyond tiles and each way's limit; rows apart in memory."""
-    weight = make_weight(scheme, 96, 576, dtype=torch.bfloat16)
-    product, expected = make_kernel().prepare(weight), weight.dequantize(torch.float32).double().t()
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("outputs", [96, 256])
+def test_products(scheme: WeightScheme, threads: int, kernel: type[X86Kernel], outputs: int) -> None:
+    """Rows up to and beyond tiles and each way's limit; rows apart in memory; panels that are read
+    two and eight at once."""
+    weight = make_weight(scheme, outputs, 576, dtype=torch.bfloat16)
+    product, expected = make_kernel(kernel).prepare(weight), weight.dequantize(torch.float32).double().t()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000):
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000 if outputs == 96 else 129):
             x = torch.randn(rows, 580, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, 2:578]
             wanted = x.double() @ expected
             close(product(x), wanted)
@@ -108,10 +122,11 @@ def test_products(scheme: WeightScheme, threads: int) -> None:
     [*SCHEMES[:2], *(WeightScheme("int4", (1, group), zeros=zeros) for group in (64, 192, 384) for zeros in (False, True))],
     ids=str,
 )
-def test_one_row(scheme: WeightScheme) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_row(scheme: WeightScheme, kernel: type[X86Kernel]) -> None:
     """Of int4, 128 inputs whose two halves have one group or two."""
-    weight = make_weight(scheme, 96, 384, dtype=torch.bfloat16)
-    product, x = make_kernel().prepare(weight), (torch.randn(1, 384) + 1).bfloat16()
+    weight = make_weight(scheme, 128, 384, dtype=torch.bfloat16)
+    product, x = make_kernel(kernel).prepare(weight), (torch.randn(1, 384) + 1).bfloat16()
     wanted = x.double() @ weight.dequantize(torch.float32).double().t()
     close(product(x), wanted)
     gate, up = wanted.chunk(2, -1)
@@ -123,8 +138,9 @@ def test_one_row(scheme: WeightScheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:3], ids=str)
-def test_nan_stays_in_its_row(scheme: WeightScheme) -> None:
-    product = make_kernel().prepare(make_weight(scheme, 64, 128, dtype=torch.bfloat16))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_stays_in_its_row(scheme: WeightScheme, kernel: type[X86Kernel]) -> None:
+    product = make_kernel(kernel).prepare(make_weight(scheme, 64, 128, dtype=torch.bfloat16))
     for rows in (4, 20):
         x = torch.randn(rows, 128).bfloat16()
         x[1, 5], x[2, 7] = torch.nan, torch.inf
@@ -141,27 +157,48 @@ def test_nan_stays_in_its_row(scheme: WeightScheme) -> None:
         (WeightScheme("int4", (1, 32), ordered=True), 64, "no order"),
     ],
 )
-def test_obstacles(scheme: WeightScheme, outputs: int, said: str) -> None:
-    assert said in str(make_kernel().find_obstacle(make_weight(scheme, outputs, 64, dtype=torch.bfloat16)))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_obstacles(scheme: WeightScheme, outputs: int, said: str, kernel: type[X86Kernel]) -> None:
+    assert said in str(make_kernel(kernel).find_obstacle(make_weight(scheme, outputs, 64, dtype=torch.bfloat16)))
 
 
-def test_tied_head_shares_the_weight() -> None:
-    kernel = make_kernel()
-    choice = GemmChoice("amx", kernel, (Speed("plain", 0, 1.0),))
+def test_largest_sums() -> None:
+    """Sums of as many inputs as the kernel takes fit an int32."""
+    for scheme, inputs in ((WeightScheme("int8"), 1 << 17), (WeightScheme("int4", (1, 1 << 13), zeros=True), 1 << 14)):
+        weight = make_weight(scheme, 32, inputs, dtype=torch.bfloat16)
+        weight.codes.fill_(127 if scheme.codes == "int8" else 255)
+        if weight.zeros is not None:
+            weight.zeros.zero_()
+        for sign in (1, -1):
+            x = torch.full((1, inputs), float(sign)).bfloat16()
+            close(make_kernel().prepare(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+
+
+def test_what_avx512_leaves_to_others() -> None:
+    weight = make_weight(WeightScheme("int4", (1, 1 << 14)), 64, 1 << 14, dtype=torch.bfloat16)
+    assert "groups of up to 8192 inputs" in str(make_kernel().find_obstacle(weight))
+    weight = replace(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16), rounds_inputs=True)
+    assert "rounded inputs" in str(make_kernel().find_obstacle(weight))
+
+
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_tied_head_shares_the_weight(kernel_class: type[X86Kernel]) -> None:
+    kernel = make_kernel(kernel_class)
+    choice = GemmChoice("x86", kernel, (Speed("plain", 0, 1.0),))
     context = replace(build_context("cpu", torch.bfloat16, 16), gemm_kernels=(choice,))
     embedding = VocabEmbedding(context, "embed", 64, 32)
     head = Head(context, "head", 64, 32, tied=embedding)
     embedding.weight.data.copy_(torch.randn(64, 32))
     head.finish()
-    assert isinstance(head.product, AmxProduct)
+    assert isinstance(head.product, X86Product)
     assert head.product.codes.data_ptr() == embedding.weight.data_ptr()
     x = torch.randn(3, 32).bfloat16()
     close(head(x), x.double() @ embedding.weight.double().t())
 
 
-def operations() -> AmxOperations:
+def operations() -> X86Operations:
     found = make_kernel().row_operations
-    assert isinstance(found, AmxOperations)
+    assert isinstance(found, X86Operations)
     return found
 
 
@@ -208,7 +245,7 @@ def test_rotation_and_store(heads: QKVLayout, is_normed: bool) -> None:
 def test_model_uses_the_operations() -> None:
     """Layers built with the kernel give what PyTorch's operations give."""
     context = build_context("cpu", torch.bfloat16, 16)
-    fast = replace(context, gemm_kernels=(GemmChoice("amx", make_kernel(), (Speed("plain", 0, 1.0),)),))
+    fast = replace(context, gemm_kernels=(GemmChoice("x86", make_kernel(), (Speed("plain", 0, 1.0),)),))
     norms = [RMSNorm(each, "norm", 64, 1e-6, offset) for each in (context, fast) for offset in (0.0, 1.0)]
     for norm in norms:
         norm.weight.data.copy_(torch.linspace(0.5, 1.5, 64))
@@ -222,15 +259,16 @@ def test_model_uses_the_operations() -> None:
             close(got, wanted.double())
 
 
-def test_recorded_calls() -> None:
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_recorded_calls(kernel_class: type[X86Kernel]) -> None:
     """A product, norms, the rotation and attention, made again with other numbers in the same
     tensors."""
     found, heads, rows = operations(), QKVLayout(2, 1, 64, 64), Rows.of([5])
-    kernel, pages = make_kernel(), lay_out(rows, 4, np.random.default_rng(0))
+    kernel, pages = make_kernel(kernel_class), lay_out(rows, 4, np.random.default_rng(0))
     product = kernel.prepare(make_weight(WeightScheme("int8"), 256, 128, dtype=torch.bfloat16))
     caches = [torch.randn(pages.num_pages, 4, 1, 64).bfloat16() for _ in range(2)]
     batch = forward_batch(rows, pages, PlainKVCache(4, caches), "cpu")
-    attention, spec = AmxAttention(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
+    attention, spec = Avx512Attention(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
     x, residual = torch.empty(2, 1, 128).bfloat16()
     weight, table = torch.rand(128), torch.randn(9, 2, 1, 64).bfloat16()
 
@@ -259,12 +297,29 @@ def test_recorded_calls() -> None:
         assert torch.equal(got, each)
 
 
-def test_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both records say what they need; `auto` then chooses other plugins."""
-    monkeypatch.setattr(frame_amx, "has_tiles", lambda: False)
+def test_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records say what they need; `auto` then chooses other plugins."""
     needed = AttentionRequirements("cpu", None, "mha", 64, 64, None, "bfloat16", "bfloat16", 16, phases=("decode",))
-    for reasons in (frame_amx.ATTENTION.unsupported(needed), frame_amx.GEMM.unsupported(GemmRequirements("cpu", None, "bfloat16"))):
-        assert [reason.sentence for reason in reasons] == ["needs a CPU with AMX tiles of bfloat16"]
+    required = GemmRequirements("cpu", None, "bfloat16")
+    avx512 = set(frame_x86.read_cpu_flags()) - {"amx_tile"}
+    monkeypatch.setattr(frame_x86, "read_cpu_flags", lambda: avx512)
+    assert [reason.sentence for reason in frame_x86.AMX.unsupported(required)] == ["needs a CPU with AMX tiles of bfloat16"]
+    assert not frame_x86.ATTENTION.unsupported(needed)
+    assert not frame_x86.AVX512.unsupported(required)
+    assert "no AMX tiles" in str(make_kernel(AmxKernel).find_obstacle(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16)))
+    avx512.remove("avx512_vnni")
+    for reasons in (frame_x86.ATTENTION.unsupported(needed), *(each.unsupported(required) for each in (frame_x86.AMX, frame_x86.AVX512))):
+        assert [reason.sentence for reason in reasons] == ["needs a CPU with AVX-512, its VNNI and its BF16"]
+    assert "no AVX-512" in str(make_kernel().find_obstacle(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("codes", ["plain", "int8", "int4"])
+def test_auto_takes_one_kernel_without_tiles(codes: Codes) -> None:
+    """A second one for other numbers of rows would keep the weights twice."""
+    kernel = make_kernel()
+    speeds = tuple(replace(speed, automatic=True) for speed in frame_x86.AVX512.speeds)
+    choices = [GemmChoice("avx512", kernel, speeds), *make_gemm_kernels(kernel.context)]
+    assert [(rows, choice.name) for rows, choice in choose_ranges(choices, codes)] == [(0, "avx512")]
 
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@
 // inputs is the first operand, and up to 16 rows of x are the columns of the second. Tiles of plain
 // weights are loaded from the weight itself. Quantized weights are multiplied as integers for few
 // rows, with x as fixed-point numbers of two int8 digits; int4 codes are unpacked to int8 for that.
-// For many rows, two tiles of outputs become bfloat16 at a time. One row needs no tiles (one_row.h).
+// For many rows, two tiles of outputs become bfloat16 at a time. Few rows need no tiles (few_rows.h).
 
 #include <immintrin.h>
 #include <omp.h>
@@ -17,11 +17,10 @@
 #include <cstring>
 #include <utility>
 
+#include "common.h"
 #include "recording.h"
 
 namespace {
-
-using bf16 = uint16_t;
 
 constexpr int kTile = 16;    // outputs, and rows of x, of a tile
 constexpr int kStep = 32;    // inputs of a tile
@@ -29,11 +28,7 @@ constexpr int kPair = 2 * kTile;  // outputs of a block: two tiles, which hide e
 constexpr int kFewRows = 64;  // up to which int8 is multiplied as integers; int4 up to half of them
 constexpr int kCodes = 64;    // inputs of a tile of int8
 constexpr int kTileBytes = 1024;
-constexpr int kDigit = 128;          // of x as numbers of two digits
-constexpr int kMost = 127 * kDigit;  // the largest magnitude of a row of x
 constexpr int64_t kPackedBytes = 1 << 20;  // of x in tiles: half of the second-level cache
-
-enum Kind { kPlain = 0, kInt8 = 1, kInt4 = 2 };
 
 struct Weight {
   int kind;
@@ -51,22 +46,6 @@ struct alignas(64) TileConfig {
 };
 
 constexpr TileConfig kConfig;  // a constant: the compiler may drop stores that only the instruction reads
-
-// Memory of one thread that grows and is kept.
-struct Scratch {
-  void *data = nullptr;
-  size_t size = 0;
-  ~Scratch() { free(data); }
-  void *Get(size_t wanted) {
-    if (wanted > size) {
-      free(data);
-      size = (wanted + 4095) / 4096 * 4096;
-      data = aligned_alloc(4096, size);
-      if (!data) abort();
-    }
-    return data;
-  }
-};
 
 thread_local Scratch packed_rows, panel;
 
@@ -158,17 +137,6 @@ inline void Prefetch(const Weight &w, int64_t output, int64_t first, int64_t las
   for (int i = 0; i < kTile; i++)
     for (int64_t at = from; at < to; at += 64) _mm_prefetch((const char *)(w.codes + (output + i) * bytes + at), _MM_HINT_T0);
 }
-
-inline __m512 Exp(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
-  __m512 p = _mm512_set1_ps(1.f / 720);
-  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
-}
-
-inline __m512 Silu(__m512 x) { return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.f), Exp(_mm512_sub_ps(_mm512_setzero_ps(), x)))); }
 
 // Where the sums of a block go: 16 outputs from `first` and 16 from `second` on for some rows.
 struct Target {
@@ -296,22 +264,13 @@ struct Digits {
 
 // 64 codes of int4 unpack to the inputs 0-15, 32-47, 16-31, 48-63: `swaps` gives x this order.
 void SplitRow(const bf16 *x, int64_t inputs, int column, bool swaps, const Digits &to, int8_t *tiles, float *step) {
-  __m512 most = _mm512_set1_ps(1e-30f), wrong = _mm512_setzero_ps();  // NaN if x has a NaN or an infinity
-  auto load = [&](int64_t k) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x + k))), 16));
-  };
-  for (int64_t k = 0; k < inputs; k += 16) {
-    most = _mm512_max_ps(most, _mm512_abs_ps(load(k)));
-    wrong = _mm512_fmadd_ps(load(k), _mm512_setzero_ps(), wrong);
-  }
-  *step = _mm512_reduce_max_ps(most) / kMost + _mm512_reduce_add_ps(wrong);
+  *step = FindStep(x, inputs);
   const __m512 scale = _mm512_set1_ps(1 / *step);
   const int64_t apart = to.wide ? kTileBytes : 4 * kTile / 2;  // of the digits of a row
   for (int64_t k = 0; k < inputs; k += 16) {
     const int64_t part = k / 16 % 4, at = swaps && part % 3 ? 3 - part : part;
-    const __m512 number = _mm512_mul_ps(load(k), scale);
-    const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(number, _mm512_set1_ps(1.f / kDigit)));
-    const __m512i low = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(kDigit), number));
+    __m512i high, low;
+    Split(x + k, scale, &high, &low);
     alignas(16) int both[2][4];
     _mm_store_si128((__m128i *)both[0], _mm512_cvtepi32_epi8(high));
     _mm_store_si128((__m128i *)both[1], _mm512_cvtsepi32_epi8(low));
@@ -442,15 +401,19 @@ void MultiplyUnpacked(const Weight &w, const bf16 *x, int64_t rows, int64_t firs
   }
 }
 
-#include "one_row.h"
+#include "few_rows.h"
 
 template <int kind>
 void Run(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Target &target, int threads) {
   const int64_t blocks = w.outputs / kPair, step = target.gated ? kTile : kPair, apart = target.gated ? w.outputs / 2 : kTile;
   const int64_t most = std::max<int64_t>(kFewRows, kPackedBytes / (2 * w.inputs) / kFewRows * kFewRows);
   const int64_t share = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads * 8)));
-  const int64_t unit = kind == kPlain ? kStep : kind == kInt8 ? kCodes : kBlock;
-  if (rows == 1 && w.inputs % unit == 0 && (kind != kInt4 || w.group % kCodes == 0)) return RunOne<kind>(w, x, target, threads);
+  const int64_t unit = kind == kInt8 ? kCodes : kBlock;
+  if constexpr (kind == kPlain) {
+    if (rows == 1) return RunPlain(w, x, rows, stride, target, threads);
+  } else {
+    if (rows == 1 && w.inputs % unit == 0 && (kind != kInt4 || w.group % kCodes == 0)) return RunOne<kind>(w, x, target, threads);
+  }
   const bool fits = w.inputs % kCodes == 0 && (kind == kInt8 || w.group % kCodes == 0);
   const bool splits = kind != kPlain && fits && rows <= (kind == kInt8 ? kFewRows : kFewRows / 2);
   bf16 *packed = (bf16 *)packed_rows.Get(std::min((rows + kTile - 1) / kTile * kTile, most) * w.inputs * 2);
@@ -487,17 +450,16 @@ void Run(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Tar
 
 extern "C" {
 
-// Asks the kernel for the tile registers; 0 if this process may use them.
-int frame_amx_open() {
+// Asks the operating system for the tile registers; 0 if this process may use them.
+int frame_x86_request_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw")) return 1;
   return syscall(SYS_arch_prctl, kRequest, kTileData) ? 1 : 0;
 }
 
 // x bfloat16 [rows, inputs], `stride` numbers apart -> out bfloat16 [rows, outputs], or with
 // `gated` SiLU(first half) * second half [rows, outputs / 2]. inputs: a multiple of 32; outputs:
 // of 32; group: of 32.
-void frame_amx_multiply(int kind, int64_t outputs, int64_t inputs, int64_t group, const void *codes, const float *scales,
+void frame_x86_multiply(int kind, int64_t outputs, int64_t inputs, int64_t group, const void *codes, const float *scales,
                         const int8_t *zeros, const void *x, int64_t rows, int64_t stride, void *out, int gated, int threads) {
   RunCall([=] {
     const Weight w{kind, outputs, inputs, group, (const uint8_t *)codes, scales, zeros};
@@ -506,15 +468,24 @@ void frame_amx_multiply(int kind, int64_t outputs, int64_t inputs, int64_t group
   });
 }
 
+// The same of a plain weight without tiles, for few rows.
+void frame_x86_multiply_few(int, int64_t outputs, int64_t inputs, int64_t, const void *codes, const float *, const int8_t *,
+                            const void *x, int64_t rows, int64_t stride, void *out, int gated, int threads) {
+  RunCall([=] {
+    const Weight w{kPlain, outputs, inputs, inputs, (const uint8_t *)codes, nullptr, nullptr};
+    RunPlain(w, (const bf16 *)x, rows, stride, Target{(bf16 *)out, gated ? outputs / 2 : outputs, gated != 0}, threads);
+  });
+}
+
 // The calls of this thread between `begin` and `end` are kept in what `end` returns. `free` it.
-void frame_amx_begin() { recording = new Recording; }
+void frame_x86_begin() { recording = new Recording; }
 
-void *frame_amx_end() { return std::exchange(recording, nullptr); }
+void *frame_x86_end() { return std::exchange(recording, nullptr); }
 
-void frame_amx_replay(const void *calls) {
+void frame_x86_replay(const void *calls) {
   for (const auto &call : *(const Recording *)calls) call();
 }
 
-void frame_amx_free(void *calls) { delete (Recording *)calls; }
+void frame_x86_free(void *calls) { delete (Recording *)calls; }
 
 }  // extern "C"

@@ -1,6 +1,6 @@
 """Norms, and rotary embedding with the cache store, of bfloat16 rows in one call each.
 
-The kernel `amx` offers them to the layers. Must not know layers.
+The GEMM kernels offer them to the layers. Must not know layers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 _LANES, _MOST_DIM = 16, 256
 
 
-class AmxOperations:
+class X86Operations:
     """`RowOperations` of the library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._add_rms_norm = library.frame_amx_add_rms_norm
-        self._norm_rope_store = library.frame_amx_norm_rope_store
+        self._add_rms_norm = library.frame_x86_add_rms_norm
+        self._norm_rope_store = library.frame_x86_norm_rope_store
 
     def begin_recording(self) -> None:
-        self._library.frame_amx_begin()
+        self._library.frame_x86_begin()
 
     def end_recording(self) -> Recording:
         return Recording(self._library)
@@ -83,9 +83,9 @@ class Recording:
     """The calls of this thread since `begin_recording`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._calls = library.frame_amx_end()
-        self._replay = library.frame_amx_replay
-        weakref.finalize(self, library.frame_amx_free, self._calls)
+        self._calls = library.frame_x86_end()
+        self._replay = library.frame_x86_replay
+        weakref.finalize(self, library.frame_x86_free, self._calls)
 
     def __call__(self) -> None:
         self._replay(self._calls)

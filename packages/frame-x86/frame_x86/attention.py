@@ -1,4 +1,4 @@
-"""The attention backend `amx`: decodes of bfloat16 over the paged cache, by the library.
+"""The attention backend `avx512`: decodes of bfloat16 over the paged cache, by the library.
 
 Loaded by its record. Another backend computes prompts. Must not know a request and a layer.
 """
@@ -12,8 +12,8 @@ import torch
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
-from frame_amx import ATTENTION
-from frame_amx.library import load_library
+from frame_x86 import ATTENTION
+from frame_x86.library import load_library
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.rank_context import RankContext
 
 
-class AmxAttention(AttentionBackend):
+class Avx512Attention(AttentionBackend):
     """Rows of one token each. It needs no plan."""
 
     capabilities: ClassVar[AttentionCapabilities] = ATTENTION
@@ -30,8 +30,8 @@ class AmxAttention(AttentionBackend):
         super().__init__(context, options)
         library = load_library()
         if library is None:
-            raise ConfigurationError("this CPU or operating system has no AMX tiles with bfloat16: set another attention.backend than amx.")
-        self._attend = library.frame_amx_attend
+            raise ConfigurationError("this CPU has no AVX-512 with VNNI and BF16: set another attention.backend than avx512.")
+        self._attend = library.frame_x86_attend
 
     def plan(self, batch: ForwardBatch) -> None:
         return None

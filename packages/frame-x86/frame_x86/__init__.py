@@ -1,0 +1,111 @@
+"""The records of frame-x86. Must not import the plugins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
+from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.weight_format import Codes
+from frame.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from frame.plugins.registry import KindRegistry
+
+# Relative to oneDNN's product with a bfloat16 weight in its own layout, in the layers of Qwen3-0.6B
+# on one core of a Xeon (benchmarks/cpu_products.py, 2026-11-23-cpu-products-amx.json).
+_AMX_SPEEDS = (
+    *(Speed("plain", 32, 1.2), Speed("plain", 0, 1.04)),
+    *(Speed("int8", 16, 1.8), Speed("int8", 64, 1.3), Speed("int8", 0, 0.8)),
+    *(Speed("int4", 16, 2.2), Speed("int4", 32, 1.5), Speed("int4", 0, 0.87)),
+)
+# Relative to oneDNN without AMX (2026-11-24-cpu-products-avx512.json), so `auto` compares them only
+# on CPUs without it. Plain weights with more than 64 rows: 0.91 to 0.98, without a second copy.
+_AVX512_FIGURES: tuple[tuple[Codes, int, float], ...] = (
+    *(("plain", 2, 1.4), ("plain", 8, 1.1), ("plain", 0, 1.0)),
+    *(("int8", 2, 2.8), ("int8", 8, 2.5), ("int8", 0, 3.0)),
+    *(("int4", 4, 4.1), ("int4", 16, 3.2), ("int4", 0, 2.8)),
+)
+_AVX512_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
+_TILE_FLAGS = ("amx_tile", "amx_bf16", "amx_int8")
+
+
+@cache
+def read_cpu_flags() -> frozenset[str]:
+    """The features of the CPU, by the names that Linux gives them; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    return frozenset(path.read_text().split()) if path.exists() else frozenset()
+
+
+def has_tiles() -> bool:
+    """Whether the CPU has AMX tiles with bfloat16 and int8."""
+    return read_cpu_flags().issuperset(_TILE_FLAGS)
+
+
+def list_cpu_obstacles(needs_tiles: bool = False) -> list[Reason]:
+    """Why this CPU cannot run the library, or with `needs_tiles` its AMX kernel; empty: it can."""
+    if not read_cpu_flags().issuperset(_AVX512_FLAGS):
+        return [Reason("needs a CPU with AVX-512, its VNNI and its BF16")]
+    return [Reason("needs a CPU with AMX tiles of bfloat16")] if needs_tiles and not has_tiles() else []
+
+
+@dataclass(frozen=True, slots=True)
+class X86AttentionCapabilities(AttentionCapabilities):
+    """Those of the library, which is compiled for CPUs with AVX-512."""
+
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        return [*AttentionCapabilities.unsupported(self, requirements), *list_cpu_obstacles()]
+
+
+@dataclass(frozen=True, slots=True)
+class X86GemmCapabilities(GemmCapabilities):
+    """Those of the library, or with `needs_tiles` of its AMX kernel."""
+
+    needs_tiles: bool = False
+
+    def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
+        return [*GemmCapabilities.unsupported(self, requirements), *list_cpu_obstacles(self.needs_tiles)]
+
+
+ATTENTION = X86AttentionCapabilities(
+    devices=("cpu",), phases=("decode",), dtypes=("bfloat16",), head_dim_multiple=32, max_head_dim=256, sliding_window=True, graphs="decode"
+)
+AVX512 = X86GemmCapabilities(
+    devices=("cpu",), speeds=tuple(Speed(*figures, automatic=not has_tiles()) for figures in _AVX512_FIGURES), dtypes=("bfloat16",)
+)
+AMX = X86GemmCapabilities(devices=("cpu",), speeds=_AMX_SPEEDS, dtypes=("bfloat16",), needs_tiles=True)
+
+
+@hookimpl
+def register_attention_backends(registry: KindRegistry) -> None:
+    """Add the attention of decodes."""
+    registry.add(
+        "avx512",
+        "frame_x86.attention:Avx512Attention",
+        capabilities=ATTENTION,
+        rank=25,
+        summary="Attention of decodes on CPUs with AVX-512: bfloat16, over the pages in place.",
+    )
+
+
+@hookimpl
+def register_gemm_kernels(registry: KindRegistry) -> None:
+    """Add the kernels of AMX tiles and of AVX-512."""
+    registry.add(
+        "amx",
+        "frame_x86.kernel:AmxKernel",
+        capabilities=AMX,
+        rank=110,
+        summary="bfloat16, int8 and int4 weights by AMX tiles of Intel CPUs, read once from where they are.",
+    )
+    registry.add(
+        "avx512",
+        "frame_x86.kernel:Avx512Kernel",
+        capabilities=AVX512,
+        rank=105,
+        summary="int8 and int4 weights by AVX-512 VNNI, packed once, and few rows with bfloat16 weights.",
+    )

@@ -1,0 +1,188 @@
+"""The GEMM kernels `amx` and `avx512`: products of bfloat16 rows with bfloat16, int8 and int4
+weights by the library `_products`.
+
+Loaded by their records. Must not know checkpoints and layers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct
+from frame.core.interfaces.weight_format import unpack_nibbles
+from frame_x86.library import load_library, request_tiles
+from frame_x86.operations import X86Operations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.rank_context import RankContext
+    from frame.core.interfaces.weight_format import PackedWeight
+
+_KINDS = {"plain": 0, "int8": 1, "int4": 2}
+_OUTPUTS, _INPUTS = 32, 32  # sizes are multiples of them
+_MOST_INPUTS = 1 << 17  # of which an int32 holds the sum
+_MOST_GROUP = 1 << 13  # inputs of an int4 scale, of which an int32 holds the sum with both digits
+_TILE_ROWS, _FEW_ROWS = 128, 64  # of plain weights; for more, PyTorch's product is as fast
+_PANEL = 16  # outputs
+
+
+class X86Kernel(GemmKernel):
+    """Plain weights, int8 with one scale per output, and int4 in groups."""
+
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._library = load_library()
+        if self._library is not None and context.device.type == "cpu" and context.dtype == torch.bfloat16:
+            self.row_operations = X86Operations(self._library)
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        if self._library is None:
+            return "this CPU has no AVX-512 with VNNI and BF16"
+        if weight.codes.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
+            return "it takes bfloat16 activations on a CPU"
+        if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MOST_INPUTS:
+            return f"it takes multiples of {_OUTPUTS} outputs, and of {_INPUTS} inputs up to {_MOST_INPUTS}"
+        if weight.order is not None or weight.outer is not None:
+            return "it takes no order and no second scale"
+        if weight.scheme.codes == "plain":
+            return None
+        rows, width = weight.scheme.group[0], weight.scheme.group[1] or weight.columns
+        if weight.scheme.codes == "int8" and (rows != 1 or width != weight.columns or weight.zeros is not None):
+            return "int8 has one scale per output and no zero points"
+        if rows != 1 or width % _INPUTS or weight.columns % width:
+            return f"it takes groups of one output and a multiple of {_INPUTS} inputs that divides all inputs"
+        return None
+
+    @abstractmethod
+    def prepare(self, weight: PackedWeight) -> X86Product: ...
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+        return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
+
+    def count_bytes(self, weight: PackedWeight) -> int:
+        scales = weight.scales
+        return super().count_bytes(weight) + (0 if scales is None else scales.numel() * (4 - scales.itemsize))  # kept in float32
+
+
+class AmxKernel(X86Kernel):
+    """By AMX tiles, from the codes of the weight itself."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        if self._library is not None and not request_tiles(self._library):
+            return "this CPU or operating system has no AMX tiles with bfloat16"
+        return super().find_obstacle(weight)
+
+    def prepare(self, weight: PackedWeight) -> X86Product:
+        assert self._library is not None
+        return X86Product(self._library.frame_x86_multiply, weight, (weight.codes, weight.scales, weight.zeros), _TILE_ROWS)
+
+
+class Avx512Kernel(X86Kernel):
+    """By VNNI, from panels of quantized weights, which are copies; plain weights are not copied."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        if (obstacle := super().find_obstacle(weight)) is not None:
+            return obstacle
+        if weight.scheme.codes == "int4" and (weight.scheme.group[1] or weight.columns) > _MOST_GROUP:
+            return f"it takes groups of up to {_MOST_GROUP} inputs"
+        return "it multiplies rounded inputs slower than the kernel without this package" if weight.rounds_inputs else None
+
+    def prepare(self, weight: PackedWeight) -> X86Product:
+        assert self._library is not None
+        if weight.scheme.codes == "plain":
+            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.codes, None, None), _FEW_ROWS)
+        return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight))
+
+
+def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(codes, scales, zero points) in panels of 16 outputs.
+
+    Codes uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added; int4 in pairs, inputs 8
+    n to 8 n + 3 in the low nibbles and the next four in the high ones. Scales and zero points
+    [outputs / 16, groups, 16].
+    """
+
+    def split(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+
+    if weight.scheme.codes == "int8":
+        codes = (weight.codes.view(torch.uint8) ^ 128).unflatten(1, (-1, 4))
+    else:
+        low, high = unpack_nibbles(weight.codes)[:, : weight.columns].unflatten(1, (-1, 2, 4)).unbind(2)
+        codes = low | high << 4
+    assert weight.scales is not None
+    return split(codes), split(weight.scales), None if weight.zeros is None else split(weight.zeros)
+
+
+class X86Product:
+    """The product with one weight, by `multiply` of the library. It keeps the `tensors`: codes,
+    scales and zero points in the order that the function takes. Of plain weights the function takes
+    up to `most_plain` rows, and PyTorch multiplies more."""
+
+    def __init__(
+        self,
+        multiply: Callable[..., None],
+        weight: PackedWeight,
+        tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        most_plain: int = 0,
+    ) -> None:
+        codes, scales, zeros = tensors
+        self._multiply = multiply
+        self._most_plain = most_plain if weight.scheme.codes == "plain" else None
+        self.outputs, self._inputs = weight.outputs, weight.columns
+        self.codes = codes.contiguous()
+        self._scales = None if scales is None else scales.float().contiguous()
+        self._zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
+        self.tensors = tuple(tensor for tensor in (self.codes, self._scales, self._zeros) if tensor is not None)
+        sizes = (self.outputs, self._inputs, weight.scheme.group[1] or self._inputs)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in (self.codes, self._scales, self._zeros)]
+        self._weight = (_KINDS[weight.scheme.codes], *sizes, *addresses)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._run(x, self.outputs, 0) if self._takes(x) else F.linear(x, self.codes)
+        return out if bias is None else out.add_(bias)
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        if bias is not None or not self._takes(x):
+            return None
+        return self._run(x, self.outputs // 2, 1)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        return self._most_plain is None or x.numel() <= self._most_plain * self._inputs
+
+    def _run(self, x: torch.Tensor, outputs: int, gated: int) -> torch.Tensor:
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if flat.stride(1) != 1:
+            flat = flat.contiguous()
+        rows = flat.shape[0]
+        out = x.new_empty(rows, outputs)
+        if rows:
+            threads = torch.get_num_threads()
+            self._multiply(*self._weight, flat.data_ptr(), rows, flat.stride(0), out.data_ptr(), gated, threads)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
+
+
+class EachExpert:
+    """The products of rows sorted by expert, one expert after another."""
+
+    def __init__(self, experts: list[X86Product]) -> None:
+        self.experts = experts
+        self.tensors = tuple(tensor for expert in experts for tensor in expert.tensors)
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(len(x), self.experts[0].outputs)
+        first = 0
+        for expert, last in zip(self.experts, ends.tolist(), strict=True):
+            if last > first:
+                out[first:last] = expert(x[first:last])
+            first = last
+        return out
