@@ -44,12 +44,15 @@ def test_products_are_not_made_by_the_reference_of_onednn() -> None:
         from frame.core.interfaces.weight_format import WeightScheme
         from frame.quantization.gemm.cpu_int8 import PackedInt8Product
         from frame.testing.packed_weights import make_weight
-        product = PackedInt8Product(make_weight(WeightScheme("int8"), 96, 512, dtype=torch.bfloat16))
-        for rows in (1, 9, 200):
-            product(torch.randn(rows, 512).bfloat16())
+        for outputs, inputs in ((32, 64), (96, 512), (1408, 256)):
+            weight = make_weight(WeightScheme("int8"), outputs, inputs, dtype=torch.bfloat16)
+            for weight.rounds_inputs in (False, True):
+                product = PackedInt8Product(weight)
+                for rows in (1, 2, 9, 16, 200):
+                    product(torch.randn(rows, inputs).bfloat16())
     """
     verbose = {**os.environ, "ONEDNN_VERBOSE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=verbose, check=True)
     products = [line for line in done.stdout.splitlines() if ",exec,cpu,matmul," in line or ",exec,cpu,inner_product," in line]
-    assert len(products) >= 3
+    assert len(products) >= 24
     assert not [line for line in products if ",ref" in line]

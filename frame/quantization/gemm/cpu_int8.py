@@ -24,6 +24,9 @@ _MOST = 127 * _DIGIT  # the largest magnitude of a row
 # AMX they always cost less. One core with VNNI, ms at 1, 8, 128, 1024 rows: two digits 0.2, 0.3,
 # 2.5, 22; dequantized 1.2, 1.5, 11, 79.
 _DIGIT_ROWS = 64
+# Rows from which on AMX multiplies signed inputs. For fewer, oneDNN's reference multiplies small
+# weights, 3 ms instead of 0.01; of unsigned inputs it multiplies none.
+_SIGNED_ROWS = 16
 _ZERO = 128  # what is added to signed inputs to make them unsigned
 
 
@@ -62,8 +65,8 @@ class PackedInt8Product:
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
     resolves; their two digits are rows of one product. Inputs of checkpoints made for rounded ones
     have one digit. With AMX, other weights keep their codes beside for many rows: to read them from
-    oneDNN's layout takes as long as their product. Without AMX, oneDNN multiplies signed inputs by
-    its reference, 600 times slower, so inputs are unsigned with a zero point.
+    oneDNN's layout takes as long as their product. Without AMX, and for few rows, oneDNN multiplies
+    signed inputs by its reference, so inputs are unsigned with a zero point.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
@@ -99,7 +102,7 @@ class PackedInt8Product:
         if not len(rows):
             return torch.empty(0, len(self.scales))
         zero = 0
-        if not self._has_amx:
+        if not self._has_amx or len(rows) < _SIGNED_ROWS:
             rows, zero = rows.view(torch.uint8) ^ _ZERO, _ZERO
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             rows, 1.0, zero, self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""

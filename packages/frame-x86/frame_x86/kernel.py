@@ -76,8 +76,12 @@ class X86Kernel(GemmKernel):
 class AmxKernel(X86Kernel):
     """By AMX tiles, from the codes of the weight itself."""
 
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._has_tiles = self._library is not None and request_tiles(self._library)
+
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        if self._library is not None and not request_tiles(self._library):
+        if self._library is not None and not self._has_tiles:
             return "this CPU or operating system has no AMX tiles with bfloat16"
         return super().find_obstacle(weight)
 
