@@ -26,7 +26,7 @@ _LAYERS = ("Linear",)  # a target that means all linear layers
 _INPUT_SCALE = "input_scale"
 _FLOAT8 = ("tensor", "channel", "block")
 _INTEGER = ("tensor", "channel", "group")
-_PACKED_BITS = (2, 3, 4, 8)
+_BITS = (2, 3, 4, 8)
 
 
 class CompressedTensors(WeightFormat):
@@ -48,7 +48,7 @@ class CompressedTensors(WeightFormat):
             if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
                 raise CheckpointError(f"quantization_config.{key} is {part!r}; sparse and transformed weights are not read.")
         groups = read_object(config.get("config_groups") or None, "quantization_config.config_groups")
-        if not groups:
+        if not groups and not config.get("kv_cache_scheme"):  # a checkpoint may have scales of the KV cache alone
             raise CheckpointError("quantization_config.config_groups is empty: name the scheme of the layers.")
         self._ignored = read_patterns(config.get("ignore"), "quantization_config.ignore")
         self._groups = [self._read_group(f"quantization_config.config_groups.{name}", group, config) for name, group in groups.items()]
@@ -92,11 +92,11 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     if kind == "int" and strategy in _INTEGER:
         layout = IntegerLayer(
             dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric,
-            _rounds_inputs(group), _is_static(group, "int"),
+            bits == 8 and _rounds_inputs(group), _is_static(group, "int"),
         )  # fmt: skip
-        if stored == "pack-quantized" and bits in _PACKED_BITS:
+        if stored == "pack-quantized" and bits in _BITS:
             return PackedLayer(layout, weights.get("actorder") in ("group", True))
-        if stored in ("int-quantized", "naive-quantized") and bits == 8:
+        if stored in ("int-quantized", "naive-quantized") and bits in _BITS:
             return layout
     raise CheckpointError(
         f"{where} stores weights as {bits}-bit {kind} by {strategy} ({stored}), which no scheme of compressed-tensors that is read matches."
@@ -118,8 +118,9 @@ def _rounds_inputs(group: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class IntegerLayer(LayerFormat):
-    """`weight` int8 [outputs, inputs], `weight_scale`, and `weight_zero_point` int8 unless
-    `symmetric`: per `group` inputs, per output (0), or, with `single`, one for the layer.
+    """`weight` int8 [outputs, inputs], signed codes of `bits`, `weight_scale`, and
+    `weight_zero_point` int8 unless `symmetric`: per `group` inputs, per output (0), or, with
+    `single`, one for the layer.
     `rounds_inputs`: see `PackedWeight`. `static`: `input_scale` is stored."""
 
     dtype: torch.dtype
@@ -148,8 +149,9 @@ class IntegerLayer(LayerFormat):
         codes, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         if self.single:
             scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
-        unsigned = None if zeros is None else zeros.view(torch.uint8) ^ 128
-        packed = Integers(8, codes.view(torch.uint8) ^ 128, scales, unsigned).pack(self.dtype)
+        middle = 1 << self.bits - 1
+        unsigned = None if zeros is None else zeros.view(torch.uint8) + middle
+        packed = Integers(self.bits, codes.view(torch.uint8) + middle, scales, unsigned).pack(self.dtype)
         packed.rounds_inputs, packed.input_scale = self.rounds_inputs, keep_static(tensors.get(_INPUT_SCALE))
         return packed
 

@@ -85,6 +85,12 @@ def int8(outputs: int, inputs: int) -> Stored:
     return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales
 
 
+def int4_in_bytes(outputs: int, inputs: int) -> Stored:
+    codes, zeros, scales = draw(outputs, inputs, 4)
+    dense = (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    return {"weight": (codes - 8).to(torch.int8), "weight_scale": scales, "weight_zero_point": (zeros - 8).to(torch.int8)}, dense
+
+
 def fp8(outputs: int, inputs: int) -> Stored:
     codes, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(outputs, 1) * 0.002
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales
@@ -174,6 +180,9 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     "w8a8_int8": ({"quant_method": "w8a8_int8"}, int8),
     "w8a8_fp8": ({"quant_method": "w8a8_fp8"}, fp8),
     "int8": (_groups(num_bits=8, type="int", strategy="channel", format="int-quantized"), int8),
+    "int4 in bytes": (
+        _groups(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, format="int-quantized"), int4_in_bytes
+    ),
     "nvfp4": (_groups(num_bits=4, type="float", strategy="tensor_group", group_size=16, format="nvfp4-pack-quantized"), nvfp4),
 }  # fmt: skip
 

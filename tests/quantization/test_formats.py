@@ -90,6 +90,17 @@ def test_weights_are_in_memory_once(tmp_path: Path) -> None:
         assert held <= whole * bound
 
 
+def test_a_checkpoint_with_scales_of_the_cache_alone(tmp_path: Path) -> None:
+    """llmcompressor writes it for a `kv_cache_scheme` without a scheme of weights."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": cache}
+    want = reference_logits(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(logits_of(open_session(folder, quantization="compressed-tensors")), want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dialect", ["awq", "gptq 4"])
 def test_a_model_in_bfloat16(dialect: str, tmp_path: Path) -> None:
     stored, plain = make_pair("LlamaForCausalLM", dialect, tmp_path)
