@@ -265,11 +265,17 @@ class Registry:
         target, options = self.choose(choice)
         return target(context, options)
 
+    def describe_missing(self, kind: str, name: str) -> str | None:
+        """How to get a plugin that is not installed; None if no package is known that brings it."""
+        if (distribution := self._suggested[kind].get(name)) is None:
+            return None
+        if distribution in self.excluded:
+            return f"{kind} {name!r} cannot be used: plugins.allow or plugins.deny excludes its package {distribution}."
+        return f"{kind} {name!r} is not installed; install its package: pip install {distribution}.{self._broken_note()}"
+
     def _unknown(self, kind: str, name: str) -> str:
-        if distribution := self._suggested[kind].get(name):
-            if distribution in self.excluded:
-                return f"{kind} {name!r} cannot be used: plugins.allow or plugins.deny excludes its package {distribution}."
-            return f"{kind} {name!r} is not installed; install its package: pip install {distribution}.{self._broken_note()}"
+        if missing := self.describe_missing(kind, name):
+            return missing
         known = self._records[kind]
         names = ", ".join(f"{n} ({' and '.join(r.distribution or '?' for r in same)})" for n, same in sorted(known.items()))
         listed = f" Installed: {names}." if names else f" No {kind} is installed."

@@ -7,10 +7,11 @@ Each record names its target as "module:Class"; the registry imports it when it 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
@@ -24,12 +25,20 @@ if TYPE_CHECKING:
 _LOW = ("bfloat16", "float16")
 
 
+def _check_expression(expression: str) -> str:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{error}; a regular expression is expected") from None
+    return expression
+
+
 class IgnoreOptions(BaseModel):
     """Settings of formats that quantize unquantized checkpoints while loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ignore: tuple[str, ...] = Field(
+    ignore: tuple[Annotated[str, AfterValidator(_check_expression)], ...] = Field(
         ("kv_b_proj$",),
         description="Regular expressions of layers that stay unquantized; for unquantized checkpoints. kv_b_proj is dequantized anyway.",
     )
@@ -105,6 +114,10 @@ def register_weight_formats(registry: KindRegistry) -> None:
             options=options,
             summary=summary,
         )
+
+
+    for name in ("bitsandbytes", "gguf"):
+        registry.suggest_distribution(name, f"frame-{name}")
 
 
 @dataclass(frozen=True, slots=True)

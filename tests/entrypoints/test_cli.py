@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,9 @@ def test_config_check_says_what_would_run(model: Path) -> None:
         (("--schedule-policy", "fcsf"), "did you mean 'fcfs'"),
         (("--set", "cache.pagesize=1"), "did you mean 'page_size'"),
         (("--grammar-backend", "automata", "--plugins-deny", "frame-automata"), "package"),  # denied, or not installed
+        (("--quantization", "gguf", "--plugins-deny", "frame-gguf"), "package"),
+        (("--load-format", "gguf", "--plugins-deny", "frame-gguf"), "package"),
+        (("--set", 'plugins.options.weight_format/int8.ignore=["("]'), "int8.ignore.0 is '(': missing )"),
         (("--quantization", "no-such"), "model.quantization: Unknown weight_format 'no-such'"),
         (("--config", "no-such.yaml"), "no-such.yaml cannot be read"),
         (("--model", "no-such-folder"), "no-such-folder' is no folder"),
@@ -188,6 +192,15 @@ def test_configuration_errors_are_78_and_a_sentence(arguments: tuple[str, ...], 
     assert result.exit_code == 78, result.output
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_checkpoint_whose_format_is_in_a_package_names_it(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "stored")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    result = frame("config", "check", "--model", folder, "--device", "cpu", "--plugins-deny", "frame-bitsandbytes")
+    assert result.exit_code == 78, result.output
+    assert re.search(r"No weight format loads bitsandbytes weights\. The .*package.* frame-bitsandbytes", result.output), result.output
 
 
 @pytest.mark.parametrize(

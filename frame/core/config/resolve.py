@@ -449,7 +449,8 @@ class _Solver:
         found = select(key, candidates, requirements, named, order, self.chosen.impossible, kind)
         if found is None:
             rejected = self.chosen.reject(key, kind, self.records, requirements)
-            raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
+            missing = requirements.checkpoint if isinstance(requirements, FormatRequirements) else None
+            raise ResolveError(f"{subject}.", rejected, nearest_change(rejected), missing)
         self.chosen.note(kind, key, found, is_open=named is None)
         return found
 

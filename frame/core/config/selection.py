@@ -45,11 +45,12 @@ class Selection:
 
 class ResolveError(ConfigurationError):
     """No candidate fits the configuration. `rejected`: all candidates with their reasons; `change`:
-    the smallest change that helps."""
+    the smallest change that helps. `missing`: the `quant_method` that no weight format reads."""
 
-    def __init__(self, message: str, rejected: Sequence[Rejected] = (), change: str | None = None) -> None:
+    def __init__(self, message: str, rejected: Sequence[Rejected] = (), change: str | None = None, missing: str | None = None) -> None:
         self.rejected = tuple(rejected)
         self.change = change
+        self.missing = missing
         lines = [message, *(f"  rejected {candidate}" for candidate in self.rejected)]
         if change:
             lines.append(f"Nearest change: {change}")

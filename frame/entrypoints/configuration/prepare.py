@@ -116,13 +116,16 @@ def _check_switches(config: FrameConfig) -> None:
 
 
 def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:
-    """The error; of an unknown plugin, with what the registry says of it."""
+    """The error; of an unknown plugin, or weights that no format reads, with what the registry says
+    of it."""
     if isinstance(error, UnknownPluginError):
         try:
             registry.get(error.kind, error.name)
         except PluginError as known:
             return PluginError(f"{error.key}: {known}")
         return PluginError(str(error))
+    if isinstance(error, ResolveError) and error.missing and (remedy := registry.describe_missing("weight_format", error.missing)):
+        return PluginError(f"{str(error).splitlines()[0]} The {remedy}")
     return error
 
 

@@ -28,3 +28,5 @@ def register_weight_sources(registry: KindRegistry) -> None:
         capabilities=WeightSourceCapabilities(reads_checkpoint=False),
         summary="Random weights, for measurements without a checkpoint.",
     )
+    for name in ("bitsandbytes", "gguf"):
+        registry.suggest_distribution(name, f"frame-{name}")
