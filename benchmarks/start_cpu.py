@@ -6,7 +6,8 @@ Each tree has its own `.venv`. `frame serve` runs with the flags after `--`; the
 sent when it reports ready. `imports`: CPU seconds of one process that imports what is named.
 PYTHONDONTWRITEBYTECODE, with which each process compiles the Python files again, is removed from
 the environment. `--realtime` runs each start with `chrt -f 1`, so that other work of the machine
-does not hold it up.
+does not hold it up; but its processes do not preempt each other either, so starts whose processes
+work at the same time take longer than without it.
 """
 
 from __future__ import annotations

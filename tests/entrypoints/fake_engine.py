@@ -190,7 +190,7 @@ def detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTr
 
 def serve(arguments: list[str]) -> int:
     """`frame serve` over fake engines."""
-    from frame.entrypoints.cli.main import open_closed_streams
+    from frame.entrypoints.cli.entry import open_closed_streams
     from frame.entrypoints.cli.options import config_command
     from frame.entrypoints.cli.serve import run
     from frame.entrypoints.configuration.sources import LoadedConfig

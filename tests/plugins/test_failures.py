@@ -154,10 +154,10 @@ def test_the_process_that_misses_a_plugin_is_named(faulty: Faulty, tmp_path: Pat
     resolved = faulty.prepare("scheduling_policy").resolved
     sent: list[Fatal] = []
     transport = types.SimpleNamespace(send=sent.append, close=lambda: None)
-    monkeypatch.setattr(worker, "_read_first_line", lambda: resolved.model_dump_json().encode())
+    monkeypatch.setattr(worker.Lines, "read_line", lambda _: resolved.model_dump_json().encode())
     monkeypatch.setattr(worker, "_transport", lambda *_: transport)
     for name in ("_watch_parent", "enable_stack_dumps"):
-        monkeypatch.setattr(worker, name, lambda: None)
+        monkeypatch.setattr(worker, name, lambda *_: None)
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
     monkeypatch.setattr(worker.logs, "configure", lambda *_: None)
 

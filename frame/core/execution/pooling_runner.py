@@ -20,7 +20,6 @@ from frame.core.execution.warmup import idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from frame.core.config.resolved import Resolved
@@ -108,6 +107,8 @@ def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
         return []
     if resolved.tokenizer_path is None:
         raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
+    from frame.core.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
+
     tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
     ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
     for label, found in zip(labels, ids, strict=True):

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pydantic import BaseModel
@@ -58,13 +58,17 @@ SHARED_SOCKETS = ("rank-replies", "rank-results")
 class LauncherContext:
     """`size`: ranks. `folder`: private to this engine and its user, for sockets and files; only
     processes of this host see it. `num_hosts`, `host_rank`: this host's place among the hosts.
-    `address`: "host:port" where the hosts meet, of the first one."""
+    `address`: "host:port" where the hosts meet, of the first one. `take_early`: gives a command,
+    environment and `pipes_errors` (as of `Launcher.start`) to the process of this host that was
+    started before the configuration was read, and returns it; returns None if it cannot run the
+    command, or was given one before. A launcher need not call it."""
 
     size: int
     folder: Path
     num_hosts: int = 1
     host_rank: int = 0
     address: str = ""
+    take_early: Callable[[Sequence[str], Mapping[str, str], bool], RankProcess | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
-
 EXIT_ORPHANED = 3
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
 PR_SET_PDEATHSIG = 1
@@ -52,6 +50,8 @@ def die_with_parent(parent: int) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether the operating system keeps a process of this host stopped (SIGSTOP)."""
+    import psutil  # takes as long as the other imports of an early process together
+
     with contextlib.suppress(psutil.Error, OSError):  # OSError: no descriptor is free to read its state
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return False

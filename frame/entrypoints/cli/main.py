@@ -8,14 +8,16 @@ checkpoint or plugin.
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import click
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.cli.installed import list_help, load_command
+
+if TYPE_CHECKING:
+    from frame.core.ipc.early_process import EarlyProcess
 
 EX_CONFIG = 78  # sysexits.h
 
@@ -90,19 +92,9 @@ def cli(ctx: click.Context, paths: tuple[str, ...]) -> None:
         raise click.UsageError(f"--plugin FILE before a command adds commands; write frame {ctx.invoked_subcommand} --plugin FILE")
 
 
-def open_closed_streams() -> None:
-    """Open /dev/null as each closed standard stream, so that no socket gets its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-
-
-def main() -> None:
-    """The console script `frame`."""
-    open_closed_streams()
-    cli(prog_name="frame")
+def main(early: EarlyProcess | None = None) -> None:
+    """Run the command line. `early`: one that has started, for the engine of `frame serve`."""
+    cli(prog_name="frame", obj=early)
 
 
 if __name__ == "__main__":

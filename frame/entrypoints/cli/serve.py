@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import click
 
 from frame.core.errors import ConfigurationError
+from frame.entrypoints.cli.entry import WORKER
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 if TYPE_CHECKING:
+    from frame.core.ipc.early_process import EarlyProcess
     from frame.entrypoints.configuration.prepare import Prepared
 
 POLL_SECONDS = 0.5
@@ -33,7 +35,7 @@ HELP = "Serve a model over HTTP: OpenAI API at /v1, native API at /generate. The
 @click.pass_context
 def command(ctx: click.Context, loaded: LoadedConfig, watch: bool) -> None:
     if not watch:
-        ctx.exit(run(loaded))
+        ctx.exit(run(loaded, early=ctx.obj))
     files = [*loaded.config.plugins.paths, *([loaded.file] if loaded.file else [])]
     if not files:
         raise ConfigurationError("--watch needs a file to watch; give --plugin FILE or --config FILE")
@@ -50,8 +52,9 @@ def serve_node(prepared: Prepared) -> int:
     return 0
 
 
-def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker") -> int:
-    """Serve with child processes that run `module`. -> exit code."""
+def run(loaded: LoadedConfig, module: str = WORKER, early: EarlyProcess | None = None) -> int:
+    """Serve with child processes that run `module`. `early`: one that has started, for the engine;
+    the caller ends it if this raises. -> exit code."""
     from frame.entrypoints import logs
     from frame.entrypoints.processes.collection import paused_collection
     from frame.entrypoints.processes.start_signals import StartSignals
@@ -63,10 +66,12 @@ def run(loaded: LoadedConfig, module: str = "frame.entrypoints.processes.worker"
         from frame.entrypoints.http.start import configured_layout, serve
 
     if loaded.config.parallel.node_rank:
+        if early is not None:
+            early.close()
         return serve_node(prepare(loaded.config))
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
-        return serve(prepared, configured_layout(prepared.resolved, module), loaded.reread, signals)
+        return serve(prepared, configured_layout(prepared.resolved, module, early), loaded.reread, signals)
     except RuntimeError as error:  # a child process ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
         return 1

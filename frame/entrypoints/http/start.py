@@ -27,6 +27,7 @@ from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.tls import load_certificate
 
 if TYPE_CHECKING:
+    from frame.core.ipc.early_process import EarlyProcess
     from frame.entrypoints.configuration.sources import LoadedConfig
 
 
@@ -47,6 +48,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     try:
         for each in split_layout(layout, resolved.plan.num_replicas):
             deployments.append(Deployment(resolved, each, prepared.registry, signals.released))  # noqa: PERF401 - those that started are ended below
+        if layout.early is not None:
+            layout.early.close()  # no launcher has taken it
         spawned = time.perf_counter()
         with paused_collection():
             import uvloop
@@ -71,11 +74,11 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
         admin.close()
 
 
-def configured_layout(resolved: Resolved, module: str) -> Layout:
-    """The processes of a configuration; children run `module`."""
+def configured_layout(resolved: Resolved, module: str, early: EarlyProcess | None = None) -> Layout:
+    """The processes of a configuration; children run `module`. `early`: one that has started."""
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
     detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"
-    return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module)
+    return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module, early=early)
 
 
 def split_layout(layout: Layout, replicas: int) -> list[Layout]:

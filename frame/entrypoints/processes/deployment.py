@@ -24,6 +24,7 @@ from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.core.ipc.child_process import is_stopped, start_process
+from frame.core.ipc.early_process import EarlyProcess
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import ZmqSender, ZmqTransport
@@ -45,6 +46,7 @@ class Layout:
     tokenizers: int
     module: str = "frame.entrypoints.processes.worker"  # tests run engines with fake models instead
     replica: int | None = None  # number of this replica; None: there is one
+    early: EarlyProcess | None = None  # may become rank 0
 
     @property
     def first_device(self) -> int:
@@ -116,7 +118,7 @@ class Deployment:
         except OSError as error:
             raise ConfigurationError(f"the folder for sockets cannot be created ({error}); free disk space, or set TMPDIR") from error
         self._resolved = resolved
-        self._launcher = create_launcher(resolved, registry, layout.ranks, self._sockets.path)
+        self._launcher = create_launcher(resolved, registry, layout.ranks, self._sockets.path, layout.early)
         self._placement: Placement | None = None  # of the ranks' latest start
         self.children: dict[str, Child] = {}
         writer = configured_writer()
@@ -316,9 +318,10 @@ class Deployment:
         self._sockets.remove()
 
 
-def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: Path) -> Launcher:
+def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: Path, early: EarlyProcess | None = None) -> Launcher:
     """The launcher of an engine's ranks. Raises ConfigurationError."""
     parallel = resolved.user.parallel
-    context = LauncherContext(ranks, folder, parallel.nnodes, parallel.node_rank, parallel.dist_init_addr or "")
+    take = None if early is None else early.take
+    context = LauncherContext(ranks, folder, parallel.nnodes, parallel.node_rank, parallel.dist_init_addr or "", take)
     launcher: Launcher = registry.create(resolved.choice("launcher"), context)
     return launcher

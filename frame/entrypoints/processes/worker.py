@@ -1,5 +1,6 @@
 """A child process: `python -m frame.entrypoints.processes.worker ROLE`, with the resolved
-configuration as one line of JSON on standard input.
+configuration as one line of JSON on standard input. With `--early` it imports the engine first, and
+the line before the configuration has the other arguments.
 
 Roles: scheduler (rank 0), follower (rank ≥ 1), detokenizer, tokenizer. A child ends with its
 parent: by the kernel's death signal, and when standard input closes. Exit codes: 0 stopped, 1
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import os
 import signal
@@ -55,15 +57,18 @@ Role = Callable[[Resolved, argparse.Namespace, ZmqTransport, str], None]
 
 def main(arguments: list[str] | None = None, roles: Mapping[str, Role] | None = None) -> int:
     """Run one role to its end; returns the exit code. `roles`: replacements, for tests."""
-    options = _options(arguments)
+    options = _options(sys.argv[1:] if arguments is None else arguments)
     if options.death_signal:
         die_with_parent(options.parent)
     for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     enable_stack_dumps()
-    resolved = Resolved.model_validate_json(_read_first_line())
-    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    lines = Lines()
+    if options.early:
+        options = _import_early(options, lines)
+    resolved = Resolved.model_validate_json(lines.read_line())
+    threading.Thread(target=_watch_parent, args=(lines,), name="parent-watch", daemon=True).start()
     numbered = {"scheduler": "engine", "follower": f"rank-{options.rank}", "tokenizer": f"tokenizer-{options.rank}"}
     name = numbered.get(options.role, options.role)
     logs.configure(name if options.replica is None else f"replica-{options.replica}-{name}", resolved.user.log)
@@ -95,7 +100,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
     gc.freeze()  # modules stay alive, so the collections of the start skip them
 
-    imports = round(time.perf_counter() - clock, 3)
+    imports = round(options.early_imports + time.perf_counter() - clock, 3)
     sockets = SocketDirectory(options.sockets)
     batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.ranks)]
     followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
@@ -226,12 +231,26 @@ def _until_term(resolved: Resolved, name: str) -> Tracing | None:
 # set-up -------------------------------------------------------------------------------------------
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
+def _import_early(options: argparse.Namespace, lines: Lines) -> argparse.Namespace:
+    """Import what the engine imports. -> the options that arrive meanwhile."""
+    clock = time.perf_counter()
+    with paused_collection():
+        import frame.entrypoints.processes.build_engine  # noqa: F401 - `_schedule` uses it
+
+    seconds = time.perf_counter() - clock
+    given = json.loads(lines.read_line())
+    os.environ.update(given["environment"])
+    return _options([options.role, *given["arguments"], "--parent", str(options.parent), "--early-imports", str(seconds)])
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="frame.entrypoints.processes.worker", description="A child process of frame, started by the server."
     )
     parser.add_argument("role", choices=sorted(ROLES))
-    parser.add_argument("--sockets", required=True)
+    parser.add_argument("--early", action="store_true")
+    parser.add_argument("--early-imports", type=float, default=0.0)
+    parser.add_argument("--sockets", required="--early" not in arguments)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--death-signal", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
@@ -259,25 +278,28 @@ def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
     return ZmqTransport(address(name), address(f"{name}-out"), routes, is_outbox=True)
 
 
-def _read_first_line() -> bytes:
-    """The configuration. Read without buffering: `_watch_parent` reads the rest of the stream."""
-    parts: list[bytes] = []
-    while not parts or not parts[-1].endswith(b"\n"):
-        part = os.read(0, 65536)
-        if not part:
-            raise SystemExit(EXIT_ORPHANED)
-        parts.append(part)
-    return b"".join(parts)
+class Lines:
+    """The lines of standard input. `sys.stdin` is not used: its lock, which a waiting thread holds,
+    is a fatal error at the interpreter's end."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def read_line(self) -> bytes:
+        """The next line. Ends this process when the parent has ended."""
+        while b"\n" not in self._held:
+            part = os.read(0, 65536)
+            if not part:
+                os._exit(EXIT_ORPHANED)
+            self._held += part
+        line, _, self._held = self._held.partition(b"\n")
+        return line
 
 
-def _watch_parent() -> None:
+def _watch_parent(lines: Lines) -> None:
     """Apply new log settings; exit when the parent has ended."""
-    held = b""
-    while part := os.read(0, 4096):
-        *lines, held = (held + part).split(b"\n")
-        for line in lines:
-            logs.set_levels(LogSection.model_validate_json(line))
-    os._exit(EXIT_ORPHANED)
+    while True:
+        logs.set_levels(LogSection.model_validate_json(lines.read_line()))
 
 
 def exit_now(code: int) -> NoReturn:

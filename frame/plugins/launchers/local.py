@@ -21,4 +21,6 @@ class LocalLauncher(Launcher):
         return Placement(places, f"file://{meeting}")
 
     def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
-        return start_process(command, environment, pipes_errors=pipes_errors)
+        take = self.context.take_early
+        early = None if take is None else take(command, environment, pipes_errors)
+        return early or start_process(command, environment, pipes_errors=pipes_errors)

@@ -1,0 +1,101 @@
+"""The engine's process that `frame serve` starts before it reads the configuration: used, refused,
+killed, orphaned. No test may leave a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from frame.core.ipc.child_process import EXIT_ORPHANED
+from frame.core.loading.model_config import EMBEDDED
+from frame.entrypoints.cli.entry import WORKER, start_early
+from tests.entrypoints.serving import RunningServer, wait_until
+
+SMALL = ("--max-model-len", "256", "--max-total-tokens", "1024", "--threads", "1")
+
+
+@contextmanager
+def starting(*flags: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """`frame serve` that has just started, and its early process."""
+    command = [sys.executable, "-m", "frame", "serve", "--port", "0", *SMALL, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
+        yield process, psutil.Process(process.pid).children()[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_becomes_the_engine() -> None:
+    with RunningServer(Path(EMBEDDED), *SMALL, fake=False) as server:
+        (child,) = psutil.Process(server.process.pid).children()
+        assert child.cmdline()[2:5] == [WORKER, "scheduler", "--early"]
+        answer = server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
+        assert answer.status_code == 200
+        child.kill()  # another process, started as usual, takes its place
+        wait_until(lambda: [each for each in psutil.Process(server.process.pid).children() if each.pid != child.pid], 60)
+        wait_until(server.ready, 60)
+        (successor,) = psutil.Process(server.process.pid).children()
+        assert "--early" not in successor.cmdline()
+        assert server.stop() == 0
+    assert not successor.is_running()
+
+
+def test_it_ends_when_the_configuration_is_refused() -> None:
+    with starting("--page-size", "-1") as (process, child):
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 78, said
+        assert not child.is_running()
+        assert "Traceback" not in said
+
+
+def test_it_ends_when_the_command_line_is_wrong() -> None:
+    with starting("--no-such-flag") as (process, child):
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 2, said
+        assert not child.is_running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_it_ends_with_a_start_that_is_stopped(number: signal.Signals) -> None:
+    with starting() as (process, child):
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode != 78
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_start_goes_on_without_it() -> None:
+    with starting() as (process, child):
+        child.kill()
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ready on" in line:
+                break
+        (engine,) = psutil.Process(process.pid).children()
+        assert engine.pid != child.pid
+        assert "--early" not in engine.cmdline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_it_ends_with_its_input() -> None:
+    command = [sys.executable, "-m", WORKER, "scheduler", "--early", "--parent", str(os.getpid())]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_ORPHANED, b"")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["plan"], ["serve", "--help"], ["serve", "--watch", "--config", "x.yaml"]])
+def test_other_commands_start_none(arguments: list[str]) -> None:
+    with start_early(arguments) as early:
+        assert early is None
+        assert not [child for child in psutil.Process().children() if "--early" in child.cmdline()]
