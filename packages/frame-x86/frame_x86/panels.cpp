@@ -19,9 +19,10 @@
 
 namespace {
 
-constexpr int kLanes = 16;           // outputs of a panel
-constexpr int kLine = 64;            // bytes that are loaded at once
-constexpr int kAhead = 1024;         // bytes that are fetched ahead in each panel
+constexpr int kLanes = 16;          // outputs of a panel
+constexpr int kLine = 64;           // bytes that are loaded at once
+constexpr int kAhead = 1024;        // bytes that are fetched ahead in each panel
+constexpr int64_t kMostRows = 512;  // whose numbers are in memory at a time
 
 struct Panels {
   bool is_int4;
@@ -83,8 +84,8 @@ void SplitRow(const Panels &w, const bf16 *x, const Digits &to, int64_t row) {
   to.starts[2 * row + 1] = -kDigit * _mm512_reduce_add_epi32(low_total);
 }
 
-// Panels that are computed together: `count` of them, `apart` from each other from `first` on. Memory
-// is read faster from places far apart.
+// Panels that are computed together, `apart` from each other from `first` on. Memory is read faster
+// from places far apart.
 struct Block {
   int64_t first, apart;
   const uint8_t *codes;  // of the first panel
@@ -183,23 +184,25 @@ void Run(const Panels &w, const Digits &x, int64_t rows, const Target &target, i
 }
 
 void Multiply(const Panels &w, const bf16 *x, int64_t rows, int64_t stride, const Target &target, int threads) {
-  const int64_t groups = w.is_int4 ? w.inputs / w.group : 1, panels = w.outputs / kLanes;
-  char *at = (char *)memory.Get(rows * (2 * w.inputs + 8 + 4 + 4 * groups));
+  const int64_t most = std::min(rows, kMostRows), groups = w.is_int4 ? w.inputs / w.group : 1, panels = w.outputs / kLanes;
+  char *at = (char *)memory.Get(most * (2 * w.inputs + 8 + 4 + 4 * groups));
   Digits digits;
-  digits.numbers = (int8_t *)at, at += rows * 2 * w.inputs;
-  digits.starts = (int32_t *)at, at += rows * 8;
-  digits.steps = (float *)at, at += rows * 4;
+  digits.numbers = (int8_t *)at, at += most * 2 * w.inputs;
+  digits.starts = (int32_t *)at, at += most * 8;
+  digits.steps = (float *)at, at += most * 4;
   digits.sums = (float *)at;
 #pragma omp parallel num_threads(threads)
-  {
+  for (int64_t row = 0; row < rows; row += most) {
+    const int64_t count = std::min(most, rows - row);
+    const Target part{target.out + row * target.stride, target.stride, target.gated};
 #pragma omp for
-    for (int64_t r = 0; r < rows; r++) SplitRow(w, x + r * stride, digits, r);
-    if (rows == 1 && panels % 8 == 0)
-      (w.is_int4 ? Run<true, 8> : Run<false, 8>)(w, digits, rows, target, threads);
-    else if (rows <= 3 && panels % 4 == 0)
-      (w.is_int4 ? Run<true, 4> : Run<false, 4>)(w, digits, rows, target, threads);
+    for (int64_t r = 0; r < count; r++) SplitRow(w, x + (row + r) * stride, digits, r);
+    if (count == 1 && panels % 8 == 0)
+      (w.is_int4 ? Run<true, 8> : Run<false, 8>)(w, digits, count, part, threads);
+    else if (count <= 3 && panels % 4 == 0)
+      (w.is_int4 ? Run<true, 4> : Run<false, 4>)(w, digits, count, part, threads);
     else
-      (w.is_int4 ? Run<true, 2> : Run<false, 2>)(w, digits, rows, target, threads);
+      (w.is_int4 ? Run<true, 2> : Run<false, 2>)(w, digits, count, part, threads);
   }
 }
 
