@@ -39,6 +39,7 @@ def test_invoke_and_stream(model: ChatOpenAI) -> None:
     assert [answer.text for answer in model.batch([ASK, ASK])] == ["7", "7"]
 
 
+@pytest.mark.asyncio(loop_scope="module")  # LangChain keeps one asynchronous client of a server, with its connections
 async def test_async(model: ChatOpenAI) -> None:
     assert (await model.ainvoke(ASK)).text == "7"
     assert "".join([chunk.text async for chunk in model.astream([SystemMessage("You add."), HumanMessage(ASK)])]) != ""
