@@ -77,6 +77,8 @@ class Integers:
         groups = self.scales.shape[-1]
         size = self.codes.shape[-1] // groups
         flat = self.owners.reshape(-1, self.owners.shape[-1])
+        if bool(((flat < 0) | (flat >= groups)).any()):
+            raise CheckpointError(f"g_idx names groups outside 0 to {groups - 1}: download the checkpoint again.")
         counts = torch.stack([torch.bincount(each.long(), minlength=groups) for each in flat])
         is_whole = bool((counts == size).all())
         if is_whole and bool((flat.diff() >= 0).all()):

@@ -418,6 +418,16 @@ def test_broken_tensors_are_named(tmp_path: Path) -> None:
     refuse("g_idx permutes the inputs, but quantization_config does not say so", g_idx=good[f"{name}.g_idx"].flip(0).contiguous())
 
 
+@pytest.mark.parametrize("group", [-1, 4])
+def test_groups_that_the_scales_lack_are_refused(group: int, tmp_path: Path) -> None:
+    stored, _ = make_pair("LlamaForCausalLM", "gptq 4 ordered", tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.g_idx"][5] = group
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="g_idx names groups outside 0 to 3: download"):
+        open_session(stored, quantization="gptq")
+
+
 def test_a_named_kernel_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     stored, _ = make_pair("LlamaForCausalLM", "int8", tmp_path)
     with pytest.raises(ConfigurationError, match="gemm kernel 'cpu_int8' does not multiply .*it takes no zero points"):
