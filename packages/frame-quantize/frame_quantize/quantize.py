@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from llmcompressor.logger import LoggerConfig, configure_logger
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from frame_quantize.schemes import UNQUANTIZED
@@ -71,8 +74,27 @@ def quantize_weights(
 ) -> None:
     """Round each weight to nearest, shard by shard: needs the memory of one shard. Raises
     ValueError for a weight whose sizes the scheme does not divide."""
+    _check_sizes(Path(model), weights, _ignored(ignore))
     config = QuantizationConfig(config_groups={"group_0": _scheme(weights, activations)}, ignore=_ignored(ignore))
     model_free_ptq(model, out, config=config, device=device)
+
+
+def _check_sizes(folder: Path, weights: Mapping[str, Any], ignored: Sequence[str]) -> None:
+    """Raises ValueError for a layer of a folder whose number of inputs integers cannot have: the
+    library packs 32 at a time."""
+    if weights["type"] != "int":
+        return
+    step = lcm(32, weights.get("group_size") or 1)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                layer, shape = name.removesuffix(".weight"), file.get_slice(name).get_shape()
+                is_kept = layer == name or any(re.match(pattern.removeprefix("re:"), layer) for pattern in ignored)
+                if len(shape) == 2 and not is_kept and shape[1] % step:
+                    raise ValueError(
+                        f"{layer} has {shape[1]} inputs, no multiple of {step}: name it with --ignore, "
+                        f"{'choose another --group-size, ' if 'group_size' in weights else ''}or choose --method fp8."
+                    )
 
 
 def quantize_calibrated(

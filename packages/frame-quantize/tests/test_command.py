@@ -108,10 +108,13 @@ def test_what_cannot_be_quantized_is_named(model: Path, tmp_path: Path, monkeypa
     stored = shutil.copytree(model, tmp_path / "stored")
     raw = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    odd = make_checkpoint("LlamaForCausalLM", tmp_path / "odd", intermediate_size=40)
     for arguments, sentence in (
         ((stored, "--method", "int8"), "is quantized already (gptq): give the unquantized checkpoint"),
         ((model, "--method", "int8", "--device", "foo"), "--device foo is no device that PyTorch can use here"),
         (("org/none", "--method", "int8"), "couldn't connect"),
+        ((odd, "--method", "int8"), "down_proj has 40 inputs, no multiple of 32: name it with --ignore, or choose --method fp8"),
+        ((model, "--method", "int4", "--group-size", 48), "inputs, no multiple of 96: name it with --ignore, choose another --group-size"),
     ):
         code, output = quantize(*arguments, "--out", tmp_path / "out")
         assert (code, output.count("\n"), sentence in output) == (1, 1, True), output
