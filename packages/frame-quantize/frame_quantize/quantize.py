@@ -125,4 +125,5 @@ def _scheme(weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -
 
 
 def _ignored(further: Sequence[str]) -> list[str]:
-    return [*UNQUANTIZED, *(f"re:{pattern}" for pattern in further)]
+    """The patterns of compressed-tensors, which match from the start of a name."""
+    return [*UNQUANTIZED, *(f"re:.*(?:{pattern})" for pattern in further)]

@@ -42,4 +42,4 @@ CACHE_SCALES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 # Layers that stay unquantized: embeddings, the head, norms, and routers of experts.
-UNQUANTIZED = ("re:.*embed.*", "re:.*lm_head$", "re:.*norm.*", "re:.*mlp\\.gate$", "re:.*router.*", "re:.*shared_expert_gate$")
+UNQUANTIZED = ("re:.*embed.*", "re:.*lm_head$", "re:.*norm.*", "re:.*\\.gate$", "re:.*router.*", "re:.*shared_expert_gate$")

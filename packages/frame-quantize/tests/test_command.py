@@ -152,6 +152,25 @@ def test_frame_and_transformers_load_the_result(method: str, model: Path, sample
         torch.testing.assert_close(ours, theirs.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+def test_routers_and_ignored_layers_stay_unquantized(architecture: str, tmp_path: Path) -> None:
+    """Also of Mixtral, whose routers have another name; --ignore finds a part of a name."""
+    pytest.importorskip("llmcompressor")
+    model = make_checkpoint(architecture, tmp_path / "model", moe_intermediate_size=64, shared_expert_intermediate_size=64)
+    ignored = ["--ignore", "o_proj$", "--ignore", r"layers\.0\.self_attn"]
+    code, output = quantize(model, "--method", "int8", "--out", tmp_path / "out", "--device", "cpu", *ignored)
+    assert code == 0, output
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    quantized = {name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")}
+    assert "model.layers.1.self_attn.q_proj" in quantized
+    assert not [name for name in quantized if name.endswith(("gate", "o_proj")) or "layers.0.self_attn" in name]
+    plain, ours = (
+        open_session(folder, quantization=quantization).step([(0, TOKENS)])[0].float()
+        for folder, quantization in ((model, "none"), (tmp_path / "out", "compressed-tensors"))
+    )
+    assert 0 < float((ours - plain).norm() / plain.norm()) < 0.2
+
+
 @pytest.mark.parametrize(("scales", "shape"), [("layer", (1,)), ("head", (2, 1, 1))])
 def test_scales_of_the_cache_are_calibrated(scales: str, shape: tuple[int, ...], model: Path, samples: Path, tmp_path: Path) -> None:
     """The scales stand in the checkpoint, and the model with an fp8 cache that uses them stays
