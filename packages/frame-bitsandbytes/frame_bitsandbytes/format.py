@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import (
@@ -24,6 +26,8 @@ from frame.core.interfaces.weight_format import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pydantic import BaseModel
 
 NF4_BLOCK = 64  # weights that share a scale
@@ -42,6 +46,7 @@ class BitsAndBytes(WeightFormat):
         config = context.checkpoint_config or {}
         kind = config.get("bnb_4bit_quant_type", "fp4")
         self._plain = tuple(config.get("llm_int8_skip_modules") or ())
+        self._unquantized = _list_unquantized(context.folder) if context.folder is not None else frozenset()
         self._layout: LayerFormat = Int8Layer()
         if config.get("load_in_4bit"):
             if kind != "nf4":
@@ -53,7 +58,20 @@ class BitsAndBytes(WeightFormat):
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
         if kind == "head" or any(f".{pattern}." in f".{name}." for pattern in self._plain):
             return PlainLayer(self.context.dtype)
+        if kind == "experts" and name in self._unquantized:
+            return PlainLayer(self.context.dtype)
         return self._layout
+
+
+def _list_unquantized(folder: Path) -> frozenset[str]:
+    """The layers without scales: transformers 5 quantizes no experts, and the configuration does
+    not list them."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # the source names a damaged file
+            names.update(file.keys())
+    layers = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    return frozenset(layer for layer in layers if not names & {f"{layer}.SCB", f"{layer}.weight.absmax"})
 
 
 @dataclass(frozen=True, slots=True)

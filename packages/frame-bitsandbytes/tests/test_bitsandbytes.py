@@ -67,7 +67,7 @@ def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return stored, codes * (largest / 127)[:, None]
 
 
-def make_pair(architecture: str, bits: int, folder: Path) -> tuple[Path, Path]:
+def make_pair(architecture: str, bits: int, folder: Path, part: str = "_proj") -> tuple[Path, Path]:
     """(a quantized checkpoint, an unquantized one with the same numbers)."""
     torch.manual_seed(0)
     plain = make_checkpoint(architecture, folder / "plain", **SIZES)
@@ -75,7 +75,7 @@ def make_pair(architecture: str, bits: int, folder: Path) -> tuple[Path, Path]:
     numbers = load_file(plain / "model.safetensors")
     tensors = dict(numbers)
     for name, weight in list(numbers.items()):
-        if weight.dim() == 2 and "_proj" in name:
+        if weight.dim() == 2 and part in name:
             parts, numbers[name] = nf4(weight) if bits == 4 else int8(weight)
             del tensors[name]
             tensors |= {name.removesuffix("weight") + key: tensor for key, tensor in parts.items()}
@@ -104,6 +104,17 @@ def test_models_on_one_and_two_ranks(architecture: str, bits: int, tmp_path: Pat
         torch.testing.assert_close(logits_of(stored, gemm_kernel=kernel, **names), want, rtol=1e-3, atol=1e-3)
     both = on_ranks(2, lambda group: logits_of(stored, tp=group, gemm_kernel="torch", **names))
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_may_be_unquantized(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5 writes them, without a note in the configuration."""
+    use_package(monkeypatch, frame_bitsandbytes, "weight_source", "weight_format")
+    stored, plain = make_pair("MixtralForCausalLM", bits, tmp_path, "self_attn")
+    with torch.no_grad():
+        want = load_reference(plain)(torch.tensor([TOKENS])).logits[0]
+    got = logits_of(stored, quantization="bitsandbytes", load_format="bitsandbytes")
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
