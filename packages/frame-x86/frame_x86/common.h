@@ -1,5 +1,4 @@
-// What products.cpp and panels.cpp share: kinds of weights, rows as numbers of two digits, memory of a
-// thread, SiLU.
+// What the sources share: loads of bfloat16, rows as numbers of two digits, memory of a thread, SiLU.
 
 #pragma once
 
@@ -68,8 +67,9 @@ inline ALWAYS void Split(const bf16 *x, __m512 scale, __m512i *high, __m512i *lo
   *low = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(*high), _mm512_set1_ps(kDigit), number));
 }
 
+// e to x. NaN stays: `max` and `min` return their second operand.
 inline __m512 Exp(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
+  x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
   __m512 p = _mm512_set1_ps(1.f / 720);

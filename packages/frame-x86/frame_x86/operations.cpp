@@ -10,21 +10,16 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common.h"
 #include "recording.h"
 
 namespace {
-
-using bf16 = uint16_t;
 
 constexpr int kLanes = 16;           // float32 of a register
 constexpr int kPair = 32;            // bfloat16 of a register
 constexpr int kMostDim = 256;        // of a head
 constexpr int kQueries = 8;          // query heads that share a pass over the keys
 constexpr int64_t kThreadWork = 1 << 15;  // numbers from which on a second thread is used
-
-inline __m512 Load(const bf16 *x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
-}
 
 inline void Store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
@@ -42,19 +37,9 @@ inline void Rotate(float *x, const bf16 *table, int rotated) {
   const int half = rotated / 2;
   for (int i = 0; i < half; i += kLanes) {
     const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
-    _mm512_storeu_ps(x + i, _mm512_fmadd_ps(a, Load(table + i), _mm512_mul_ps(b, Load(table + rotated + i))));
-    _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(b, Load(table + half + i), _mm512_mul_ps(a, Load(table + rotated + half + i))));
+    _mm512_storeu_ps(x + i, _mm512_fmadd_ps(a, LoadNumbers(table + i), _mm512_mul_ps(b, LoadNumbers(table + rotated + i))));
+    _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(b, LoadNumbers(table + half + i), _mm512_mul_ps(a, LoadNumbers(table + rotated + half + i))));
   }
-}
-
-// e to x, for x <= 0 and NaN, which stays (`max` returns its second operand).
-inline __m512 Exp(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-87.f), x);
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
-  __m512 p = _mm512_set1_ps(1.f / 720);
-  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
 }
 
 // Where the positions of a row are in a cache: p is in `pages[p / size]`, at p % size.
@@ -151,14 +136,14 @@ void frame_x86_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t s
       const bf16 *from = x + row * stride;
       if (stream) {
         bf16 *sum = stream + row * apart;
-        for (int64_t i = 0; i < size; i += kLanes) Store(sum + i, _mm512_add_ps(Load(from + i), Load(sum + i)));
+        for (int64_t i = 0; i < size; i += kLanes) Store(sum + i, _mm512_add_ps(LoadNumbers(from + i), LoadNumbers(sum + i)));
         from = sum;
       }
       __m512 squares = _mm512_setzero_ps();
-      for (int64_t i = 0; i < size; i += kLanes) squares = _mm512_fmadd_ps(Load(from + i), Load(from + i), squares);
+      for (int64_t i = 0; i < size; i += kLanes) squares = _mm512_fmadd_ps(LoadNumbers(from + i), LoadNumbers(from + i), squares);
       const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
       for (int64_t i = 0; i < size; i += kLanes)
-        Store(out + row * size + i, _mm512_mul_ps(_mm512_mul_ps(Load(from + i), factor), _mm512_loadu_ps(weight + i)));
+        Store(out + row * size + i, _mm512_mul_ps(_mm512_mul_ps(LoadNumbers(from + i), factor), _mm512_loadu_ps(weight + i)));
     }
   });
 }
@@ -178,7 +163,7 @@ void frame_x86_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int he
       alignas(64) float x[kMostDim];
       for (int head = 0; head < heads + kv_heads; head++) {
         const bool is_key = head >= heads;
-        for (int i = 0; i < dim; i += kLanes) _mm512_store_ps(x + i, Load(row + head * dim + i));
+        for (int i = 0; i < dim; i += kLanes) _mm512_store_ps(x + i, LoadNumbers(row + head * dim + i));
         if (weights) {
           const __m512 factor = _mm512_set1_ps(InverseRms(x, dim, eps));
           for (int i = 0; i < dim; i += kLanes)
