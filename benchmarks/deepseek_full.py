@@ -127,9 +127,9 @@ class Server:
         """The process ids of the ranks, by role and rank."""
         found: dict[str, int] = {}
         for child in psutil.Process(self.process.pid).children():
-            if len(words := child.cmdline()) > 3 and words[3] in RANKS:
+            if len(words := child.cmdline()) > 4 and words[4] in RANKS:
                 rank = words[words.index("--rank") + 1] if "--rank" in words else "0"
-                found[f"{words[3]} {rank}"] = child.pid
+                found[f"{words[4]} {rank}"] = child.pid
         return found
 
     def stop(self) -> None:

@@ -69,7 +69,7 @@ async def read_stream(host: str, port: int, counts: list[int], index: int, body:
 
 def times(server: psutil.Process) -> dict[str, tuple[float, float]]:
     """CPU seconds (user, system) by process."""
-    found = {"http": server, **{child.cmdline()[3]: child for child in server.children()}}
+    found = {"http": server, **{child.cmdline()[4]: child for child in server.children()}}
     return {name: (t.user, t.system) for name, p in found.items() for t in (p.cpu_times(),)}
 
 

@@ -76,7 +76,7 @@ def time_start(tree: Path, prefix: list[str], flags: list[str]) -> dict[str, Any
         parent = psutil.Process(server.pid)
         for process in (parent, *parent.children(recursive=True)):
             words, times = process.cmdline(), process.cpu_times()
-            used["main" if process.pid == parent.pid else words[3]] = round(times.user + times.system, 2)
+            used["main" if process.pid == parent.pid else words[words.index("-m") + 2]] = round(times.user + times.system, 2)
         server.send_signal(signal.SIGTERM)
         server.stderr.read()
     phases = next((line for line in log if "engine ready after" in line), "")

@@ -1,4 +1,5 @@
-"""For all tests: clients of httpx share the default TLS context.
+"""For all tests: child processes import from this checkout, and clients of httpx share the default
+TLS context.
 
 httpx reads the certificates of all authorities for each client and each call without one, 25 ms of
 CPU every time; the tests make thousands, to servers without TLS.
@@ -9,9 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import ssl
+from pathlib import Path
 from typing import Any
 
 import httpx._transports.default as transports
+
+# Processes of frame do not import from the working folder, and some run a module of the tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 
 _create: Any = vars(transports)["create_ssl_context"]
 

@@ -13,6 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,14 @@ from frame.plugins.renames import describe_missing
 CALLER = "Engine(plugins=…)"  # who registers a class that no package or file brings
 
 
+class SourceLoader(SourceFileLoader):
+    """Runs the file itself, and no bytecode file of the folder beside it: the user trusts the file,
+    and the folder may be a checkpoint's."""
+
+    def path_stats(self, path: Any) -> dict[str, Any]:
+        raise OSError  # without the file's times and size, bytecode is neither read nor written
+
+
 def load_file(path: str) -> tuple[ModuleType, str]:
     """Import a Python file, or a folder with an `__init__.py`, anew. Returns the module, and the
     hash of the file's content, which serves as its version. Raises PluginError that names the
@@ -39,7 +48,8 @@ def load_file(path: str) -> tuple[ModuleType, str]:
     stem = re.sub(r"\W", "_", file.stem)
     name = f"frame_file_{stem}_{zlib.crc32(str(file).encode()):08x}"  # two files may have the same stem
     folders = [str(file)] if file.is_dir() else None
-    spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=folders)
+    loader = SourceLoader(name, str(source)) if source.suffix == ".py" else None
+    spec = importlib.util.spec_from_file_location(name, source, loader=loader, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
         raise PluginError(f"plugins.paths: {path} cannot be imported; give a file whose name ends in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

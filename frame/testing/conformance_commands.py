@@ -22,6 +22,7 @@ import click
 from click.testing import CliRunner, Result
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
+from frame.core.ipc.interpreter import child_environment, python_command
 from frame.testing.conformance import Check, SkipCheck, Subject, unchanged_process
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
@@ -126,10 +127,9 @@ def _refuses_unknown_options(make: Callable[[], click.Command]) -> None:
 def _appears_at_once(subject: Subject) -> None:
     target = subject.target
     arguments = (target.__module__, inspect.getfile(target), target.__qualname__, ",".join(HEAVY))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
+    path = os.pathsep.join(path or "." for path in sys.path)
+    command, environment = python_command("-c", MEASURE, *arguments), {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=child_environment(environment))
     assert done.returncode == 0, f"the command cannot be made in a process of its own: {(done.stderr.splitlines() or ['?'])[-1]}"
     seconds, heavy = json.loads(done.stdout.splitlines()[-1])
     assert not heavy, f"the help imports {' and '.join(heavy)}; import it in the function of the command"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from frame.core.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
+from frame.core.ipc.interpreter import python_command
 from frame.testing.conformance import Check, Subject
 
 _RANKS = 4
@@ -53,7 +53,7 @@ def _with_launcher(subject: Subject, check: Callable[[Launcher], None]) -> None:
 def _started(launcher: Launcher, code: str, rank: int = 0, environment: dict[str, str] | None = None) -> Iterator[RankProcess]:
     """A rank that runs Python `code`, ended afterwards."""
     place = launcher.place().ranks[rank]
-    process = launcher.start(place, [sys.executable, "-c", code], environment or {}, pipes_errors=True)
+    process = launcher.start(place, python_command("-c", code), environment or {}, pipes_errors=True)
     try:
         yield process
     finally:
@@ -169,7 +169,7 @@ def _signals_reach_the_rank(launcher: Launcher) -> None:
 
 def _ranks_are_separate(launcher: Launcher) -> None:
     places = launcher.place().ranks
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    command = python_command("-c", "import sys; sys.stdin.read()")
     processes = [launcher.start(place, command, {}, pipes_errors=True) for place in places]
     try:
         assert len({process.pid for process in processes}) == len(places), "each rank has a process of its own"

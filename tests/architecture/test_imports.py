@@ -87,7 +87,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame_x86", (*DATA, MARKER)),
     ("frame_bitsandbytes", (*DATA, MARKER)),
     ("frame_gguf", (*DATA, MARKER)),
-    ("frame_ray", (*DATA, MARKER, "frame.core.ipc.child_process", "frame.entrypoints.router", *RENDEZVOUS)),
+    ("frame_ray", (*DATA, MARKER, "frame.core.ipc.child_process", "frame.core.ipc.interpreter", "frame.entrypoints.router", *RENDEZVOUS)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )
 

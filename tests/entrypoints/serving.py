@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,16 +27,26 @@ FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 class RunningServer:
     """`fake`: the engine runs a fake model (`fake_engine.py`), which starts fast and
     needs no weights. `reads_log`: standard error is read to its end; else only until the server is
-    ready."""
+    ready. `command`: of a server that is no fake; `cwd`: its working folder."""
 
-    def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None, reads_log: bool = True) -> None:
-        command = FAKE_SERVE if fake else (sys.executable, "-m", "frame", "serve")
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        fake: bool = True,
+        env: dict[str, str] | None = None,
+        reads_log: bool = True,
+        command: Sequence[str] = (sys.executable, "-m", "frame", "serve"),
+        cwd: Path | None = None,
+    ) -> None:
+        command = FAKE_SERVE if fake else command
         self.process = subprocess.Popen(
             [*command, "--model", str(folder), "--port", "0", *flags],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             text=True,
+            cwd=cwd,
         )
         self.lines: list[str] = []
         self._reads_log = reads_log
@@ -60,7 +72,7 @@ class RunningServer:
 
     def children(self) -> dict[str, psutil.Process]:
         """By role."""
-        return {child.cmdline()[3]: child for child in psutil.Process(self.process.pid).children()}
+        return {child.cmdline()[4]: child for child in psutil.Process(self.process.pid).children()}
 
     @property
     def grpc_address(self) -> str:
@@ -98,6 +110,13 @@ class RunningServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def free_port() -> int:
+    """A port of the loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Any, timeout: float = 20.0) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import py_compile
 from collections.abc import Sequence
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
 from frame.entrypoints.processes.launch import select_classes
+from frame.plugins.files import load_file
 from frame.plugins.loader import load_configured, observers
 from frame.testing import conformance
 from frame.testing.contexts import SCHEDULING
@@ -135,6 +138,15 @@ def test_a_file_that_cannot_be_read_stops_the_start(text: str | None, sentence: 
     with pytest.raises(PluginError) as caught:
         load_configured(read(path))
     assert sentence in str(caught.value)
+
+
+def test_bytecode_beside_a_file_does_not_run(tmp_path: Path) -> None:
+    """A checkpoint's folder may hold any: this one claims to fit every source."""
+    file, other = tmp_path / "plugin.py", tmp_path / "other.py"
+    other.write_text("ORIGIN = 'bytecode'")
+    file.write_text("ORIGIN = 'source'")
+    py_compile.compile(str(other), cache_from_source(str(file)), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert load_file(str(file))[0].ORIGIN == "source"
 
 
 def test_a_misspelt_method_is_not_taken_for_one_of_an_earlier_interface(tmp_path: Path) -> None:

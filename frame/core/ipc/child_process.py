@@ -16,6 +16,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from frame.core.ipc.interpreter import child_environment
+
 EXIT_ORPHANED = 3
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only
 PR_SET_PDEATHSIG = 1
@@ -32,7 +34,7 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], *, pip
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE if pipes_errors else None,
-            env={**os.environ, **environment},
+            env=child_environment(environment),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

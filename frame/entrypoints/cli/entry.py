@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from frame.core.ipc.interpreter import leave_working_folder, python_command
+
 if TYPE_CHECKING:
     from frame.core.ipc.early_process import EarlyProcess
 
@@ -34,11 +36,12 @@ def start_early(arguments: Sequence[str], module: str = WORKER) -> contextlib.Ab
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from frame.core.ipc.early_process import EarlyProcess
 
-    return EarlyProcess([sys.executable, "-m", module, "scheduler"])
+    return EarlyProcess(python_command("-m", module, "scheduler"))
 
 
 def main() -> None:
     """Run the command line."""
+    leave_working_folder()
     open_closed_streams()
     with start_early(sys.argv[1:]) as early:
         from frame.entrypoints.cli.main import main as run_command

@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
+from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.explain import as_data
 from frame.entrypoints.configuration.sources import LoadedConfig
@@ -154,9 +156,9 @@ def _selector(record: PluginRecord) -> str:
 
 def _check(record: PluginRecord, paths: Sequence[str]) -> None:
     """Raises PluginError with the cause, also when the process was killed by its plugin."""
-    arguments = [sys.executable, "-m", "frame.plugins.check", record.kind, record.name, *paths]
+    command = python_command("-m", "frame.plugins.check", record.kind, record.name, *paths)
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
+        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise PluginError(f"{record.kind}/{record.name} does not load within {CHECK_SECONDS} seconds.") from None
     if done.returncode < 0:
@@ -173,8 +175,8 @@ def _check(record: PluginRecord, paths: Sequence[str]) -> None:
 def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ...]) -> None:
     """Raises PluginError where the two do not serve the same tokens, or cannot be compared."""
     who = f"{record.kind}/{record.name}"
-    arguments = [sys.executable, "-m", "frame.testing.compare", record.kind, record.name, reference.name, *paths]
-    code = subprocess.run(arguments, check=False).returncode
+    command = python_command("-m", "frame.testing.compare", record.kind, record.name, reference.name, *paths)
+    code = subprocess.run(command, env=child_environment(), check=False).returncode
     if code < 0:
         raise PluginError(f"{who} or {reference.name} kills its process with {signal.Signals(-code).name} while it serves.")
     if code:
@@ -184,8 +186,11 @@ def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ..
 def _conformance(record: PluginRecord, paths: Sequence[str]) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
         raise PluginError("The conformance suites need pytest; install it: pip install 'frame-serve[test]'.")
-    arguments = [sys.executable, "-m", "pytest", "-q", f"--frame-conformance={record.kind}:{record.name}"]
-    arguments += [f"--frame-conformance-plugin={path}" for path in paths]
-    done = subprocess.run(arguments, check=False)
+    selected = [f"--frame-conformance={record.kind}:{record.name}", *(f"--frame-conformance-plugin={path}" for path in paths)]
+    with tempfile.TemporaryDirectory() as folder:
+        # Neither settings nor a conftest.py of the working folder and those above it are read.
+        isolated = ["-c", os.devnull, "--rootdir", folder, "--noconftest", "-p", "no:cacheprovider", folder]
+        command = python_command("-m", "pytest", "-q", *selected, *isolated)
+        done = subprocess.run(command, env=child_environment(), check=False)
     if done.returncode:
         raise PluginError(f"{record.kind}/{record.name} does not pass the conformance suite of {record.api} (see above).")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from frame.core.errors import ConfigurationError
+from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.cli.entry import WORKER
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
@@ -93,7 +94,7 @@ def restart_at_changes(arguments: Sequence[str], paths: Iterable[str]) -> int:
     code = 0
     while not is_stopped:
         state = read_state(watched)
-        server = subprocess.Popen([sys.executable, "-m", "frame", *arguments], start_new_session=True)
+        server = subprocess.Popen(python_command("-m", "frame", *arguments), start_new_session=True, env=child_environment())
         while not is_stopped and read_state(watched) == state:
             time.sleep(POLL_SECONDS)
         code = _stop(server)

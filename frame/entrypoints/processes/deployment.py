@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement,
 from frame.core.ipc.child_process import is_stopped, start_process
 from frame.core.ipc.early_process import EarlyProcess
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
+from frame.core.ipc.interpreter import python_command
 from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
@@ -152,7 +152,7 @@ class Deployment:
             self._add(f"tokenizer-{i}", "tokenizer", "--rank", str(i))
 
     def _add(self, name: str, role: str, *arguments: str, environment: dict[str, str] | None = None, rank: int | None = None) -> None:
-        command = [sys.executable, "-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments]
+        command = python_command("-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments)
         if self.layout.replica is not None:
             command += ["--replica", str(self.layout.replica)]
         self.children[name] = Child(name, command, environment or {}, rank)

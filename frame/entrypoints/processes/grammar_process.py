@@ -28,12 +28,14 @@ from frame.core.config.resolved import Resolved
 from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.core.ipc.child_process import PARENTS_SIGNALS, die_with_parent
+from frame.core.ipc.interpreter import child_environment, python_command
 from frame.plugins.registry import Registry
 
 START_SECONDS = 120.0  # timeout for loading the backend
 GRACE = 2.0  # seconds after the alarm before the engine kills the process
 MAX_BYTES = 64 << 20  # of a compiled grammar; the engine takes a second to read as much
 WARMUP_GRAMMAR = ("regex", "a")
+MODULE = "frame.entrypoints.processes.grammar_process"  # this one
 NICENESS = 5  # compilation is less urgent than running requests
 
 
@@ -41,10 +43,8 @@ class GrammarProcess:
     """Implements `frame.core.grammars.grammar_compiler.CompilerProcess`. One thread compiles at a
     time; another may call `close`."""
 
-    def __init__(
-        self, resolved: Resolved, command: Sequence[str] = (sys.executable, "-m", "frame.entrypoints.processes.grammar_process")
-    ) -> None:
-        self._command = command
+    def __init__(self, resolved: Resolved, command: Sequence[str] | None = None) -> None:
+        self._command = command or python_command("-m", MODULE)
         self._config = resolved.model_dump_json()
         self._seconds = resolved.user.sampling.grammar_timeout
         self.cpu_seconds = 0.0  # of the last compilation
@@ -80,7 +80,7 @@ class GrammarProcess:
             (*self._command, str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=child_environment({"OMP_NUM_THREADS": "1"}),
         )
         self._process = process
         if _ask(process, self._config.encode(), START_SECONDS) is None or self._closed:

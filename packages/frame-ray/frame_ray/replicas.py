@@ -10,7 +10,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
+from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
@@ -60,7 +60,7 @@ class EngineReplica:
             port = probe.getsockname()[1]
         given = [*shlex.split(options.arguments), "--host", "127.0.0.1", "--port", str(port)]
         self.url = f"http://127.0.0.1:{port}"
-        self._process = subprocess.Popen([sys.executable, "-m", "frame_ray.child", str(os.getpid()), *given])
+        self._process = subprocess.Popen(python_command("-m", "frame_ray.child", str(os.getpid()), *given), env=child_environment())
         self._wait_until_ready(options.start_seconds)
         client = open_client()
         self._backends = Backends((self.url,), client, 1.0)

@@ -124,7 +124,7 @@ def processes(server: RunningServer) -> dict[str, psutil.Process]:
     found = {}
     for child in psutil.Process(server.process.pid).children():
         with_rank = child.cmdline()
-        role = with_rank[3]
+        role = with_rank[4]
         rank = with_rank[with_rank.index("--rank") + 1] if "--rank" in with_rank else ""
         found[role + (f"-{rank}" if rank else "")] = child
     return found
