@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -30,21 +31,16 @@ from frame.plugins.launchers.authenticated_link import (
     LARGEST,
     Link,
     LinkError,
+    Places,
     SocketTunnel,
     authenticate,
     read_key,
 )  # fmt: skip
-from frame.plugins.launchers.rendezvous import MOST_UNPROVEN, RendezvousLauncher, mask_command, split_address
+from frame.plugins.launchers.rendezvous import MAX_UNKNOWN, RendezvousLauncher, mask_command, split_address
 from frame.plugins.launchers.rendezvous_node import serve_node
-from tests.entrypoints.serving import wait_until
+from tests.entrypoints.serving import free_port, wait_until
 
 KEY = "a secret of this test"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def connect(listener_key: bytes, node_key: bytes) -> tuple[Any, Any, tuple[Any, Any]]:
@@ -79,20 +75,44 @@ def test_both_ends_prove_the_secret() -> None:
 
 
 def test_connections_that_prove_nothing_are_bounded(tmp_path: Path) -> None:
+    """The oldest one loses its place to a new one; all are closed after a time."""
     launcher = RendezvousLauncher(LauncherContext(2, tmp_path, 2, 0, f"127.0.0.1:{free_port()}"), key=b"a" * 16)
     try:
         launcher._listen()
         where = (launcher.host, launcher.port)
-        held = [socket.create_connection(where, 10) for _ in range(MOST_UNPROVEN)]
-        assert all(each.recv(1) for each in held)  # each is asked for the secret
-        with socket.create_connection(where, 10) as refused:
-            assert not refused.recv(1)
-        held[0].close()
-        for each in held[1:]:
-            each.close()
-        wait_until(lambda: launcher._num_unproven == 0, 10)
+        connections = [socket.create_connection(where, 10) for _ in range(MAX_UNKNOWN + 8)]
+        for connection in connections:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        wait_until(lambda: not len(launcher._unknown), 10)
+        for connection in connections:
+            connection.close()
     finally:
         launcher.close()
+
+
+class FakeWriter:
+    """A connection from `address`; it is its own transport."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.is_aborted = address, False
+        self.transport = self
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return self.address, 1
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_an_address_with_many_connections_loses_its_places() -> None:
+    places, writers = Places(4), [FakeWriter(address) for address in "abbbbcc"]
+    for writer in writers:
+        places.add(writer)  # type: ignore[arg-type]
+        assert len(places) <= 4
+    assert [writer.is_aborted for writer in writers] == [False, True, True, True, False, False, False]
+    places.discard(writers[0])  # type: ignore[arg-type]
+    assert len(places) == 3
 
 
 @pytest.mark.parametrize("attack", ["changed", "again", "large", "reflected"])

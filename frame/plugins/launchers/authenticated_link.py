@@ -1,8 +1,9 @@
 """A TCP connection between two hosts that share a secret, and the sockets of a folder that it
 carries.
 
-Both ends prove the secret before anything else is read, and every frame has a code (HMAC-SHA256)
-over its number and content. Contents are not encrypted. Used by the launcher `rendezvous`. Must
+The first message of the end that connects shows that it knows the secret, then both ends prove it
+for this connection. Every frame has a code (HMAC-SHA256) over its number and content. Contents are
+not encrypted. Used by the launcher `rendezvous`. Must
 not know a rank or what its sockets carry.
 """
 
@@ -15,6 +16,7 @@ import hmac
 import os
 import secrets
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +26,11 @@ KEY_VARIABLE = "FRAME_DIST_KEY"
 SHORTEST_KEY = 16  # characters
 SILENCE = 10.0  # seconds without a frame until the other host counts as lost
 BEAT = 1.0  # seconds between two frames
-HANDSHAKE = 10.0  # seconds
+HANDSHAKE = 3.0  # seconds
 LARGEST = 64 << 20  # bytes of a frame
 CHUNK = 1 << 18  # bytes of a socket that are read at once
 
-_HELLO = b"frame-link-1"
+_HELLO = b"frame-link-2"
 _NONCE, _CODE = 32, 16
 _HEAD = struct.Struct(">IBI")  # bytes of the content, kind, channel
 # kinds of frames
@@ -104,33 +106,78 @@ class Link:
         self._writer.close()
 
 
+class Places:
+    """At most `capacity` connections that have not proved the secret. When all places are taken, a
+    new connection takes that of the oldest one from the address that has the most."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._addresses: dict[asyncio.StreamWriter, str] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def add(self, writer: asyncio.StreamWriter) -> None:
+        """Take a place; closes the connection that loses it."""
+        if len(self._addresses) >= self._capacity:
+            counts = Counter(self._addresses.values())
+            largest = max(counts.values())
+            loser = next(each for each, address in self._addresses.items() if counts[address] == largest)
+            del self._addresses[loser]
+            loser.transport.abort()
+        self._addresses[writer] = str((writer.get_extra_info("peername") or ("",))[0])
+
+    def discard(self, writer: asyncio.StreamWriter) -> None:
+        """Free the place of a connection, if it has one."""
+        self._addresses.pop(writer, None)
+
+
 async def authenticate(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, is_listener: bool
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    *,
+    is_listener: bool,
+    when_known: Callable[[], None] | None = None,
 ) -> Link:
-    """Prove the secret to the other end, and have it proved. Raises LinkError."""
+    """Prove the secret to the other end, and have it proved. `when_known`: called by a listener
+    after a first message that only a host with the secret can send first; another may repeat it.
+    Raises LinkError, and the connection is then closed."""
     own, role = secrets.token_bytes(_NONCE), b"listener" if is_listener else b"node"
     other_role = b"node" if is_listener else b"listener"
     try:
         async with asyncio.timeout(HANDSHAKE):
-            writer.write(_HELLO + own)
-            hello = await reader.readexactly(len(_HELLO) + _NONCE)
-            other = hello[len(_HELLO) :]
+            hello = _HELLO + own
+            if not is_listener:
+                writer.write(hello + _proof(secret, b"hello", own))
+            other_hello = await reader.readexactly(len(hello))
+            other = other_hello[len(_HELLO) :]
             nonces = (own, other) if is_listener else (other, own)
-            if not is_listener:  # the end that connects proves first
+            if is_listener:
+                await _check(reader, _proof(secret, b"hello", other))
+                if when_known is not None:
+                    when_known()
+                writer.write(hello)
+            else:  # the end that connects proves first
                 writer.write(_proof(secret, role, *nonces))
-            proof = await reader.readexactly(hashlib.sha256().digest_size)
-            if not hello.startswith(_HELLO) or not hmac.compare_digest(proof, _proof(secret, other_role, *nonces)):
-                raise LinkError(f"the other host does not have the same {KEY_VARIABLE}")
+            await _check(reader, _proof(secret, other_role, *nonces))
+            if not other_hello.startswith(_HELLO):
+                raise LinkError("the other host has another version of frame")
             if is_listener:
                 writer.write(_proof(secret, role, *nonces))
     except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-        writer.close()
+        writer.transport.abort()
         raise LinkError(f"the other host does not prove {KEY_VARIABLE}: {type(error).__name__}") from None
     except LinkError:
-        writer.close()
+        writer.transport.abort()
         raise
     keys = _proof(secret, b"key " + role, *nonces), _proof(secret, b"key " + other_role, *nonces)
     return Link(reader, writer, keys)
+
+
+async def _check(reader: asyncio.StreamReader, expected: bytes) -> None:
+    if not hmac.compare_digest(await reader.readexactly(len(expected)), expected):
+        raise LinkError(f"the other host does not have the same {KEY_VARIABLE}")
 
 
 class SocketTunnel:
@@ -204,5 +251,5 @@ def _code(key: bytes, *parts: bytes) -> bytes:
     return made.digest()[:_CODE]
 
 
-def _proof(secret: bytes, role: bytes, listener_nonce: bytes, node_nonce: bytes) -> bytes:
-    return hmac.new(secret, b"|".join((role, listener_nonce, node_nonce)), hashlib.sha256).digest()
+def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
+    return hmac.new(secret, b"|".join((role, *nonces)), hashlib.sha256).digest()

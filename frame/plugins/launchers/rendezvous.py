@@ -25,7 +25,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import RANK_SOCKETS, SHARED_SOCKETS, Launcher, LauncherContext, Placement, RankPlace, RankProcess
 from frame.core.ipc.child_process import start_process
 from frame.plugins.launchers import authenticated_link as frames
-from frame.plugins.launchers.authenticated_link import Link, LinkError, SocketTunnel, authenticate, read_key
+from frame.plugins.launchers.authenticated_link import Link, LinkError, Places, SocketTunnel, authenticate, read_key
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 FIRST_WAIT, LATER_WAIT = 600.0, 60.0  # seconds for the other hosts, at the first start and at a restart
 REPLY = 30.0  # seconds for a host to start a process
-MOST_UNPROVEN = 64  # connections that have not proved the secret
+MAX_UNKNOWN = 64  # connections that have not shown that they know the secret
+MAX_CANDIDATES = 64  # connections that have shown it, and have not proved it yet
+ACCEPTS = 16  # connections accepted at once: fewer than places, so that a host's first message is read before it can lose its place
+BACKLOG = 1024  # connections that wait to be accepted
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +166,8 @@ class RendezvousLauncher(Launcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: asyncio.Server | None = None
-        self._num_unproven = 0  # connections
+        self._unknown, self._candidates = Places(MAX_UNKNOWN), Places(MAX_CANDIDATES)
+        self._num_refused = 0  # connections
         self._is_first, self._is_closing = True, False
         self._key = key or (read_key() if context.num_hosts > 1 else b"")
 
@@ -222,7 +226,10 @@ class RendezvousLauncher(Launcher):
         self._thread = threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True)
         self._thread.start()
         try:
-            self._server = self._run(asyncio.start_server(self._accept, self.host, self.port))
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            listener = socket.create_server((self.host, self.port), family=family)
+            self._server = self._run(asyncio.start_server(self._accept, sock=listener, backlog=ACCEPTS))
+            listener.listen(BACKLOG)
         except OSError as error:
             raise ConfigurationError(f"parallel.dist_init_addr: cannot listen on {self.host}:{self.port} ({error.strerror})") from None
 
@@ -232,22 +239,27 @@ class RendezvousLauncher(Launcher):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer, number = writer.get_extra_info("peername"), 0
-        if self._num_unproven >= MOST_UNPROVEN:
-            writer.close()
-            return
+
+        def become_candidate() -> None:
+            self._unknown.discard(writer)
+            self._candidates.add(writer)
+
+        self._unknown.add(writer)
         try:
-            self._num_unproven += 1
             try:
-                link = await authenticate(reader, writer, self._key, is_listener=True)
+                link = await authenticate(reader, writer, self._key, is_listener=True, when_known=become_candidate)
             finally:
-                self._num_unproven -= 1
+                self._unknown.discard(writer)
+                self._candidates.discard(writer)
             _, number, content = await link.receive()
             if not 1 <= number < self.context.num_hosts or number in self.nodes:
                 link.post(frames.FAILED, 0, f"parallel.node_rank {number} is not free".encode())
                 await link.drain()
                 raise LinkError(f"a host connects as parallel.node_rank {number}, which is not free")
         except (LinkError, OSError) as error:
-            log.warning("refused %s: %s", peer, error)
+            self._num_refused += 1
+            if self._num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, …: unknown hosts must not fill the log
+                log.warning("refused %s: %s (%d connections so far)", peer, error, self._num_refused)
             writer.close()
             return
         await self._run_node(number, Node(link, content.decode(), SocketTunnel(link, self.context.folder, 2)))
