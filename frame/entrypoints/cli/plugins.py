@@ -17,6 +17,7 @@ import click
 from frame.core.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
 from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError
+from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
@@ -183,7 +184,7 @@ def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ..
 
 def _conformance(record: PluginRecord, paths: Sequence[str]) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
-        raise PluginError("The conformance suites need pytest; install it: pip install 'frame-serve[test]'.")
+        raise PluginError(f"The conformance suites need pytest; run {install_command('frame-serve[test]')}")
     arguments = [sys.executable, "-m", "pytest", "-q", f"--frame-conformance={record.kind}:{record.name}"]
     arguments += [f"--frame-conformance-plugin={path}" for path in paths]
     done = subprocess.run(arguments, check=False)
