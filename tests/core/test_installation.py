@@ -38,10 +38,11 @@ def test_a_requirement_is_quoted_for_the_shell() -> None:
 def test_a_package_of_ours_is_named_by_its_folder_in_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     packages = ROOT / "packages"
     monkeypatch.chdir(ROOT)
-    assert install_command("frame-gguf", packages) == "pip install ./packages/frame-gguf"
+    assert install_command("frame-gguf", packages=packages) == "pip install ./packages/frame-gguf"
     monkeypatch.chdir(tmp_path)
-    assert install_command("frame-gguf", packages) == f"pip install {packages}/frame-gguf"
-    assert install_command("frame-gguf", tmp_path) == "pip install frame-gguf, or pip install ./packages/frame-gguf in a clone of frame"
+    assert install_command("frame-gguf", packages=packages) == f"pip install {packages}/frame-gguf"
+    both = "pip install frame-gguf, or pip install ./packages/frame-gguf in a clone of frame"
+    assert install_command("frame-gguf", packages=tmp_path) == both
 
 
 def test_without_its_own_pip_on_the_path_the_interpreter_is_named(own_pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from frame.entrypoints.configuration.equivalents import describe_flags
 from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
 from frame.entrypoints.configuration.sources import LoadedConfig, load_config
 
@@ -30,8 +31,14 @@ class ConfigCommand(click.Command):
     """A command whose help lists its own options first, then the settings' flags by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        arguments = list(args)  # click takes those that it has read out of the list
         try:
             return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
+            if found := describe_flags(arguments, known):
+                raise click.UsageError("\n".join(found), ctx) from None
+            raise
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
