@@ -1,5 +1,5 @@
 """Writes docs/reference/ from the code: configuration, hooks, capabilities, conformance, plugins,
-building blocks of models, command line.
+building blocks of models, flags of other servers, command line.
 
 `--check` writes nothing and fails when a page is out of date. Imports no torch: records, schemas
 and docstrings hold everything.
@@ -335,15 +335,43 @@ def model_blocks() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# ---- flags of other servers ----------------------------------------------------------------------
+
+
+def other_servers() -> str:
+    """The table of flags of other servers."""
+    from frame.entrypoints.configuration.equivalents import EQUIVALENTS
+
+    rows = []
+    for each in EQUIVALENTS:
+        values = ", ".join(f"{code(other)} is {code(own)}" for other, own in each.values.items() if other != "*")
+        use = code(each.use.replace("{}", "VALUE")) if each.use else ""
+        note = "; ".join(part for part in (each.note, values) if part)
+        rows.append([" ".join(map(code, each.names)), ", ".join(each.servers), use, note])
+    return "\n\n".join([
+        "# Flags of other servers",
+        NOTE,
+        ("This page is for users of vLLM, SGLang and llama.cpp: what frame has for their flags. Flags that frame also has under "
+        "the same name, such as `--served-model-name` or `--chunked-prefill-size`, are left out. `frame serve` prints the row of "
+        "such a flag. Values are those of the other server unless the note says otherwise."),
+        table(["flag", "of", "in frame", "note"], rows),
+    ]) + "\n"  # fmt: skip
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
 def command_line() -> str:
     """The help of every command."""
-    from scripts.cli_help import help_pages
+    from scripts.cli_help import help_pages, shared_flags
 
-    parts = ["# Command line", NOTE, "This page is for users and operators: the help of every command."]
-    for name, text in help_pages():
+    parts = [
+        "# Command line",
+        NOTE,
+        ("This page is for users and operators: the help of every command. The flags of settings are listed once, under "
+        "[shared flags](#shared-flags)."),
+    ]
+    for name, text in [*help_pages(), ("Shared flags", shared_flags())]:
         parts += [f"## {name}", f"```text\n{text.strip()}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -355,6 +383,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "conformance.md": conformance,
     "hooks.md": hooks,
     "model_blocks.md": model_blocks,
+    "other_servers.md": other_servers,
     "../models.md": models,
     "plugins.md": plugins,
 }

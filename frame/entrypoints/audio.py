@@ -77,8 +77,8 @@ def _open_other(data: bytes) -> tuple[Read, int, int]:
     try:
         import soundfile
     except ImportError:
-        sentence = "the file is no WAV file of whole numbers; convert it, or install soundfile on the server"
-        raise InvalidRequestError(f"{sentence} (pip install 'frame-serve[audio]')", "file") from None
+        sentence = "the file is no WAV file of whole numbers; convert it, or install soundfile, the extra audio, on the server"
+        raise InvalidRequestError(sentence, "file") from None
     try:
         file: Any = soundfile.SoundFile(io.BytesIO(data))
     except (RuntimeError, TypeError):  # of libsndfile; a raw file has no format

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
+from frame.core.installation import install_command
 
 if TYPE_CHECKING:
     from frame.core.config.schema import ServerSection
@@ -41,7 +42,7 @@ MAX_REQUESTS = 65536  # traced at once in a text process or follower
 def check_tracing(server: ServerSection) -> None:
     """Raise ConfigurationError for `server.otlp_endpoint` without OpenTelemetry."""
     if server.otlp_endpoint is not None and not _is_installed():
-        raise ConfigurationError("server.otlp_endpoint needs OpenTelemetry; run pip install 'frame-serve[tracing]'")
+        raise ConfigurationError(f"server.otlp_endpoint needs OpenTelemetry; run {install_command('frame-serve[tracing]')}")
 
 
 def _is_installed() -> bool:
@@ -58,7 +59,7 @@ def open_tracing(server: ServerSection, process: str) -> Tracing | None:
         return None
     check_tracing(server)
     if not _is_installed():
-        log.warning("%s is set, but OpenTelemetry is not installed; run pip install 'frame-serve[tracing]'", VARIABLES[1])
+        log.warning("%s is set, but OpenTelemetry is not installed; run %s", VARIABLES[1], install_command("frame-serve[tracing]"))
         return None
     return Tracing(_exporter(server.otlp_endpoint), process)
 

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from frame.core.blame import note_origin
 from frame.core.config.resolve_plugins import plugin_options
 from frame.core.errors import PluginError, did_you_mean
+from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
 from frame.plugins.renames import describe_import, describe_missing, describe_renames
@@ -271,7 +272,7 @@ class Registry:
             return None
         if distribution in self.excluded:
             return f"{kind} {name!r} cannot be used: plugins.allow or plugins.deny excludes its package {distribution}."
-        return f"{kind} {name!r} is not installed; install its package: pip install {distribution}.{self._broken_note()}"
+        return f"{kind} {name!r} is not installed; install its package: {install_command(distribution)}.{self._broken_note()}"
 
     def _unknown(self, kind: str, name: str) -> str:
         if missing := self.describe_missing(kind, name):
@@ -399,7 +400,7 @@ def _unmet_requirement(text: str) -> Reason | None:
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
-        return Reason(f"it needs {requirement.name}{requirement.specifier}, which is not installed (pip install '{requirement}')")
+        return Reason(f"it needs {requirement.name}{requirement.specifier}, which is not installed ({install_command(text)})")
     if not requirement.specifier.contains(found, prereleases=True):
-        return Reason(f"it needs {requirement.name}{requirement.specifier}, installed is {found} (pip install '{requirement}')")
+        return Reason(f"it needs {requirement.name}{requirement.specifier}, installed is {found} ({install_command(text)})")
     return None

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import click
 import pytest
+from packaging.version import Version
 
 import frame
 from frame.core.interfaces.cli import CommandContext
+from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.entrypoints.cli.installed import GROUP, list_help
 from frame.entrypoints.cli.main import cli
@@ -37,6 +39,11 @@ OTHER_OPTIONS = {  # of pytest
     "--frame-conformance", "--frame-conformance-json", "--frame-conformance-device", "--frame-conformance-options",
     "--frame-conformance-thorough",
 }  # fmt: skip
+COUNTS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"),
+    *("fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+    *(f"twenty-{each}" for each in ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")),
+)
 NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve"}
 
 
@@ -292,3 +299,13 @@ def test_checks_find() -> None:
     assert wrong_command(["rm", "-rf", "x"])
     assert wrong_command(["frame", "config", "check", "--tp", "2"]) is None
     assert list(commands("# only a comment\nA=1 frame serve \\\n --tp 2 # why")) == [["frame", "serve", "--tp", "2"]]
+
+
+def test_the_stated_number_of_kinds_of_plugins_is_the_registrys() -> None:
+    """In documents, and in the notes of the version in pyproject.toml and of unreleased changes."""
+    version = re.escape(Version(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]).base_version)
+    notes = re.findall(rf"^## (?:Unreleased|{version})$(.*?)(?=^## |\Z)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE | re.DOTALL)
+    texts = [*notes, *(path.read_text() for path in DOCUMENTS if path.name != "CHANGELOG.md")]
+    count = re.compile(rf"(?<![\w-])({'|'.join(COUNTS)})\s+kinds\s+of\s+plugins", re.IGNORECASE)
+    stated = [found.lower() for text in texts for found in count.findall(text)]
+    assert set(stated) <= {COUNTS[len(KINDS)]}, f"there are {len(KINDS)} kinds"

@@ -13,7 +13,10 @@ from packaging.requirements import Requirement
 
 from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package
 
-DATA = ("frame.core.errors", "frame.core.interfaces", "frame.core.messages", "frame.core.interfaces.sampling_params")
+DATA = (
+    *("frame.core.errors", "frame.core.installation", "frame.core.interfaces", "frame.core.messages"),
+    "frame.core.interfaces.sampling_params",
+)
 CONFIGURATION = (
     "frame.core.config.schema",
     "frame.core.config.section",

@@ -58,6 +58,15 @@ def test_closed_standard_streams(checkpoint: Path, shell: str) -> None:
         assert process.wait(20) == 0
 
 
+def test_the_log_says_that_the_port_is_open_before_the_model_is_loaded(checkpoint: Path) -> None:
+    with starting(checkpoint, seconds=30.0) as (process, url):
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, b"")
+        assert f"frame: {url} is open; requests get 503 until the model is loaded\n".encode() in lines
+        assert httpx.get(url + "/health/live", timeout=30).status_code == 200
+        assert httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 503
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", ["spawned", "loading"])
 def test_a_server_that_is_stopped_while_it_starts_ends_with_0(checkpoint: Path, number: signal.Signals, moment: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from frame.core.config.resolved import PluginChoice
+from frame.core.installation import install_command
 from frame.core.interfaces.cache import PrefixCacheCapabilities
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Reason
@@ -83,7 +84,7 @@ def test_a_plugin_of_a_package_that_is_not_installed_is_named_with_its_remedy() 
     part = registry.kind(KIND, "one", "1.0")
     part.suggest_distribution("elsewhere", "frame-elsewhere")
     registry.commit(part)
-    sentence = f"{KIND} 'elsewhere' is not installed; install its package: pip install frame-elsewhere."
+    sentence = f"{KIND} 'elsewhere' is not installed; install its package: {install_command('frame-elsewhere')}."
     for ask in (lambda: registry.get(KIND, "elsewhere"), lambda: registry.find("elsewhere"), lambda: registry.find(f"{KIND}/elsewhere")):
         with pytest.raises(PluginError) as caught:
             ask()

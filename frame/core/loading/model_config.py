@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frame.core.errors import CheckpointError
+from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import ModelConfig, is_classifier
 from frame.core.loading.sentence_transformers import read_sentence_facts
 
@@ -79,10 +80,20 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     folder = find_model(str(path))
     if not folder.is_dir():
         hint = "; download it first and give the folder" if "/" in str(path) and not str(path).startswith(("/", ".", "~")) else ""
+        if folder.suffix == ".gguf" and folder.is_file():
+            raise CheckpointError(
+                f"{setting} {str(path)!r} is a GGUF file; give its folder, with config.json and the tokenizer of the model that it was "
+                f"made from, and {describe_gguf()}."
+            )
         if folder.is_file():
             raise CheckpointError(f"{setting} {str(path)!r} is a file; give its folder, which also holds config.json and the tokenizer.")
         raise CheckpointError(f"{setting} {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
     raw = _read_json(folder / "config.json")
+    if raw is None and any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} holds a GGUF file and no config.json; copy config.json and the tokenizer of the model that it was made from into "
+            f"the folder, and {describe_gguf()}."
+        )
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)

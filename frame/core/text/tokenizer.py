@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from frame.core.errors import CheckpointError
+from frame.core.installation import install_command, is_installed
 from frame.core.loading.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
 from frame.core.text.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, find_template, read_template
 from frame.core.text.python_tokenizer import PythonTokenizer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "tekken.json")  # files that transformers makes a tokenizer of
 SHORT = 1024  # characters; tokenizing a shorter text takes less time than releasing the interpreter's lock
 
 Input = Sequence[str]  # one text, or a pair
@@ -298,6 +300,7 @@ def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
                 return _plain(Backend.from_file(str(file)))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} cannot be read: {error}; fetch the file again") from error
+    _check_vocabulary(folder)
     try:
         from transformers import AutoTokenizer
 
@@ -308,6 +311,23 @@ def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
             f"{folder} holds no tokenizer.json, and no tokenizer can be created from its other files ({' '.join(str(error).split())}); "
             "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
         ) from error
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """Raise CheckpointError if the folder, which has no tokenizer.json, has no other vocabulary
+    either, or one whose library is not installed."""
+    files = [file for pattern in VOCABULARIES for file in sorted(folder.glob(pattern))]
+    remedy = "name another folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
+    if not files:
+        raise CheckpointError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it, {remedy}")
+    for file in files:
+        names = ("tiktoken",) if "tiktoken" in file.name else ("sentencepiece", "protobuf") if file.suffix == ".model" else ()
+        missing = [name for name in names if not is_installed(name)]
+        if missing:
+            raise CheckpointError(
+                f"{folder} holds no tokenizer.json, and {file.name} needs {' and '.join(missing)}: "
+                f"run {install_command(*missing)}, {remedy}"
+            )
 
 
 def _run_code(folder: Path, kind: str, reference: str, trust_remote_code: bool) -> Backend:

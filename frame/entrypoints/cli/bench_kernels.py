@@ -13,6 +13,7 @@ import click
 
 from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigError
+from frame.core.installation import install_command
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, join_options, parse_output
 from frame.entrypoints.tools.bench.workload import Span, span
 from frame.plugins.loader import load_registry
@@ -41,7 +42,7 @@ def parse_plot(text: str) -> Path:
     if not text.endswith(_PLOT_TYPES):
         raise ValueError(f"{text!r} has no supported file type; use {' or '.join(_PLOT_TYPES)}")
     if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib; install it: pip install 'frame-serve[bench]'")
+        raise ValueError(f"plots need matplotlib; run {install_command('frame-serve[bench]')}")
     return parse_output(text)
 
 

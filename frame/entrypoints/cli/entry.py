@@ -30,7 +30,7 @@ def open_closed_streams() -> None:
 def start_early(arguments: Sequence[str], module: str = WORKER) -> contextlib.AbstractContextManager[EarlyProcess | None]:
     """The engine's process, which runs `module`, for `frame ARGUMENTS`; none for a command that
     starts no engine of its own in a process."""
-    if arguments[:1] != ["serve"] or WITHOUT_ENGINE & {*arguments}:
+    if arguments[:1] != ["serve"] or WITHOUT_ENGINE & {each.partition("=")[0] for each in arguments}:
         return contextlib.nullcontext()
     # numpy's threads spin for 0.1 s after its import, on the cores that import torch meanwhile.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -6,9 +6,10 @@ Used by the `frame` command. A command is imported when it is called; help reads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
+from types import MappingProxyType
 
 import click
 
@@ -16,6 +17,7 @@ from frame.core.errors import ConfigurationError, PluginError
 
 GROUP = "frame_commands"
 KIND = "cli_command"
+PACKAGES: Mapping[str, str] = MappingProxyType({"quantize": "frame-quantize"})  # a command -> the package of ours that has it
 
 
 def list_help(paths: Sequence[str] = ()) -> list[tuple[str, str]]:

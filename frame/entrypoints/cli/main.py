@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from frame.core.errors import ConfigurationError
-from frame.entrypoints.cli.installed import list_help, load_command
+from frame.core.errors import ConfigurationError, did_you_mean
+from frame.core.installation import install_command
+from frame.entrypoints.cli.installed import PACKAGES, list_help, load_command
 
 if TYPE_CHECKING:
     from frame.core.ipc.early_process import EarlyProcess
@@ -55,6 +56,16 @@ class LazyGroup(click.Group):
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         return command if isinstance(command, click.Command) else None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the arguments name; one that is missing ends with a remedy."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            if owner := PACKAGES.get(name):
+                raise click.UsageError(f"frame {name} is in the package {owner}, which is not installed; run {install_command(owner)}")
+            known = [*COMMANDS, *PACKAGES, *(each for each, _ in list_help(ctx.params.get("paths") or ()))]
+            raise click.UsageError(f"No such command {name!r}{did_you_mean(name, known) or '; frame --help lists the commands.'}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the table's help lines, without importing commands."""

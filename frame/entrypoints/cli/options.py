@@ -14,9 +14,19 @@ from typing import Any
 
 import click
 
+from frame.core.errors import did_you_mean
+from frame.entrypoints.configuration.equivalents import describe_flags
 from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
 from frame.entrypoints.configuration.sources import LoadedConfig, load_config
 
+HELP = "frame.help"  # the key of a context's `meta` that names the flags to show
+COMMON, OWN, ALL = "common", "own", "all"
+COMMON_FLAGS = frozenset(
+    {"model", "served-model-name", "tp", "dtype", "quantization", "max-model-len", "mem-fraction-static", "max-running-requests"}
+    | {"tool-call-parser", "reasoning-parser", "host", "port", "api-key", "plugin"}
+)
+OWN_TITLE = "Options"
+_SETTINGS = "Settings: "
 _PREFIX = "setting_"  # of parameter names, so that a command's own options do not collide with settings
 
 
@@ -27,25 +37,78 @@ class SettingOption(click.Option):
 
 
 class ConfigCommand(click.Command):
-    """A command whose help lists its own options first, then the settings' flags by section."""
+    """A command whose help lists its own options first, then the flags of settings: the common
+    ones, those of a section, or all."""
+
+    _help: click.Option | None = None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        arguments = list(args)  # click takes those that it has read out of the list
         try:
             return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
+            if found := describe_flags(arguments, known):
+                raise click.UsageError("\n".join(found), ctx) from None
+            raise
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
             raise click.UsageError(f"{error.message}; name the model with --model", ctx) from None  # as other servers take it
 
+    @functools.cached_property
+    def sections(self) -> list[str]:
+        """The sections of the settings that this command has flags of."""
+        titles = dict.fromkeys(param.section for param in self.params if isinstance(param, SettingOption))
+        return [title.removeprefix(_SETTINGS) for title in titles if title.startswith(_SETTINGS)]
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        if self._help is None:
+            self._help = click.Option(
+                self.get_help_option_names(ctx), is_flag=False, flag_value=COMMON, is_eager=True, expose_value=False, callback=_show_help,
+                metavar="[SECTION|all]", help="Show this message, the flags of a section of the settings, or all flags.",
+            )  # fmt: skip
+        return self._help
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the flags that `ctx.meta[HELP]` names: `common`, `own`, `all` or those of a
+        section."""
+        which = ctx.meta.get(HELP, COMMON)
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
+            title = _find_title(param, which)
             line = param.get_help_record(ctx)
-            if line is not None:
-                groups.setdefault(param.section if isinstance(param, SettingOption) else "Options", []).append(line)
-        for title in sorted(groups, key=lambda title: title != "Options"):
+            if title is not None and line is not None:
+                groups.setdefault(title, []).append(line)
+        for title in sorted(groups, key=lambda title: title != OWN_TITLE):
             with formatter.section(title):
                 formatter.write_dl(groups[title])
+        if which == COMMON:
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"--help all shows all flags, --help SECTION those of a section of the settings: {', '.join(self.sections)}."
+            )
+
+
+def _find_title(param: click.Parameter, which: str) -> str | None:
+    """The title under which the help `which` lists an option; None if it does not."""
+    if not isinstance(param, SettingOption):
+        return OWN_TITLE if which in (COMMON, OWN, ALL) else None
+    if which == COMMON and param.section.startswith(_SETTINGS):
+        return "Common settings" if param.opts[0].removeprefix("--") in COMMON_FLAGS else None
+    return param.section if which in (COMMON, ALL, param.section.removeprefix(_SETTINGS)) else None
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, which: str | None) -> None:
+    if which is None or ctx.resilient_parsing:
+        return
+    sections = ctx.command.sections if isinstance(ctx.command, ConfigCommand) else []
+    if which not in (COMMON, ALL, *sections):
+        hint = did_you_mean(which, sections) or f"; sections: {', '.join(sections)}"
+        raise click.UsageError(f"The settings have no section {which!r}{hint}", ctx)
+    ctx.meta[HELP] = which
+    click.echo(ctx.get_help())
+    ctx.exit()
 
 
 class ParsedType(click.ParamType):
@@ -153,7 +216,7 @@ def _metavar(setting: Setting) -> str:
 
 
 def _option_class(section: str) -> type[SettingOption]:
-    return type("SectionOption", (SettingOption,), {"section": f"Settings: {section}"})
+    return type("SectionOption", (SettingOption,), {"section": f"{_SETTINGS}{section}"})
 
 
 def _parameter(flag: str) -> str:

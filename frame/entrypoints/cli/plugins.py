@@ -18,6 +18,7 @@ import click
 from frame.core.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
 from frame.core.config.schema import PluginsSection
 from frame.core.errors import PluginError
+from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.ipc.interpreter import child_environment, python_command
@@ -185,7 +186,7 @@ def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ..
 
 def _conformance(record: PluginRecord, paths: Sequence[str]) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
-        raise PluginError("The conformance suites need pytest; install it: pip install 'frame-serve[test]'.")
+        raise PluginError(f"The conformance suites need pytest; run {install_command('frame-serve[test]')}")
     selected = [f"--frame-conformance={record.kind}:{record.name}", *(f"--frame-conformance-plugin={path}" for path in paths)]
     with tempfile.TemporaryDirectory() as folder:
         # Neither settings nor a conftest.py of the working folder and those above it are read.

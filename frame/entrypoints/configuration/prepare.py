@@ -21,6 +21,7 @@ from frame.core.config.resolved import Resolved
 from frame.core.config.schema import BatchesSection, FrameConfig, ServerSection
 from frame.core.config.selection import ResolveError, UnknownPluginError, join_conflicts
 from frame.core.errors import ConfigError, ConfigurationError, PluginError
+from frame.core.installation import install_command
 from frame.core.interfaces.model import ModelCapabilities
 from frame.core.loading.model_config import check_head, find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
@@ -99,7 +100,7 @@ def _check_server(server: ServerSection) -> None:
     load_certificate(server)
     check_tracing(server)
     if server.grpc_port is not None and any(find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
-        raise ConfigurationError("server.grpc_port needs grpcio; pip install 'frame-serve[grpc]'")
+        raise ConfigurationError(f"server.grpc_port needs grpcio; run {install_command('frame-serve[grpc]')}")
     ports = {"port": server.port, "admin_port": server.admin_port, "grpc_port": server.grpc_port}
     for first, second in combinations([name for name, port in ports.items() if port], 2):
         if ports[first] == ports[second]:

@@ -18,7 +18,7 @@ from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.http.openai.batch_files import make_folder
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.protocol.connections import raise_file_limit
-from frame.entrypoints.http.protocol.listening import bound_port
+from frame.entrypoints.http.protocol.listening import address, bound_port
 from frame.entrypoints.logs import report
 from frame.entrypoints.processes.collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
@@ -62,6 +62,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
         signals.check()
         extensions = load_extensions(resolved, prepared.registry)
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
+            url = f"{'http' if certificate is None else 'https'}://{address(*listener.getsockname()[:2])}"
+            report(f"{url} is open; requests get 503 until the model is loaded")
             tokenizer = load_tokenizer(resolved)
             infos = [wait_ready(deployment, replica_report(deployment), signals.check, spawned) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
+from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import LazyTensor
 from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceContext
 
@@ -126,6 +127,8 @@ def find_files(folder: Path) -> tuple[list[Path], list[str]]:
                 f"{files[0]} holds pickled weights, which can run code and are not loaded: convert them to safetensors (see"
                 " docs/security.md), or download the checkpoint in that format."
             )
+    if any(folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder} holds a GGUF file and no safetensors weights: {describe_gguf()}.")
     raise CheckpointError(
         f"{folder} holds no safetensors weights: check model.path, or set model.load_format to a source of its files (`frame plugins list "
         "--kind weight_source`), or to dummy for random weights."

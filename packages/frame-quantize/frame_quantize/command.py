@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
+from frame.core.installation import install_command
 from frame.core.interfaces.cli import CliCommand
 from frame_quantize.schemes import CACHE_SCALES, METHODS
 
-LIBRARY = "'llmcompressor>=0.14'"  # brings compressed-tensors, datasets and transformers
+LIBRARY = "llmcompressor>=0.14"  # brings compressed-tensors, datasets and transformers
 _METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.items())
 
 
@@ -68,7 +69,7 @@ def command(
         from frame_quantize.quantize import check_device, check_model, quantize_calibrated, quantize_weights, read_samples
     except ModuleNotFoundError as error:
         missing = (error.name or "llmcompressor").partition(".")[0]
-        raise click.ClickException(f"frame quantize needs the Python module {missing}: pip install {LIBRARY}") from error
+        raise click.ClickException(f"frame quantize needs the Python module {missing}: run {install_command(LIBRARY)}") from error
 
     weights = {**chosen.weights, **({"group_size": group_size} if group_size else {})}
     try:

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from frame.core.installation import install_command
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.testing.checkpoints import load_reference, make_checkpoint
@@ -48,7 +49,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path: 
     monkeypatch.delitem(sys.modules, "frame_quantize.quantize", raising=False)
     code, output = quantize(tmp_path, "--method", "int8", "--out", tmp_path / "out")
     assert code == 1
-    assert output == "Error: frame quantize needs the Python module compressed_tensors: pip install 'llmcompressor>=0.14'\n"
+    assert output == f"Error: frame quantize needs the Python module compressed_tensors: run {install_command('llmcompressor>=0.14')}\n"
 
 
 @pytest.mark.parametrize(

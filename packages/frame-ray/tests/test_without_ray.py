@@ -7,6 +7,7 @@ import importlib.metadata
 import frame_ray
 import pytest
 
+from frame.core.installation import install_command
 from frame.plugins.loader import load_registry
 
 
@@ -22,4 +23,5 @@ def test_the_record_names_the_command_that_installs_ray(monkeypatch: pytest.Monk
     part = load_registry(installed=False).kind("launcher", "frame_ray")
     frame_ray.register_launchers(part)
     (record,) = part.added
-    assert [str(each) for each in record.problems] == ["it needs ray>=2.50, which is not installed (pip install 'ray>=2.50')"]
+    (problem,) = record.problems
+    assert str(problem) == f"it needs ray>=2.50, which is not installed ({install_command('ray>=2.50')})"

@@ -122,6 +122,11 @@ def test_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
     broken(folder, "model.safetensors is truncated or damaged")
 
 
+def test_a_gguf_file_is_named_with_its_package(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    broken(folder, "holds a GGUF file and no safetensors weights", "serve it with --load-format gguf --quantization gguf")
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
 def test_pickled_weights_are_refused_without_reading(folder: Path, tmp_path: Path, name: str) -> None:
     class Bad:

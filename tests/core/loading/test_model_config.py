@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from frame.core.errors import CheckpointError
+from frame.core.installation import install_command
 from frame.core.loading.model_config import EMBEDDED, find_model, read_model_config
 
 BASE = {
@@ -179,11 +180,23 @@ def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
         read_model_config(tmp_path)
     with pytest.raises(CheckpointError, match="no-such' is no folder"):
         read_model_config(tmp_path / "no-such")
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model.gguf' is a file; give its folder"):
-        read_model_config(tmp_path / "model.gguf")
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"model.bin' is a file; give its folder"):
+        read_model_config(tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="download it first"):
         read_model_config("org/model")
+
+
+def test_a_gguf_file_and_its_folder_name_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").touch()
+    flags = "serve it with --load-format gguf --quantization gguf."
+    for is_there, remedy in ((True, flags), (False, f"install the package frame-gguf ({install_command('frame-gguf')}) and {flags}")):
+        monkeypatch.setattr("frame.core.installation.is_installed", lambda name, found=is_there: found)
+        for place, fault in ((tmp_path / "model.gguf", "is a GGUF file"), (tmp_path, "holds a GGUF file and no config.json")):
+            with pytest.raises(CheckpointError) as caught:
+                read_model_config(place)
+            assert fault in str(caught.value)
+            assert str(caught.value).endswith(remedy)
 
 
 def test_the_embedded_model_is_found_by_name() -> None:

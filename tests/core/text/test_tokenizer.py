@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from frame.core.errors import CheckpointError
+from frame.core.installation import install_command
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import find_model
 from frame.core.messages import Tokenize
@@ -106,6 +107,29 @@ def test_broken_settings_are_one_sentence(tmp_path: Path, content: str, words: s
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=words):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("files", [(), ("tokenizer_config.json",)])  # of the second transformers makes a tokenizer of 3 tokens
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path, files: tuple[str, ...]) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it, name another folder with --tokenizer, "
+        "or serve token ids only with --skip-tokenizer-init"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "needs"), [("tokenizer.model", "sentencepiece"), ("spiece.model", "sentencepiece"), ("qwen.tiktoken", "tiktoken")]
+)
+def test_a_vocabulary_without_its_library_names_the_command(tmp_path: Path, file: str, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.core.text.tokenizer.is_installed", lambda name: name == "protobuf")
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(tmp_path)
+    assert f"{file} needs {needs}: run {install_command(needs)}, name another folder" in str(caught.value)
 
 
 def test_no_torch_and_no_transformers_are_imported() -> None:

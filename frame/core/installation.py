@@ -1,0 +1,54 @@
+"""Commands that install a missing package, for the sentences that name it.
+
+Used by every part that reports one. Must not import the package, or know who needs it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# Our packages in the folder `packages` of the repository.
+OWN_PACKAGES = ("frame-automata", "frame-bitsandbytes", "frame-gguf", "frame-quantize", "frame-ray", "frame-x86")
+_PACKAGES = Path(__file__).resolve().parents[2] / "packages"  # of the clone that this module runs from, if any
+
+
+def install_command(*requirements: str, packages: Path = _PACKAGES) -> str:
+    """The shell command that installs `requirements` (`xgrammar>=0.2`, `frame-gguf`) beside this
+    interpreter. For a package of ours in a clone of frame: its folder below `packages`. Without a
+    clone: both forms, the one from a package index first.
+    """
+    pip = "pip" if _is_own_pip(shutil.which("pip")) else f"{shlex.quote(sys.executable)} -m pip"
+    command = f"{pip} install {shlex.join(requirements)}"
+    name = requirements[0]
+    if name not in OWN_PACKAGES:
+        return command
+    if (packages / name / "pyproject.toml").is_file():
+        here = packages.parent == Path.cwd()
+        return f"{pip} install {f'./packages/{name}' if here else shlex.quote(str(packages / name))}"
+    return f"{command}, or {pip} install ./packages/{name} in a clone of frame"
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def describe_gguf() -> str:
+    """How to serve a folder with a GGUF file; the command that installs the package, if needed."""
+    flags = "--load-format gguf --quantization gguf"
+    if is_installed("frame-gguf"):
+        return f"serve it with {flags}"
+    return f"install the package frame-gguf ({install_command('frame-gguf')}) and serve it with {flags}"
+
+
+def _is_own_pip(path: str | None) -> bool:
+    """Whether the `pip` at `path` installs for this interpreter. The folders are compared, because
+    the interpreter of a virtual environment is a link."""
+    return path is not None and Path(path).parent.samefile(Path(sys.executable).parent)
