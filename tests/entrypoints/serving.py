@@ -17,7 +17,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-READY = re.compile(r"ready on (https?://\S+)")
+READY = re.compile(r"ready on (https?://[^\s,]+)")
 START_TIMEOUT = 90.0
 FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 
@@ -29,8 +29,11 @@ class RunningServer:
 
     def __init__(self, folder: Path, *flags: str, fake: bool = True, env: dict[str, str] | None = None, reads_log: bool = True) -> None:
         command = FAKE_SERVE if fake else (sys.executable, "-m", "frame", "serve")
+        self._start([*command, "--model", str(folder), "--port", "0", *flags], env, reads_log)
+
+    def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool) -> None:
         self.process = subprocess.Popen(
-            [*command, "--model", str(folder), "--port", "0", *flags],
+            command,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
@@ -98,6 +101,14 @@ class RunningServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class RunningRouter(RunningServer):
+    """`frame router` in front of the servers at `urls`."""
+
+    def __init__(self, *urls: str) -> None:
+        flags = [flag for url in urls for flag in ("--replica", url)]
+        self._start([sys.executable, "-m", "frame", "router", *flags, "--port", "0", "--health-interval", "0.2"], None, True)
 
 
 def wait_until(condition: Any, timeout: float = 20.0) -> None:
