@@ -19,7 +19,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-READY = re.compile(r"ready on (https?://\S+)")
+READY = re.compile(r"ready on (https?://[^\s,]+)")
 START_TIMEOUT = 90.0
 FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 
@@ -40,8 +40,11 @@ class RunningServer:
         cwd: Path | None = None,
     ) -> None:
         command = FAKE_SERVE if fake else command
+        self._start([*command, "--model", str(folder), "--port", "0", *flags], env, reads_log, cwd)
+
+    def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool, cwd: Path | None = None) -> None:
         self.process = subprocess.Popen(
-            [*command, "--model", str(folder), "--port", "0", *flags],
+            command,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
@@ -117,6 +120,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class RunningRouter(RunningServer):
+    """`frame router` in front of the servers at `urls`."""
+
+    def __init__(self, *urls: str) -> None:
+        flags = [flag for url in urls for flag in ("--replica", url)]
+        self._start([sys.executable, "-m", "frame", "router", *flags, "--port", "0", "--health-interval", "0.2"], None, True)
 
 
 def wait_until(condition: Any, timeout: float = 20.0) -> None:

@@ -130,14 +130,15 @@ async def test_heads_have_a_size() -> None:
     async with listening() as connect:
         for head in (endless, many, large, path, name):
             assert status(await talk(connect, head)) == 431
-        fits = b"GET / HTTP/1.1\r\nconnection: close\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 400) for i in range(100)) + b"\r\n"
-        just = b"GET / HTTP/1.1\r\nconnection: close\r\nx: " + b"a" * (LARGEST_HEAD - 100) + b"\r\n\r\n"
+        start = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        fits = start + b"".join(b"h%d: %s\r\n" % (i, b"v" * 400) for i in range(100)) + b"\r\n"
+        just = start + b"x: " + b"a" * (LARGEST_HEAD - 100) + b"\r\n\r\n"
         for parts in ((fits,), (just,), (just[:999], just[999:])):
             assert (await talk(connect, *parts)).startswith(b"HTTP/1.1 200")
 
 
 async def test_heads_of_pipelined_requests_count_one_by_one() -> None:
-    one, last = b"GET / HTTP/1.1\r\nx: %s\r\n\r\n" % (b"a" * 1000), b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
+    one, last = b"GET / HTTP/1.1\r\nhost: x\r\nx: %s\r\n\r\n" % (b"a" * 1000), b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     async with listening() as connect:
         assert (await talk(connect, one * 100 + last)).count(b"HTTP/1.1 200") == 101
         assert b"HTTP/1.1 431" in await talk(connect, one + b"GET / HTTP/1.1\r\nx: ", *(b"a" * 8192 for _ in range(10)))
@@ -190,7 +191,8 @@ async def test_number_of_connections_is_limited() -> None:
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with listening() as connect:
-        answer = await talk(connect, b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\nGET /3 HTTP/1.1\r\nconnection: close\r\n\r\n")
+        end = b" HTTP/1.1\r\nhost: x\r\n"
+        answer = await talk(connect, b"GET /1" + end + b"\r\nGET /2" + end + b"\r\nGET /3" + end + b"connection: close\r\n\r\n")
         assert [len(part.partition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200")[1:]] == [1, 2, 3]
 
 
@@ -228,7 +230,7 @@ async def test_trailer_is_not_used_as_api_key() -> None:
     async with serving({"server": {"api_key": "secret"}}) as server, listening(server.app) as connect:
         request = CHUNKED.replace(b"POST /", b"POST /tokenize") + b'12\r\n{"prompt": "hi!!"}\r\n0\r\n'
         assert (await talk(connect, request + b"x-api-key: secret\r\n\r\n")).startswith(b"HTTP/1.1 401")
-        with_key = request.replace(b"host: x", b"x-api-key: secret")
+        with_key = request.replace(b"host: x", b"host: x\r\nx-api-key: secret")
         assert (await talk(connect, with_key + b"x-api-key: other\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
@@ -246,12 +248,87 @@ async def test_trailer_size_is_limited() -> None:
 async def test_request_after_trailers_has_only_its_own_headers() -> None:
     async with listening(tell) as connect:
         first = CHUNKED.replace(b"connection: close\r\n", b"") + b"0\r\nx: trailer\r\n\r\n"
-        answer = await talk(connect, first + b"GET / HTTP/1.1\r\ny: header\r\nconnection: close\r\n\r\n")
+        answer = await talk(connect, first + b"GET / HTTP/1.1\r\nhost: x\r\ny: header\r\nconnection: close\r\n\r\n")
         assert b"trailer" not in answer and b"y: header" in answer
     # A request with an HTTP/2 upgrade is parsed again without it
     async with listening(tell) as connect:
-        offer = b"GET / HTTP/1.1\r\ny: header\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
+        offer = b"GET / HTTP/1.1\r\nhost: x\r\ny: header\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
         assert b"y: header" in await talk(connect, offer)
+
+
+# clients that send no more ------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def waiting(version: bytes = b"1.1", starts: bool = False) -> AsyncIterator[tuple[Any, Any, asyncio.Event, asyncio.Event]]:
+    """(reader, writer, event that lets the response end, event of the disconnect), after a request
+    whose response has not ended. `starts`: it has begun."""
+    received, go_on, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if starts:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        received.set()
+        ended = asyncio.create_task(go_on.wait())
+        disconnected = asyncio.create_task(receive())
+        await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done() and disconnected.result()["type"] == "http.disconnect":
+            gone.set()
+            ended.cancel()
+            return
+        if not starts:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"last", "more_body": False})
+        disconnected.cancel()
+
+    async with listening(serve) as connect, asyncio.timeout(WAIT):
+        reader, writer = await connect()
+        writer.write(b"GET / HTTP/%s\r\nhost: x\r\n\r\n" % version)
+        await received.wait()
+        yield reader, writer, go_on, gone
+
+
+@pytest.mark.parametrize("starts", [False, True])
+async def test_a_client_that_sends_no_more_receives_its_response(starts: bool) -> None:
+    async with waiting(starts=starts) as (reader, writer, go_on, gone):
+        writer.write_eof()
+        await asyncio.sleep(0.2)  # the time in which a client that is gone is noticed
+        assert not gone.is_set()
+        go_on.set()
+        answer = (await reader.read()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+
+
+async def test_whole_requests_are_served_after_the_end_of_sending() -> None:
+    async with listening() as connect:
+        reader, writer = await connect()
+        writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\nGET /2 HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write_eof()
+        async with asyncio.timeout(WAIT):
+            answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 200") == 2
+
+
+async def test_a_client_that_is_gone_is_noticed_before_the_response() -> None:
+    async with waiting() as (_, writer, _, gone):
+        writer.close()
+        await gone.wait()
+    async with waiting(b"1.0") as (_, writer, _, gone):
+        writer.write_eof()  # HTTP/1.0 has no interim response that would tell the two apart
+        await gone.wait()
+
+
+@pytest.mark.parametrize(("head", "expected"), [
+    (b"GET / HTTP/1.1\r\n\r\n", 400), (b"POST / HTTP/1.1\r\ncontent-length: 2\r\n\r\nhi", 400),
+    (b"GET / HTTP/1.1\r\nhost:\r\nconnection: close\r\n\r\n", 200), (b"GET / HTTP/1.0\r\n\r\n", 200),
+])  # fmt: skip
+async def test_http_1_1_needs_a_host(head: bytes, expected: int) -> None:
+    async with listening() as connect:
+        answer = await talk(connect, head)
+        assert int(answer.split()[1]) == expected
+        assert expected == 200 or b"no Host header" in answer
 
 
 # bodies -------------------------------------------------------------------------------------------

@@ -118,3 +118,7 @@ OPENAI = ErrorShape(ApiError.body, lambda error: b"data: " + error.body() + b"\n
 
 class DisconnectedError(Exception):
     """The client closed the connection; no response can be sent."""
+
+
+class ResponseCutError(Exception):
+    """A response cannot be completed; the connection ends, so that the client sees it cut."""

@@ -10,20 +10,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, ResponseCutError
 from frame.entrypoints.http.protocol.http10 import CloseDelimited
-from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProtocol
+from frame.entrypoints.http.protocol.paced_parsing import PacedProtocol, ParsingQueue
 
 log = logging.getLogger(__name__)
 
 MOST_HEADERS = 128
-LARGEST_HEAD = 64 * 1024  # bytes of request line and headers together
+LARGEST_HEAD = 64 * 1024  # bytes of request line and headers together; and by which a body's framing may exceed its data
 SEPARATORS = 4  # bytes of a header beside its name and value
+FIRST_CHECK, CHECK_INTERVAL = 0.05, 1.0  # seconds between looks at a client that sends no more
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every HTTP/1.1 client takes it before a response (RFC 9110, section 15.2)
+TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)  # Linux
+TCP_CLOSED = 7  # the first byte of TCP_INFO
 LINGER = 1.0  # seconds that a refused client has to read the error
 MOST_LINGERING = 128  # refused connections that are given this time
 SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
@@ -32,30 +39,34 @@ SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """`client_timeout` in seconds: for a whole head, and for a client that does not read.
-    `lingering`: refused connections that are not closed yet."""
+    `lingering`: refused connections that are not closed yet. `parsing`: work of all connections."""
 
     max_connections: int
     client_timeout: float
     lingering: set[asyncio.Protocol] = field(default_factory=set)
+    parsing: ParsingQueue = field(default_factory=ParsingQueue)
 
 
-class GuardedProtocol(UpgradeRefusingProtocol):
+class GuardedProtocol(PacedProtocol):
     """One connection. At most one timer runs for its reading side (`_reading`) and one for its
     writing side (`_writing`)."""
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+        super().__init__(*arguments, parsing=limits.parsing, **keywords)
         self._limits = limits
-        self._is_head = True  # between two requests, or in the head of one
         self._has_begun = False  # a head has
+        self._has_host = False  # the head has a Host header
         self._head_bytes = 0  # received of the head, or since the last bytes of the body: chunk extensions and trailers
         self._parsed_bytes = 0  # of them: in the URL and in complete headers
         self._num_headers = 0  # trailers too
-        self._has_body = False  # bytes of a body came with the data at hand
-        self._has_ended = False  # a request ended within the data at hand
+        self._body_size = 0  # of the current request: its content-length
+        self._framing = 0  # bytes of a chunked body's framing, less those of its data
+        self._has_body = False  # bytes of a body came with the slice at hand
+        self._has_ended = False  # a request ended with the slice at hand
         self._refusal: ApiError | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
+        self._probe: DisconnectProbe | None = None  # the client sends no more
 
     # the connection -------------------------------------------------------------------------------
 
@@ -69,6 +80,8 @@ class GuardedProtocol(UpgradeRefusingProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_timer()
+        if self._probe is not None:
+            self._probe.close()
         self.resume_writing()
         self._limits.lingering.discard(self)
         super().connection_lost(exc)
@@ -93,30 +106,51 @@ class GuardedProtocol(UpgradeRefusingProtocol):
     # requests -------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:  # it is being closed
-            return
+        if self._refusal is None:  # else it is being closed
+            super().data_received(data)
+
+    def parse_bytes(self, data: bytes | memoryview) -> None:
         was_head, self._has_body, self._has_ended = self._is_head, False, False
-        super().data_received(data)
+        super().parse_bytes(data)
         if self._refusal is not None or self.transport.is_closing():
+            self.drop_received()
             return
-        if was_head == self._is_head and not self._has_body:
-            new = len(data.rpartition(b"\r\n\r\n")[2]) if self._has_ended else len(data)  # pipelined requests: of the last one
-            try:
-                self._head_bytes = self._within_head(self._head_bytes + new)
-            except ApiError as error:
-                self._refuse(error)
-                return
+        try:
+            if was_head == self._is_head and not self._has_body and not self._has_ended:
+                self._head_bytes = self._within_head(self._head_bytes + len(data))
+            elif not was_head and not self._body_size:
+                self._check_framing(len(data))
+        except ApiError as error:
+            self._refuse(error)
+            return
         is_answered = self.cycle is None or self.cycle.response_complete
         if is_answered and self._reading is None:  # part of a head, or the rest of a body that was not read
             self._await_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It receives the responses to its whole requests, as far as a
+        client that reads can be told from one that is gone."""
+        cycle = self.cycle
+        is_whole = cycle is not None and not cycle.response_complete and self._is_head and not self._has_begun
+        if self._refusal is not None or not is_whole or not DisconnectProbe.can_watch(self.transport):
+            return False
+        is_waiting = not cycle.response_started and not self.pipeline
+        if is_waiting and cycle.scope["http_version"] in ("0.9", "1.0"):
+            return False  # such clients know no interim responses
+        cycle.keep_alive = False
+        if self._probe is None:
+            self._probe = DisconnectProbe(self.transport, may_write=is_waiting)
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """Not HTTP, or a refusal that was raised in the parser's callbacks."""
         self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request; send HTTP/1.1"))
 
     def on_message_begin(self) -> None:
-        self._head_bytes = self._parsed_bytes = self._num_headers = 0
-        self._is_head = self._has_begun = True
+        self._head_bytes = self._parsed_bytes = self._num_headers = self._body_size = self._framing = 0
+        self._has_begun = True
+        self._has_host = False
+        self.begin_head()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -128,13 +162,18 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         credentials and change no framing."""
         self._parsed_bytes = self._within_head(self._parsed_bytes + len(name) + len(value) + SEPARATORS)
         self._num_headers += 1
+        self.count_units(1)
         if self._num_headers > MOST_HEADERS:
             self._raise(f"the request has more than {MOST_HEADERS} headers; send fewer")
         if not self._is_head:
             return
         key = name.lower()
-        if key == b"host" and any(known == key for known, _ in self.headers):
-            self._raise("the request has two Host headers; send one", 400)  # a proxy in front may have read the other
+        if key == b"host":
+            if self._has_host:
+                self._raise("the request has two Host headers; send one", 400)  # a proxy in front may have read the other
+            self._has_host = True
+        if key == b"content-length" and value.isdigit():
+            self._body_size = int(value)
         if key == b"transfer-encoding" and value.strip().lower() != b"chunked":
             self._raise("the request has a transfer-encoding other than chunked; send chunked or content-length", 400)
         super().on_header(name, value)
@@ -142,16 +181,22 @@ class GuardedProtocol(UpgradeRefusingProtocol):
     def on_body(self, body: bytes) -> None:
         self._has_body = True
         self._head_bytes = self._parsed_bytes = 0
+        self._framing -= 2 * len(body)  # of the slice's bytes, all of which `_check_framing` adds
+        self.count_body(len(body))
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        self._is_head = self._has_begun = False
+        if not self._has_host and self.parser.get_http_version() not in ("0.9", "1.0"):
+            self._raise("the request has no Host header; send one, as HTTP/1.1 requires", 400)
+        self._has_begun = False
+        self.begin_body(self._body_size)
         self._stop_reading_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_head = self._has_ended = True
+        self._has_ended = True
+        self.begin_head()
         self._stop_reading_timer()
 
     def on_response_complete(self) -> None:
@@ -164,7 +209,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         if cycle.scope["http_version"] in ("0.9", "1.0"):
             cycle.keep_alive = False
             cycle.send = CloseDelimited(cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, partial(_run_or_cut, cycle, app))
 
     # limits ---------------------------------------------------------------------------------------
 
@@ -172,6 +217,12 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         if size > LARGEST_HEAD:
             self._raise(f"the request line and headers are larger than {LARGEST_HEAD} bytes; send less")
         return size
+
+    def _check_framing(self, size: int) -> None:
+        """Count `size` bytes of a chunked body."""
+        self._framing += size
+        if self._framing > LARGEST_HEAD:
+            self._raise("the framing of the body's chunks is larger than their data; send larger chunks, or content-length", 400)
 
     def _raise(self, sentence: str, status: int = 431) -> None:
         self._refusal = ApiError(status, sentence)
@@ -198,6 +249,7 @@ class GuardedProtocol(UpgradeRefusingProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer and close."""
         self._refusal = error
+        self.drop_received()
         self._stop_reading_timer()
         if self.transport.is_closing():
             return
@@ -217,8 +269,56 @@ class GuardedProtocol(UpgradeRefusingProtocol):
         else:  # to close with bytes unread would reset the connection, and the client might not see the answer
             self.connections.discard(self)
             self._limits.lingering.add(self)
-            self.transport.write_eof()
             self._reading = self.loop.call_later(LINGER, self.transport.abort)
+            with suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
+
+
+class DisconnectProbe:
+    """Tells a client that shut down its sending side and still reads from one that is gone, whose
+    transport it aborts.
+
+    TCP reports the end of the stream alike for both. Bytes that arrive at a client that is gone
+    reset the connection, and its state then says so. `may_write`: no response has begun, so an
+    interim response may be sent; else the response's own bytes have the same effect.
+    """
+
+    def __init__(self, transport: asyncio.Transport, *, may_write: bool) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        if may_write:
+            transport.write(CONTINUE)
+        self._timer = self._loop.call_later(FIRST_CHECK, self._check)
+
+    @staticmethod
+    def can_watch(transport: asyncio.Transport) -> bool:
+        """Whether the connection is plain TCP on a system that reports its state."""
+        connection = transport.get_extra_info("socket")
+        is_tcp = connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and TCP_INFO is not None and transport.can_write_eof()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        assert TCP_INFO is not None
+        try:
+            state = self._transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, TCP_INFO, 1)[0]
+        except (OSError, ValueError):  # the transport has closed it
+            return
+        if state == TCP_CLOSED:
+            self._transport.abort()
+        else:
+            self._timer = self._loop.call_later(CHECK_INTERVAL, self._check)
+
+
+async def _run_or_cut(cycle: Any, app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Run the application; end the connection where it cuts its response."""
+    try:
+        await app(scope, receive, send)
+    except ResponseCutError:
+        cycle.disconnected = True  # else uvicorn logs an error
+        cycle.transport.close()
 
 
 def raise_file_limit(max_connections: int) -> None:

@@ -16,7 +16,7 @@ import uvicorn
 
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, GuardedProtocol
-from frame.entrypoints.http.protocol.tls_listener import TlsListener
+from frame.entrypoints.http.protocol.listener import Listener
 from frame.entrypoints.tls import Certificate
 
 KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
@@ -54,12 +54,9 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._context is None:
-            await super().startup(sockets)
-        else:
-            await super().startup([])
-            connections = self.server_state.connections
-            self.servers += [TlsListener(each, self._protocol, connections, self._limits, self._context) for each in sockets or []]  # type: ignore[misc]
+        await super().startup([])
+        connections = self.server_state.connections
+        self.servers += [Listener(each, self._protocol, connections, self._limits, self._context) for each in sockets or []]  # type: ignore[misc]
         self.listening.set()
 
     def _protocol(self) -> asyncio.Protocol:

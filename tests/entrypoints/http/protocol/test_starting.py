@@ -53,7 +53,7 @@ def test_odd_clients_do_not_stop_it() -> None:
 
 def test_half_sent_heads_and_bodies_delay_no_other_client() -> None:
     with listening() as (listener, url), StartingServer(listener, 64), ExitStack() as clients:
-        for words in (b"GET /health/live HTTP/1.1\r\nhost:", b"POST / HTTP/1.1\r\ncontent-length: 999999\r\n\r\n", b"") * 10:
+        for words in (b"GET /health/live HTTP/1.1\r\nhost:", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n", b"") * 10:
             clients.enter_context(socket.create_connection(listener.getsockname())).sendall(words)
         started = time.monotonic()
         for _ in range(10):
@@ -64,7 +64,8 @@ def test_half_sent_heads_and_bodies_delay_no_other_client() -> None:
 def test_a_client_that_never_ends_its_head_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "PATIENCE", 0.1)
     with listening() as (listener, _), StartingServer(listener, 64):
-        for words, status in ((b"GET / HT", b"408"), (b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nx", b"408"), (b"GET\r\n\r\n", b"400")):
+        post = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx"
+        for words, status in ((b"GET / HT", b"408"), (post, b"408"), (b"GET\r\n\r\n", b"400")):
             with socket.create_connection(listener.getsockname()) as slow:
                 slow.settimeout(30)
                 slow.sendall(words)
