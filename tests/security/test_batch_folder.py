@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,16 @@ def test_lines_of_a_batch_count_for_their_key(server: RunningServer) -> None:
     wait_until(is_over, 60)
     assert max(seen) <= 4
     assert max(seen) > 0
+
+
+def test_batches_of_empty_lines_do_not_delay_another_key(server: RunningServer) -> None:
+    wait_until(lambda: upload(server, b"").status_code == 200)
+    name = upload(server, b"\n" * SIZE).json()["id"]
+    made = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batches = [ask(server, "POST", "/v1/batches", json=made).json()["id"] for _ in range(24)]
+    began = time.monotonic()
+    assert upload(server, b"x" * MB, "b").status_code == 200
+    assert time.monotonic() - began < 8
+    wait_until(lambda: all(ask(server, "GET", f"/v1/batches/{each}").json()["status"] == "failed" for each in batches[::8]))
+    assert "empty lines" in ask(server, "GET", f"/v1/batches/{batches[0]}").text
+    ask(server, "DELETE", f"/v1/files/{name}")

@@ -1,7 +1,8 @@
 """Compiles requests' grammars in threads; a request waits here until its grammar is ready.
 
-A grammar that does not compile within its limits ends its own request only. Used by the engine.
-Must not know the scheduler.
+A grammar that does not compile within its limits ends its own request only. Tenants take turns and
+share no compiled grammar, so the time of a request reveals nothing about another tenant's grammars.
+Used by the engine. Must not know the scheduler.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from frame.core.execution.host_memory import return_freed_memory
+from frame.core.fair_queue import FairQueue
 from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar, grammar_error
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
@@ -24,7 +26,7 @@ from frame.core.scheduling.request import queue_full, timed_out
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 
-Key = tuple[str, str]  # kind, source
+Key = tuple[str, str, str]  # tenant, kind, source
 REREAD = 1.0  # seconds between two readings of all sizes in the cache, which take 0.5 us for each grammar
 TRIM_BYTES = 32 << 20  # of evicted grammars, after which freed memory is returned to the system
 
@@ -65,59 +67,81 @@ class CompileTimeoutError(ValueError):
 
 
 class GrammarCache:
-    """LRU cache of compiled grammars, and of the errors of invalid ones, by kind and source.
-    `limit` in bytes. Grammars may grow while requests use them: `reread_sizes` evicts what exceeds
-    the limit then. One that has grown beyond an eighth of the limit is compiled again."""
+    """Cache of compiled grammars, and of the errors of invalid ones, by tenant, kind and source.
+    Beyond `limit` bytes, the tenant with the largest size loses what it has not used for longest.
+    Grammars may grow while requests use them: `reread_sizes` evicts what exceeds the limit then.
+    One that has grown beyond an eighth of the limit is compiled again."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = self.num_evicted = 0  # bytes
-        self._entries: OrderedDict[Key, tuple[CompiledGrammar | ValueError, int]] = OrderedDict()
+        self.num_evicted = 0  # bytes
+        self._sizes: Counter[str] = Counter()  # bytes, by tenant
+        self._entries: dict[str, OrderedDict[Key, tuple[CompiledGrammar | ValueError, int]]] = {}  # by tenant
 
     def get(self, key: Key) -> CompiledGrammar | ValueError | None:
-        found = self._entries.get(key)
-        if found is None:
+        entries = self._entries.get(key[0])
+        if entries is None or key not in entries:
             return None
-        value, size = found
+        value, size = entries[key]
         if size < _size_of(key, value) > self._limit // 8:
-            self._size -= self._entries.pop(key)[1]
+            self._remove(key)
             return None
-        self._entries.move_to_end(key)
+        entries.move_to_end(key)
         return value
 
     def put(self, key: Key, value: CompiledGrammar | ValueError) -> None:
         size = _size_of(key, value)
         if size > self._limit:
             return
-        self._size += size - self._entries.pop(key, (None, 0))[1]
-        self._entries[key] = value, size
+        self._remove(key)
+        self._set(key, value, size)
         self._evict()
 
     def reread_sizes(self) -> None:
         """Read the sizes again, and evict what exceeds the limit."""
-        now = {key: (value, size, _size_of(key, value)) for key, (value, size) in self._entries.items()}
-        self._entries = OrderedDict((key, (value, new)) for key, (value, old, new) in now.items() if new == old or new <= self._limit // 8)
-        self._size = sum(size for _, size in self._entries.values())
-        self.num_evicted += sum(new for _, _, new in now.values()) - self._size
+        for key, (value, old) in [each for entries in self._entries.values() for each in entries.items()]:
+            size = _size_of(key, value)
+            if size != old and size > self._limit // 8:
+                self._remove(key)
+                self.num_evicted += size
+            elif size != old:
+                self._sizes[key[0]] += size - old
+                self._entries[key[0]][key] = value, size  # its place stays
         self._evict()
 
+    def _set(self, key: Key, value: CompiledGrammar | ValueError, size: int) -> None:
+        self._entries.setdefault(key[0], OrderedDict())[key] = value, size
+        self._sizes[key[0]] += size
+
+    def _remove(self, key: Key) -> int:
+        """Returns the size; 0: there is no such entry."""
+        tenant = key[0]
+        entries = self._entries.get(tenant)
+        size = 0 if entries is None or key not in entries else entries.pop(key)[1]
+        self._sizes[tenant] -= size
+        if not entries:
+            self._entries.pop(tenant, None)
+            del self._sizes[tenant]
+        return size
+
     def _evict(self) -> None:
-        while self._size > self._limit:
-            size = self._entries.popitem(last=False)[1][1]
-            self._size, self.num_evicted = self._size - size, self.num_evicted + size
+        while self._sizes.total() > self._limit:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self.num_evicted += self._remove(next(iter(self._entries[largest])))
 
 
 def _size_of(key: Key, value: CompiledGrammar | ValueError) -> int:
-    return 4 * len(key[1]) + 1024 + (0 if isinstance(value, ValueError) else value.num_bytes)
+    return 4 * len(key[2]) + 1024 + (0 if isinstance(value, ValueError) else value.num_bytes)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Compilation:
-    """One grammar being compiled, and the requests that wait for it."""
+    """One grammar being compiled, and the requests that wait for it. `since`: monotonic seconds."""
 
     key: Key
-    future: Future[tuple[CompiledGrammar, float]]  # and its CPU seconds
+    future: Future[tuple[CompiledGrammar, float]] = field(default_factory=Future)  # and its CPU seconds
     rids: set[str] = field(default_factory=set)
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +154,13 @@ class _Waiting:
 
 
 class GrammarCompiler:
-    """Compiles in threads, in order of arrival. With `start_process` each thread compiles in its
-    own process, else with the backend. `len` is the number of waiting requests.
+    """Compiles in threads, in turn by tenant and then in order of arrival. With `start_process`
+    each thread compiles in its own process, else with the backend. `len` is the number of waiting
+    requests.
 
     `make` returns the backend. A thread calls it for the first grammar: a backend may take seconds
-    to load, and most servers never need it. All methods but `_compile` and `_load_backend` run in
-    the engine's thread.
+    to load, and most servers never need it. All methods below the line run in the
+    compiling threads, all others in the engine's thread.
     """
 
     def __init__(
@@ -150,6 +175,7 @@ class GrammarCompiler:
         self._start_process = start_process
         self._backend: GrammarBackend | None = None
         self._lock = threading.Lock()  # guards `_backend`
+        self._queue: FairQueue[_Compilation] = FairQueue(self._settings.workers)
         self._pool = ThreadPoolExecutor(self._settings.workers, thread_name_prefix="grammar")
         self._processes: list[CompilerProcess] = []
         self._cache = GrammarCache(self._settings.cache_bytes)
@@ -166,20 +192,23 @@ class GrammarCompiler:
     def hold_request(self, message: Generate) -> bool:
         """Return whether the request has a grammar. If so, `take_ready` returns it later with the
         grammar or an error."""
-        key = message.params.grammar
-        if key is None:
+        grammar = message.params.grammar
+        if grammar is None:
             return False
+        key = (message.namespace.partition(":")[0], *grammar)
         self._waiting[message.rid] = _Waiting(message, self._find(key, message.rid), self._clock())
         return True
 
     def _find(self, key: Key, rid: str) -> _Compilation | CompiledGrammar | ValueError:
-        if key[0] not in self._settings.kinds:
-            return ValueError(_refuse_kind(key[0], self._settings))
+        if key[1] not in self._settings.kinds:
+            return ValueError(_refuse_kind(key[1], self._settings))
         cached = self._cache.get(key)
         if cached is not None:
             return cached
         if key not in self._compiling:
-            self._compiling[key] = _Compilation(key, self._pool.submit(self._compile, key, time.monotonic()))
+            self._compiling[key] = _Compilation(key)
+            self._queue.put(key[0], self._compiling[key])
+            self._pool.submit(self._compile_all)
         self._compiling[key].rids.add(rid)
         return self._compiling[key]
 
@@ -237,21 +266,36 @@ class GrammarCompiler:
             source.rids.discard(rid)
             if not source.rids and source.future.cancel():
                 self._compiling.pop(source.key, None)
+                self._queue.discard(source.key[0], source)
 
     # ---- in the compiling threads ----
 
-    def _compile(self, key: Key, since: float) -> tuple[CompiledGrammar, float]:
+    def _compile_all(self) -> None:
+        """Compile until no grammar is left that may run. One call is submitted for each grammar; a
+        call that finds none ends."""
+        while (turn := self._queue.take()) is not None:
+            tenant, compilation = turn
+            if compilation.future.set_running_or_notify_cancel():
+                try:
+                    compilation.future.set_result(self._compile(compilation))
+                except BaseException as error:  # noqa: BLE001 - raised where the future's result is read
+                    compilation.future.set_exception(error)
+            self._queue.release(tenant)
+
+    def _compile(self, compilation: _Compilation) -> tuple[CompiledGrammar, float]:
+        _, kind, source = compilation.key
+        since = compilation.since
         if time.monotonic() - since > self._settings.queue_timeout and self._last_timeout_at > since:  # a long queue alone is not an error
             raise QueueTimeoutError("other grammars keep the compilers busy")
         backend = self._load_backend()
         began = time.thread_time()
         if self._start_process is None:
-            return backend.compile(*key), time.thread_time() - began
+            return backend.compile(kind, source), time.thread_time() - began
         if not hasattr(self._thread, "process"):
             self._thread.process = self._start_process()
             self._processes.append(self._thread.process)
         try:
-            loaded = backend.load(*key, self._thread.process.compile(*key))
+            loaded = backend.load(kind, source, self._thread.process.compile(kind, source))
             return loaded, time.thread_time() - began + self._thread.process.cpu_seconds
         except CompileTimeoutError:
             self._last_timeout_at = time.monotonic()

@@ -8,11 +8,13 @@ tenants have names.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
+
+from frame.core.fair_queue import FairQueue
 
 
 class QuotaExceededError(Exception):
@@ -116,41 +118,39 @@ class QuotaLease:
 
 
 class FairSemaphore:
-    """At most `count` holders at once. Waiters are served round-robin by tenant, so a tenant with
-    many waiters delays another tenant's single one by at most one turn."""
+    """At most `count` holders at once, in the turns of `FairQueue`: a tenant with many waiters
+    delays another tenant's single one by at most one turn, and leaves it a slot."""
 
     def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in the order of their turns
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(count)
 
     @asynccontextmanager
     async def hold_slot(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a slot and hold it."""
-        if self._free:
-            self._free -= 1
-        else:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(tenant, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # the slot was granted before the cancellation
-                    self._release_slot()
-                raise
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put(tenant, turn)
+        self._grant_slots()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._queue.discard(tenant, turn)
+            else:  # the slot was granted before the cancellation
+                self._release_slot(tenant)
+            raise
         try:
             yield
         finally:
-            self._release_slot()
+            self._release_slot(tenant)
 
-    def _release_slot(self) -> None:
-        """Grant the slot to the first waiter of the next tenant, or free it."""
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            queue = self._waiting.pop(tenant)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue  # behind the other tenants
-            if not turn.done():
+    def _release_slot(self, tenant: str) -> None:
+        self._queue.release(tenant)
+        self._grant_slots()
+
+    def _grant_slots(self) -> None:
+        while (next_turn := self._queue.take()) is not None:
+            tenant, turn = next_turn
+            if turn.done():  # cancelled, and its waiter has not run yet
+                self._queue.release(tenant)
+            else:
                 turn.set_result(None)
-                return
-        self._free += 1

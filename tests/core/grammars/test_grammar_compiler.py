@@ -61,6 +61,10 @@ def ask(rid: str, **grammar: Any) -> Generate:
     return Generate(rid=rid, token_ids=[1], params=SamplingParams(**grammar))
 
 
+def ask_as(tenant: str, rid: str, source: str) -> Generate:
+    return Generate(rid=rid, token_ids=[1], params=SamplingParams(regex=source), namespace=f"{tenant}:salt" if tenant else "")
+
+
 def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish]:
     found: dict[str, Grammar | Finish] = {}
     ready = threading.Event()
@@ -98,7 +102,7 @@ def test_invalid_grammars_are_cached_and_other_errors_are_retried() -> None:
         assert isinstance(finish, Finish) and finish.reason == "error"
         assert finish.error in ("invalid grammar: it is bad", "the grammar backend failed: RuntimeError: the disk is full")
     assert backend.sources == ["bad", "fault", "fault"]
-    kept = compiler._cache.get(("regex", "bad"))
+    kept = compiler._cache.get(("", "regex", "bad"))
     assert isinstance(kept, ValueError) and kept.__traceback__ is None and kept.__cause__ is None  # whose frames would be kept with it
     compiler.close()
 
@@ -183,30 +187,30 @@ def test_deadlines_run_while_a_grammar_compiles() -> None:
 def test_the_cache_holds_the_most_recently_used() -> None:
     cache = GrammarCache(10_000)
     for source in "abc":
-        cache.put(("regex", source), Compiled(2000))
-    assert cache.get(("regex", "a")) is not None
-    cache.put(("regex", "d"), ValueError("small"))
-    assert cache.get(("regex", "b")) is None and cache.get(("regex", "a")) is not None
-    cache.put(("regex", "huge"), Compiled(1 << 30))
-    assert cache.get(("regex", "huge")) is None and cache.get(("regex", "d")) is not None
+        cache.put(("", "regex", source), Compiled(2000))
+    assert cache.get(("", "regex", "a")) is not None
+    cache.put(("", "regex", "d"), ValueError("small"))
+    assert cache.get(("", "regex", "b")) is None and cache.get(("", "regex", "a")) is not None
+    cache.put(("", "regex", "huge"), Compiled(1 << 30))
+    assert cache.get(("", "regex", "huge")) is None and cache.get(("", "regex", "d")) is not None
 
 
 def test_grammars_that_grow_leave_the_cache() -> None:
     cache, grown = GrammarCache(1 << 20), Compiled(2000)
-    cache.put(("regex", "grown"), grown)
+    cache.put(("", "regex", "grown"), grown)
     grown.num_bytes = (1 << 20) // 8
-    assert cache.get(("regex", "grown")) is None  # it is compiled again
+    assert cache.get(("", "regex", "grown")) is None  # it is compiled again
     many = [Compiled(2000) for _ in range(40)]
     for number, each in enumerate(many):
-        cache.put(("regex", str(number)), each)
+        cache.put(("", "regex", str(number)), each)
         each.num_bytes = 50_000
     cache.reread_sizes()
-    held = sum(cache.get(("regex", str(number))) is not None for number in range(40))
+    held = sum(cache.get(("", "regex", str(number))) is not None for number in range(40))
     assert 0 < held <= (1 << 20) // 50_000
     assert cache.num_evicted >= (40 - held) * 50_000
     many[-1].num_bytes = 1 << 30  # one that has outgrown the cache does not empty it
     cache.reread_sizes()
-    assert cache.get(("regex", "38")) is not None and cache.get(("regex", "39")) is None
+    assert cache.get(("", "regex", "38")) is not None and cache.get(("", "regex", "39")) is None
 
 
 def test_the_compiler_evicts_grammars_that_grow_and_returns_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +221,7 @@ def test_the_compiler_evicts_grammars_that_grow_and_returns_their_memory(monkeyp
     compiler = GrammarCompiler(lambda: backend, clock=lambda: now[0])
     compiler.take_ready()
     grown = Compiled(2000)
-    compiler._cache.put(("regex", "grown"), grown)
+    compiler._cache.put(("", "regex", "grown"), grown)
     grown.num_bytes = TRIM_BYTES + 1
     now[0] += REREAD
     compiler.take_ready()
@@ -253,3 +257,68 @@ def test_processes_compile_and_the_backend_loads() -> None:
     assert backend.sources == ["X"]
     compiler.close()
     assert Process.closed == 1
+
+
+class Gated(Counting):
+    """Grammars of the tenant that floods wait for the gate, others do not."""
+
+    def compile(self, kind: str, source: str) -> CompiledGrammar:
+        if source.startswith("flood"):
+            assert self.gate.wait(20)
+        self.sources.append(source)
+        return Compiled(1)
+
+
+def test_many_grammars_of_a_tenant_leave_a_place_for_another() -> None:
+    backend = Gated()
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(workers=2))
+    for tenant in "ab":
+        compiler.hold_request(ask_as(tenant, tenant, f"first of {tenant}"))
+    collect(compiler, 2)
+    backend.gate.clear()
+    for number in range(96):
+        compiler.hold_request(ask_as("a", f"a{number}", f"flood {number}"))
+    for number in range(3):
+        compiler.hold_request(ask_as("b", f"b{number}", f"small {number}"))
+        assert set(collect(compiler, 1)) == {f"b{number}"}
+    gone = compiler.abort_requests([f"a{number}" for number in range(1, 90)], "abort")
+    assert gone is not None and len(gone.rids) == 89
+    backend.gate.set()
+    assert set(collect(compiler, 7)) == {"a0", *(f"a{number}" for number in range(90, 96))}
+    assert len([source for source in backend.sources if source.startswith("flood")]) == 7
+    compiler.close()
+
+
+def test_tenants_take_turns_at_one_compiler() -> None:
+    backend = Counting()
+    backend.gate.clear()
+    compiler = GrammarCompiler(lambda: backend)
+    for tenant, count in (("a", 5), ("b", 2), ("c", 1)):
+        for number in range(count):
+            compiler.hold_request(ask_as(tenant, f"{tenant}{number}", f"{tenant}{number}"))
+    backend.gate.set()
+    collect(compiler, 8)
+    places = [backend.sources.index(source) for source in ("b0", "c0", "b1")]
+    assert places[0] <= 3 and places[1] <= 3 and places[2] <= 5, backend.sources
+    compiler.close()
+
+
+def test_tenants_share_no_grammar() -> None:
+    """The time of a request would reveal another tenant's grammars."""
+    backend = Counting()
+    compiler = GrammarCompiler(lambda: backend)
+    for tenant in ("a", "b", "", "a", ""):
+        compiler.hold_request(ask_as(tenant, "r", "x"))
+        collect(compiler, 1)
+    assert backend.sources == ["x", "x", "x"]
+    compiler.close()
+
+
+def test_the_tenant_with_the_largest_share_of_the_cache_loses_grammars() -> None:
+    cache = GrammarCache(100_000)
+    cache.put(("modest", "regex", "x"), Compiled(2000))
+    for number in range(200):
+        cache.put(("greedy", "regex", str(number)), Compiled(2000))
+    assert cache.get(("modest", "regex", "x")) is not None
+    assert cache.get(("greedy", "regex", "199")) is not None and cache.get(("greedy", "regex", "100")) is None
+    assert cache._sizes.total() == sum(size for entries in cache._entries.values() for _, size in entries.values()) <= 100_000

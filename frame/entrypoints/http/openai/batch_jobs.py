@@ -12,15 +12,25 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from functools import partial
-from typing import Any, BinaryIO, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from frame.core.config.schema import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
 from frame.entrypoints.http.errors import quoted
-from frame.entrypoints.http.openai.batch_files import FileStore, FileWriter, StorageFullError, load_all
+from frame.entrypoints.http.openai.batch_files import (
+    BLOCK_BYTES,
+    FileStore,
+    FileWriter,
+    InvalidInputError,
+    LineReader,
+    StorageFullError,
+    load_all,
+)
 from frame.entrypoints.http.protocol.bodies import problem_of
 from frame.entrypoints.http.request_context import Receive, Scope, Send
 from frame.entrypoints.http.validation_errors import type_name
@@ -31,9 +41,10 @@ Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", 
 PRIORITY = -1000  # of a line without a priority
 COMPLETION_WINDOW = 24 * 3600  # seconds
 MAX_BATCHES = 10_000
-MAX_LINE_BYTES = 32 * 1024 * 1024
-MAX_NAME = 512  # characters of a line's custom_id
 MAX_LINE_VALUES = 1024 * 1024  # JSON values of a line; the route of its request may accept fewer
+MAX_NAME = 512  # characters of a line's custom_id
+MAX_RUNNING = 16  # batches of one key that run at the same time, each with three open files; more wait
+ERROR_PAUSE = 0.02  # seconds after a line that failed: such lines end at once, and would take the whole event loop
 RETRY_INTERVAL = 0.5  # seconds before a line that got 429 or 503 is sent again
 FINAL_STATUSES = frozenset({"completed", "failed", "expired", "cancelled"})
 
@@ -97,21 +108,36 @@ class BatchJobRunner:
         self._quotas = quotas
         self._max_batches = config.max_batches_per_key
         self._places = FairSemaphore(config.concurrency)
+        self._reading = FairSemaphore(1)  # held while a thread reads a block of a file, or a long line
         # By tenant: bounds its lines in memory, waiting ones included. There are as many entries as
         # keys.
         self._lines: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, config.concurrency))
+        self._running: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, MAX_RUNNING))  # likewise
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._batches = self._load()
 
     def _load(self) -> dict[str, BatchJob]:
-        """The batches of earlier runs. Those that had not ended have failed."""
+        """The batches of earlier runs. Those that had not ended have failed, and get the output
+        files that `FileStore` has recovered."""
         found = load_all(self.files.folder, "batch-*.json", _batch_decoder)
         for batch in found:
             if batch.status not in FINAL_STATUSES:
-                batch.error = "the server was stopped before the batch finished; create it again"
-                batch.set_status("failed")
-                self.files.save(batch.id, msgspec.json.encode(batch))
+                with suppress(OSError):
+                    self._recover(batch)
+                is_whole = 0 < batch.total == batch.completed + batch.failed  # only its last state was not saved
+                batch.error = None if is_whole else f"the server was stopped before the batch finished; {_remedy(batch)}"
+                batch.set_status("completed" if is_whole else "failed")
+                self._save_end(batch)
         return {batch.id: batch for batch in sorted(found, key=lambda batch: batch.created_at)}
+
+    def _recover(self, batch: BatchJob) -> None:
+        """Set the output files of a batch that an earlier run did not end. Raises OSError."""
+        files = {file.filename: file.id for file in self.files.list_files(batch.tenant) if file.purpose == "batch_output"}
+        batch.output_file_id, batch.error_file_id = files.get(f"{batch.id}_output.jsonl"), files.get(f"{batch.id}_error.jsonl")
+        if batch.output_file_id is not None:
+            batch.completed = _count_lines(self.files.path(batch.output_file_id))
+        if batch.error_file_id is not None:
+            batch.failed = _count_lines(self.files.path(batch.error_file_id))
 
     def get(self, name: str, tenant: str) -> BatchJob | None:
         """The batch of this tenant; None if there is none."""
@@ -151,7 +177,7 @@ class BatchJobRunner:
         await asyncio.wait({task})
         if batch.status not in FINAL_STATUSES:  # its task had not started
             batch.set_status("cancelled")
-            await self._save(batch)
+            await asyncio.to_thread(self._save_end, batch)
 
     async def _drop_oldest(self, tenant: str) -> None:
         """Delete the tenant's oldest finished batch at a limit. Raises StorageFullError."""
@@ -163,79 +189,80 @@ class BatchJobRunner:
         if oldest is None:
             limit = f"this key has {self._max_batches} batches" if is_full else f"the server has {MAX_BATCHES} batches"
             raise StorageFullError(f"{limit}, the limit, and none of yours has ended; try again later")
-        del self._batches[oldest.id]
         await asyncio.to_thread((self.files.folder / f"{oldest.id}.json").unlink, missing_ok=True)
+        self._batches.pop(oldest.id, None)
 
     async def _save(self, batch: BatchJob) -> None:
         await asyncio.to_thread(self.files.save, batch.id, msgspec.json.encode(batch))
+
+    def _save_end(self, batch: BatchJob) -> None:
+        """Save a state that stays as it is where the disk takes no more: the next start finds the
+        state from the output files."""
+        try:
+            self.files.save(batch.id, msgspec.json.encode(batch))
+        except OSError as error:
+            log.warning("the state of %s was not saved (%s); after a restart its output files tell what finished", batch.id, error.strerror)
 
     # one batch ------------------------------------------------------------------------------------
 
     async def _run(self, batch: BatchJob) -> None:
         outputs: list[FileWriter] = []
         try:
-            try:
-                batch.total = await asyncio.to_thread(self._count_lines, batch)
-                # `outputs` has the first file, which is deleted, when the second cannot be opened.
+            async with self._running[batch.tenant]:
+                batch.total = await self._count_requests(batch)
                 for kind in ("output", "error"):
                     outputs.append(await self.files.open_writer(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant))  # noqa: PERF401
                 batch.set_status("in_progress")
                 await self._save(batch)
                 await self._run_lines(batch, outputs)
-                ending = "completed"
-            except asyncio.CancelledError:
-                if batch.cancelling_at is None:
-                    raise
-                ending = "cancelled"
-            except _ExpiredError:
-                ending = "expired"
-            except (OSError, StorageFullError, _BatchError) as error:
-                batch.error = str(error) if not isinstance(error, OSError) else f"the batch folder cannot be used: {error.strerror}"
-                ending = "failed"
-            batch.set_status("finalizing")
-            await self._finish(batch, outputs)
-            batch.set_status(ending)
-            await self._save(batch)
-        except OSError as error:  # the final status cannot be saved either
-            batch.error = f"the batch folder cannot be used: {error.strerror}"
-            batch.set_status("failed")
+            ending = "completed"
+        except asyncio.CancelledError:
+            if batch.cancelling_at is None:
+                raise
+            ending = "cancelled"
+        except _ExpiredError:
+            ending = "expired"
+        except OSError as error:
+            batch.error, ending = f"the batch folder cannot be used: {error.strerror}", "failed"
+        except (StorageFullError, InvalidInputError, _StoppedError) as error:
+            batch.error, ending = str(error), "failed"
         except Exception:
             log.exception("batch %s failed", batch.id)
-            batch.error = "the server failed on this batch; its log says why"
-            batch.set_status("failed")
+            batch.error, ending = "the server failed on this batch; its log says why", "failed"
+        batch.set_status("finalizing")
+        await self._finish(batch, outputs)
+        if batch.error is not None and batch.in_progress_at is not None:
+            batch.error += f"; {_remedy(batch)}"
+        batch.set_status(ending)
+        await asyncio.to_thread(self._save_end, batch)
 
-    def _count_lines(self, batch: BatchJob) -> int:
-        """The number of lines that are not empty. Raises _BatchError, OSError."""
-        with self.files.path(batch.input_file_id).open("rb") as lines:
-            total = 0
-            while line := lines.readline(MAX_LINE_BYTES + 1):
-                if len(line) > MAX_LINE_BYTES:
-                    raise _BatchError(f"a line is longer than {MAX_LINE_BYTES} bytes; send less in one request")
-                total += bool(line.strip())
-                if total > self.max_requests:
-                    remedy = "split it, or start the server with a larger --batch-max-requests"
-                    raise _BatchError(f"the file has more than {self.max_requests} requests; {remedy}")
+    async def _read_block(self, batch: BatchJob, reader: LineReader) -> list[bytes] | None:
+        """`LineReader.read_block` in a thread, one block of all batches at a time."""
+        async with self._reading.hold_slot(batch.tenant):
+            return await asyncio.to_thread(reader.read_block)
+
+    async def _count_requests(self, batch: BatchJob) -> int:
+        """The number of lines that are not empty. Raises InvalidInputError, OSError."""
+        total = 0
+        with LineReader(self.files.path(batch.input_file_id), self.max_requests) as reader:
+            while (lines := await self._read_block(batch, reader)) is not None:
+                total += len(lines)
         if not total:
-            raise _BatchError("the file has no requests; send one JSON object per line")
+            raise InvalidInputError("the file has no requests; send one JSON object per line")
         return total
 
     async def _run_lines(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
         """Run all lines. Raises the error that ends the batch."""
-        lines: BinaryIO = await asyncio.to_thread(self.files.path(batch.input_file_id).open, "rb")
         errors: list[Exception] = []
         names: set[int] = set()  # hashes of the lines' custom_ids
         permits = self._lines[batch.tenant]
-        try:
+        with LineReader(self.files.path(batch.input_file_id), self.max_requests) as reader:
             async with asyncio.TaskGroup() as group:
-                while not errors:
-                    await permits.acquire()
-                    line = await _next_line(lines, permits)
-                    if not line:
-                        break
-                    task = group.create_task(self._run_line(batch, line, outputs, names, errors))
-                    task.add_done_callback(lambda _: permits.release())
-        finally:
-            lines.close()
+                while not errors and (lines := await self._read_block(batch, reader)) is not None:
+                    for line in lines:
+                        await permits.acquire()
+                        task = group.create_task(self._run_line(batch, line, outputs, names, errors))
+                        task.add_done_callback(lambda _: permits.release())
         if errors:
             raise errors[0]
 
@@ -246,7 +273,7 @@ class BatchJobRunner:
         try:
             if not errors:
                 await self._answer_line(batch, line, outputs, names)
-        except (OSError, StorageFullError, _BatchError, _ExpiredError) as error:
+        except (OSError, StorageFullError, _StoppedError, _ExpiredError) as error:
             errors.append(error)
 
     async def _answer_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int]) -> None:
@@ -255,11 +282,7 @@ class BatchJobRunner:
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
         try:
-            # In a thread, because the line may be large.
-            problem = await asyncio.to_thread(problem_of, line, MAX_LINE_VALUES)
-            if problem is not None:
-                raise _LineError(problem)
-            name, body = _request(line, batch.endpoint)
+            name, body = await self._parse_line(batch, line)
             if hash(name) in names:
                 raise _LineError(f"another line has the custom_id {quoted(name)}; give each line its own")
             names.add(hash(name))
@@ -277,6 +300,16 @@ class BatchJobRunner:
         outputs[0 if is_fine else 1].append(piece)
         batch.completed += is_fine
         batch.failed += not is_fine
+        if not is_fine:
+            await asyncio.sleep(0.0 if self._stopping() else ERROR_PAUSE)
+
+    async def _parse_line(self, batch: BatchJob, line: bytes) -> tuple[str, bytes]:
+        """(custom_id, body) of a line; a long one takes a turn of the thread that reads. Raises
+        _LineError."""
+        if len(line) <= BLOCK_BYTES:
+            return _parse_line(line, batch.endpoint)
+        async with self._reading.hold_slot(batch.tenant):
+            return await asyncio.to_thread(_parse_line, line, batch.endpoint)
 
     async def _send_until_accepted(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
         """(status, response body) of a request, sent again while the status is 429 or 503."""
@@ -284,7 +317,7 @@ class BatchJobRunner:
             if time.time() > batch.expires_at:
                 raise _ExpiredError
             if self._stopping():
-                raise _BatchError("the server was stopped before the batch finished; create it again")
+                raise _StoppedError("the server was stopped before the batch finished")
             async with self._places.hold_slot(batch.tenant):
                 status, response = await self._send_once(batch, body)
             if status not in (429, 503):
@@ -320,36 +353,28 @@ class BatchJobRunner:
         return status, b"".join(parts)
 
     async def _finish(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
-        """Finish the output files that are not empty; delete the others. Raises OSError."""
-        unfinished = dict(zip(("output_file_id", "error_file_id"), outputs, strict=False))
-        try:
-            for attribute in list(unfinished):
-                if not unfinished[attribute].is_empty:
-                    setattr(batch, attribute, (await unfinished[attribute].finish()).id)
-                del unfinished[attribute]
-        finally:
-            for output in unfinished.values():
+        """Publish the output files that are not empty; delete the others."""
+        for attribute, output in zip(("output_file_id", "error_file_id"), outputs, strict=False):
+            if output.is_empty:
                 output.abandon()
+            else:
+                setattr(batch, attribute, (await output.publish()).id)
 
 
-async def _next_line(lines: BinaryIO, permits: asyncio.Semaphore) -> bytes:
-    """The next line that is not empty, else b"", for which a permit is released."""
-    line = b""
-    try:
-        while (line := await asyncio.to_thread(lines.readline)) and not line.strip():
-            pass
-        return line
-    finally:
-        if not line.strip():
-            permits.release()
-
-
-class _BatchError(Exception):
-    """The whole batch fails. The message is for the client."""
+def _remedy(batch: BatchJob) -> str:
+    """What the client of a failed batch does."""
+    done = batch.completed + batch.failed
+    if not done:
+        return "no request finished; create it again"
+    return f"{done} of {batch.total} requests finished and are in its files; send the others in a new batch"
 
 
 class _ExpiredError(Exception):
     """The completion window of the batch has passed."""
+
+
+class _StoppedError(Exception):
+    """The server stops before the batch has ended. The message is for the client."""
 
 
 class _LineError(Exception):
@@ -360,8 +385,17 @@ class _LineError(Exception):
         self.name = name
 
 
-def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
+def _count_lines(path: Path) -> int:
+    """The lines of an output file."""
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(partial(file.read, 16 * BLOCK_BYTES), b""))
+
+
+def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes]:
     """(custom_id, body) of a line. Raises _LineError."""
+    problem = problem_of(line, MAX_LINE_VALUES)
+    if problem is not None:
+        raise _LineError(problem)
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -104,18 +104,19 @@ async def file(name: str, context: ContextDep, services: ServicesDep) -> Any:
 @router.get("/v1/files/{name}/content", responses=responds_with(str, media_type="application/jsonl"))
 async def file_content(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the content of a file."""
-    path = _batch_runner(services).files.path(_find_file(context, services, name).id)
+    card = _find_file(context, services, name)
     try:
-        handle = await asyncio.to_thread(path.open, "rb")
+        handle = await asyncio.to_thread(_batch_runner(services).files.path(card.id).open, "rb")
     except OSError as error:
         raise ApiError(500, f"the file cannot be read: {error.strerror}") from None
     with handle:  # an open file can be read to its end after it was deleted
-        size = os.fstat(handle.fileno()).st_size
-        await context.respond_pieces(_pieces_of(handle), size, ((b"content-type", b"application/jsonl"),))
+        size = min(card.bytes, os.fstat(handle.fileno()).st_size)  # a read-only disk may keep a piece of a line behind
+        await context.respond_pieces(_pieces_of(handle, size), size, ((b"content-type", b"application/jsonl"),))
 
 
-async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(handle.read, PIECE):
+async def _pieces_of(handle: BinaryIO, size: int) -> AsyncIterator[bytes]:
+    while size and (piece := await asyncio.to_thread(handle.read, min(size, PIECE))):
+        size -= len(piece)
         yield piece
 
 
@@ -123,7 +124,7 @@ async def _pieces_of(handle: BinaryIO) -> AsyncIterator[bytes]:
 async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a file."""
     card = _find_file(context, services, name)
-    await _batch_runner(services).files.delete(card)
+    await _store(_batch_runner(services).files.delete(card))
     return {"id": card.id, "object": "file", "deleted": True}
 
 

@@ -5,7 +5,6 @@ bodies of uploads.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from frame.core.errors import ConfigurationError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai import batch_jobs
-from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, StorageFullError, make_folder
+from frame.entrypoints.http.openai.batch_files import FileStore, LineReader, StorageFullError, make_folder
 from frame.entrypoints.http.openai.batch_jobs import FINAL_STATUSES, BatchJob, BatchJobRunner
 from frame.entrypoints.http.protocol.multipart import FormReader
 
@@ -142,30 +141,56 @@ def file_ids(folder: Path) -> list[str]:
     return [path.stem for path in folder.glob("file-*.jsonl")]
 
 
-async def test_full_disk_returns_the_bytes_to_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(tmp_path)
-    files = server.runner.files
-    output = await files.open_writer("out.jsonl", "batch_output", "")
-    output.append(b"abc")
-    output._handle.close()
-    # The tested code closes it
-    output._handle = Path("/dev/full").open("wb")  # noqa: SIM115, ASYNC230
-    output._handle.write(b"x")
-    with pytest.raises(OSError, match="No space left"):
-        await output.finish()
-    output.abandon()
-    assert (files.num_bytes, file_ids(tmp_path)) == (0, [])
-    batch = await server.begin(3)
-    before = files.num_bytes
+async def test_empty_lines_are_bounded_and_cost_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_jobs, "ERROR_PAUSE", 0.0)
+    server, read = Server(tmp_path, 10**8), list[int]()
 
-    async def full(card: FileObject) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def read_block(reader: LineReader) -> list[bytes] | None:
+        read.append(1)
+        return read_some(reader)
 
-    monkeypatch.setattr(files, "add", full)
-    await server.over(batch)
-    assert (batch.status, "No space left" in (batch.error or "")) == ("failed", True)
-    assert (files.num_bytes, batch.output_file_id) == (before, None)
-    assert file_ids(tmp_path) == [batch.input_file_id]
+    read_some = LineReader.read_block
+    monkeypatch.setattr(LineReader, "read_block", read_block)
+    for content in (b"\n" * 10_000_000, b" \r\n" * 300_000, b"\n" * 100_001 + b"{}\n"):
+        card = await server.runner.files.create(content, "in.jsonl", "batch", "")
+        batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+        assert "more than 50000 requests and as many empty lines" in (batch.error or "")
+    assert len(read) < 20
+    read.clear()
+    card = await server.runner.files.create(b"\n \n{}\n" * 30_000 + b" " * 70_000 + b"\n[]", "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert (batch.status, batch.total, batch.failed) == ("completed", 30_001, 30_001)
+    assert len(read) < 20
+
+
+async def test_lines_make_no_thread_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work waits for the threads of a server, such as that of uploads."""
+    monkeypatch.setattr(batch_jobs, "ERROR_PAUSE", 0.0)
+    server, hops = Server(tmp_path, 10**7), list[Any]()
+    card = await server.runner.files.create(b"[]\n" * 3000, "in.jsonl", "batch", "")
+
+    async def to_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+        hops.append(work)
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert (batch.failed, len(hops) < 30) == (3000, True), len(hops)
+
+
+async def test_few_batches_of_a_key_run_at_once(tmp_path: Path) -> None:
+    server = Server(tmp_path, 10**6)
+    server.gate.clear()
+    many = [await server.begin(1, "a") for _ in range(batch_jobs.MAX_RUNNING + 3)]
+    other = await server.begin(1, "b")
+    async with asyncio.timeout(30):
+        while other.status != "in_progress":  # noqa: ASYNC110 - no event signals it
+            await asyncio.sleep(0.001)
+    assert sum(batch.status == "in_progress" for batch in many) <= batch_jobs.MAX_RUNNING
+    await server.runner.cancel(many[-1])
+    assert many[-1].status == "cancelled"
+    server.gate.set()
+    assert {(await server.over(batch)).status for batch in (*many[:-1], other)} == {"completed"}
 
 
 async def test_restart_loads_files_and_batches(tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""Batches on a disk that is full, limited or read-only: finished lines stay readable, also after a
+restart, and the batch says why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.entrypoints.http.openai import batch_files
+from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter
+from frame.entrypoints.http.openai.batch_jobs import BatchJob
+from tests.entrypoints.http.openai.test_batch_jobs import CHAT, Server, file_ids
+
+PADDING = "x" * 4000  # of each line's body, which the route returns
+NUM_LINES = 40
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 320 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """This process writes no more than 100 KB to one file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def begin(server: Server, count: int = NUM_LINES, url: str = CHAT) -> BatchJob:
+    line = {"custom_id": "", "method": "POST", "url": url, "body": {"padding": PADDING}}
+    lines = "".join(json.dumps(line | {"custom_id": str(i)}) + "\n" for i in range(count))
+    card = await server.runner.files.create(lines.encode(), "in.jsonl", "batch", "")
+    return await server.runner.start(card.id, CHAT, None, "")
+
+
+def check_kept(server: Server, batch: BatchJob, why: str) -> None:
+    """The finished lines of the batch are whole and readable, and counted."""
+    assert batch.status == "failed"
+    assert 0 < batch.completed < NUM_LINES
+    assert [line["response"]["status_code"] for line in server.lines(batch.output_file_id)] == [200] * batch.completed
+    card = server.runner.files.get(batch.output_file_id or "", "")
+    assert card is not None and card.bytes == server.runner.files.path(card.id).stat().st_size
+    sentence = batch.to_object()["errors"]["data"][0]["message"]
+    assert why in sentence and f"; {batch.completed} of {NUM_LINES} requests finished" in sentence, sentence
+    assert server.runner.files.num_bytes == sum(card.bytes for card in server.runner.files.list_files(""))
+
+
+def restart(server: Server, folder: Path) -> Server:
+    server.runner.files.close()  # as at the end of its process
+    return Server(folder, 10**6)
+
+
+async def test_a_full_disk_keeps_the_finished_lines(small_disk: Path) -> None:
+    server = Server(small_disk, 10**6, concurrency=2)
+    batch = await server.over(await begin(server))
+    check_kept(server, batch, "No space left")
+    with pytest.raises(OSError, match="No space left"):
+        await begin(server)
+    assert not list(small_disk.glob("*.new"))  # noqa: ASYNC240
+    again = restart(server, small_disk)  # the disk is still full, and the last state may not be on it
+    found = again.runner.get(batch.id, "")
+    assert found is not None and (found.status, found.completed) == ("failed", batch.completed)
+    assert again.lines(found.output_file_id) == server.lines(batch.output_file_id)
+    await again.runner.files.delete(again.runner.files.list_files("")[0])
+    assert (await again.over(await begin(again, 3))).status == "completed"
+
+
+async def test_a_limit_of_file_sizes_keeps_the_finished_lines(tmp_path: Path, small_files: None) -> None:
+    server = Server(tmp_path, 10**6, concurrency=2)
+    batch = await begin(server)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    await server.over(batch)
+    check_kept(server, batch, "File too large")
+
+
+class BrokenDisk:
+    """A disk with the error `number` once a kind of its files ("output", "error") has as many bytes
+    as `room`; of "metadata", files that are not written anew."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.number = number
+        self.room: dict[str, int] = {}
+        self._writer, self._save = batch_files.FileWriter, FileStore.save
+        monkeypatch.setattr(batch_files, "FileWriter", self._open)
+        monkeypatch.setattr(FileStore, "save", lambda *each: self._save_metadata(*each))  # noqa: PLW0108 - a function becomes a method
+
+    def fail(self) -> None:
+        raise OSError(self.number, os.strerror(self.number))
+
+    def _save_metadata(self, store: FileStore, name: str, body: bytes) -> None:
+        if "metadata" in self.room:
+            self.fail()
+        self._save(store, name, body)
+
+    def _open(self, store: FileStore, file: FileObject, handle: FileIO) -> FileWriter:
+        kind, disk = "error" if "_error" in file.filename else "output" if "_output" in file.filename else "input", self
+
+        class Handle(FileIO):
+            def write(self, piece: Any) -> int:
+                room = disk.room.get(kind)
+                if room is None:
+                    return super().write(piece)
+                if not room:
+                    disk.fail()
+                disk.room[kind] -= (size := super().write(piece[:room]))
+                return size
+
+            def truncate(self, size: int | None = None) -> int:
+                if kind in disk.room and disk.number == errno.EROFS:
+                    disk.fail()
+                return super().truncate(size)
+
+        handle.close()
+        return self._writer(store, file, Handle(store.path(file.id), "r+"))
+
+
+async def wait_for(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - no event signals it
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+async def test_a_disk_that_ends_at_the_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    server, disk = Server(tmp_path, 10**6), BrokenDisk(monkeypatch, number)
+    disk.room["output"] = 100
+    batch = await server.over(await begin(server))
+    assert (batch.status, batch.completed, batch.output_file_id, batch.error_file_id) == ("failed", 0, None, None)
+    assert batch.error == f"the batch folder cannot be used: {os.strerror(number)}; no request finished; create it again"
+    assert file_ids(tmp_path) == [batch.input_file_id]
+    assert server.runner.files.num_bytes == sum(card.bytes for card in server.runner.files.list_files(""))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+async def test_a_disk_that_ends_within_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The metadata of the output and the state of the batch are not saved either."""
+    server, disk = Server(tmp_path, 10**6, concurrency=1), BrokenDisk(monkeypatch, number)
+    server.gate.clear()
+    batch = await begin(server)
+    await wait_for(lambda: server.asked)
+    disk.room |= {"output": 10_000, "metadata": 0}
+    server.gate.set()
+    await server.over(batch)
+    assert (batch.status, batch.completed) == ("failed", 2)
+    card = server.runner.files.get(batch.output_file_id or "", "")
+    assert card is not None
+    content = server.runner.files.path(card.id).read_bytes()[: card.bytes]
+    assert [json.loads(line)["custom_id"] for line in content.splitlines()] == ["0", "1"]
+    await wait_for(lambda: not server.runner._tasks)  # its last state was not saved
+    monkeypatch.undo()
+    again = restart(server, tmp_path)
+    found = again.runner.get(batch.id, "")
+    assert found is not None and (found.status, found.completed, found.output_file_id) == ("failed", 2, batch.output_file_id)
+    assert f"the server was stopped before the batch finished; 2 of {NUM_LINES} requests finished" in (found.error or "")
+    assert again.runner.files.path(card.id).read_bytes() == content
+
+
+async def test_a_disk_that_ends_at_the_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, disk = Server(tmp_path, 10**6, concurrency=1), BrokenDisk(monkeypatch, errno.ENOSPC)
+    server.statuses = [200, 200, 400, 200]
+    disk.room["error"] = 100
+    batch = await server.over(await begin(server))
+    assert (batch.status, batch.completed, batch.failed, batch.error_file_id) == ("failed", 2, 0, None)
+    assert len(server.lines(batch.output_file_id)) == 2
+
+
+async def test_a_disk_that_ends_at_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, disk = Server(tmp_path, 10**6), BrokenDisk(monkeypatch, errno.ENOSPC)
+    server.statuses = [200] * 4 + [400]
+    server.gate.clear()
+    batch = await begin(server, 5)
+    await wait_for(lambda: server.asked)
+    disk.room["metadata"] = 0
+    server.gate.set()
+    await server.over(batch)
+    assert (batch.status, batch.completed, batch.failed, batch.error) == ("completed", 4, 1, None)
+    assert len(server.lines(batch.output_file_id)) == 4
+    await wait_for(lambda: not server.runner._tasks)  # its last state was not saved
+    monkeypatch.undo()
+    again = restart(server, tmp_path)
+    found = again.runner.get(batch.id, "")
+    assert found is not None and (found.status, found.completed, found.failed, found.error) == ("completed", 4, 1, None)
+    assert again.lines(found.error_file_id) == server.lines(batch.error_file_id)
+
+
+async def test_a_server_that_was_killed_keeps_the_finished_lines(tmp_path: Path) -> None:
+    server = Server(tmp_path, 10**6, concurrency=2)
+    server.gate.clear()
+    batch = await begin(server)
+    await wait_for(lambda: server.asked)
+    server.gate.set()
+    await wait_for(lambda: batch.completed >= 4)
+    server.gate.clear()
+    again = restart(server, tmp_path)  # the file ends within the next line
+    found = again.runner.get(batch.id, "")
+    assert found is not None and found.status == "failed" and found.completed >= 4
+    assert len(again.lines(found.output_file_id)) == found.completed
+    await server.runner.cancel(batch)
