@@ -227,16 +227,17 @@ async def test_deadline_draining_and_full() -> None:
                 pass
         assert late.value.code() == Code.DEADLINE_EXCEEDED
         await until_empty(server)
-        held = client.call("Generate", long)
+        held = [client.call("Generate", long) for _ in range(2)]
         async with asyncio.timeout(10):
-            while not server.services.client.num_outstanding:  # noqa: ASYNC110 - no event tells of it
+            while server.services.client.num_outstanding < 2:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.01)
         with pytest.raises(grpc.aio.AioRpcError) as full:
             async for _ in client.call("Generate", long):
                 pass
         assert full.value.code() == Code.UNAVAILABLE
         assert dict(full.value.trailing_metadata())["retry-after"] == "1"
-        held.cancel()
+        for call in held:
+            call.cancel()
         await until_empty(server)
         server.services.draining = True
         with pytest.raises(grpc.aio.AioRpcError) as draining:
