@@ -38,7 +38,7 @@ async def test_two_keys_cannot_fill_the_queue_for_a_third(tmp_path: Path) -> Non
     file = tmp_path / "keys"
     file.write_text("one\ntwo\nthree\n")
     async with serving({"server": {"api_keys": str(file)}, "scheduler": PLACES}) as server:
-        grpc_server = GrpcServer(server.services, "127.0.0.1", 0)
+        grpc_server = GrpcServer(server.services, "127.0.0.1", 0, server.app.bodies)
         await grpc_server.start()
         async with grpc.aio.insecure_channel(grpc_server.address) as channel:
             await server.services.client.send_command("pause")

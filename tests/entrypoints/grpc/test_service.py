@@ -52,7 +52,7 @@ class Client:
 @asynccontextmanager
 async def listening(sections: dict[str, Any] | None = None) -> AsyncIterator[tuple[InProcess, str]]:
     async with serving(sections) as server:
-        grpc_server = GrpcServer(server.services, "127.0.0.1", 0)
+        grpc_server = GrpcServer(server.services, "127.0.0.1", 0, server.app.bodies)
         await grpc_server.start()
         try:
             yield server, grpc_server.address
@@ -390,7 +390,7 @@ async def test_a_call_has_a_span() -> None:
 async def test_a_taken_port_is_an_error() -> None:
     async with listening() as (server, address):
         with pytest.raises(ConfigurationError, match="--grpc-port"):
-            GrpcServer(server.services, "127.0.0.1", int(address.rpartition(":")[2]))
+            GrpcServer(server.services, "127.0.0.1", int(address.rpartition(":")[2]), server.app.bodies)
 
 
 def test_description_is_that_of_the_proto(tmp_path: Path) -> None:
