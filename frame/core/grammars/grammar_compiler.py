@@ -201,7 +201,7 @@ class GrammarCompiler:
 
     def _find(self, key: Key, rid: str) -> _Compilation | CompiledGrammar | ValueError:
         if key[1] not in self._settings.kinds:
-            return ValueError(_refuse_kind(key[1], self._settings))
+            return _refuse_kind(key[1], self._settings)
         cached = self._cache.get(key)
         if cached is not None:
             return cached

@@ -101,8 +101,9 @@ class Scheduler:
         """
         if message.rid in self._requests:
             return Finish("error", error=f"request id {message.rid} is in use; choose another", code="invalid_request", param="rid")
-        if len(self._queue) >= self.config.max_queued:
-            return queue_full(f"{len(self._queue)} requests are waiting")
+        # Both together: all of a burst is queued before any of it runs
+        if len(self._requests) >= self.config.max_running + self.config.max_queued:
+            return queue_full(f"{len(self._requests)} requests are running or waiting")
         grammar = self._jumps.wrap_grammar(grammar, message.params)
         arrival = self._clock() if arrival is None else arrival
         request = self._admission.create_request(message, arrival, grammar)

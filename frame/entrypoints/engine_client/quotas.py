@@ -1,5 +1,6 @@
 """`TenantQuotas`: limits on the concurrent requests and sequences of each API key, over all
-protocols. `FairSemaphore`: a semaphore that serves its waiters round-robin by tenant.
+protocols. `PlaceShares`: places that tenants share. `FairSemaphore`: a semaphore that serves its
+waiters round-robin by tenant.
 
 Used by the HTTP and gRPC servers and by the batch runner. Must not know a key or a protocol:
 tenants have names.
@@ -26,19 +27,52 @@ class QuotaExceededError(Exception):
         self.is_permanent = is_permanent
 
 
+class PlaceShares:
+    """`total` places of `num_tenants` tenants. Several tenants have at most half of the places
+    each, and half of all places is divided among them: no tenant can take another's part of it.
+    """
+
+    def __init__(self, total: int, num_tenants: int) -> None:
+        self.max_held = total if num_tenants < 2 else max(1, total // 2)  # by one tenant
+        self._num_kept = 0 if num_tenants < 2 else total // (2 * num_tenants)  # for each tenant
+        self._num_open = total - num_tenants * self._num_kept  # for those that come first
+        self._held: Counter[str] = Counter()  # by tenant; as many entries as keys
+
+    def count_held(self, tenant: str) -> int:
+        return self._held[tenant]
+
+    def take_places(self, tenant: str, count: int = 1) -> bool:
+        """Take `count` places more, or none; False where the tenant may not have them."""
+        held = self._held[tenant]
+        opened = self._count_open(held + count) - self._count_open(held)
+        if held + count > self.max_held or opened > self._num_open:
+            return False
+        self._held[tenant] += count
+        self._num_open -= opened
+        return True
+
+    def release_places(self, tenant: str, count: int = 1) -> None:
+        held = self._held[tenant]
+        self._held[tenant] -= count
+        self._num_open += self._count_open(held) - self._count_open(held - count)
+
+    def _count_open(self, held: int) -> int:
+        """How many of a tenant's `held` places are not those kept for it."""
+        return max(0, held - self._num_kept)
+
+
 class TenantQuotas:
     """The quotas of a server. A request without a key (tenant "") has none.
 
     `max_requests`: concurrent requests of a tenant, each generated sequence counted as one; None:
-    no limit. `max_sequences`: concurrent sequences of a tenant, of whatever kind; None: no limit
-    but the server's.
+    no limit. `sequences`: the places of all sequences, of whatever kind; None: no limit but the
+    server's.
     """
 
-    def __init__(self, max_requests: int | None, max_sequences: int | None = None) -> None:
+    def __init__(self, max_requests: int | None, sequences: PlaceShares | None = None) -> None:
         self._max_requests = max_requests
-        self._max_sequences = max_sequences
+        self._sequences = sequences
         self._num_requests: Counter[str] = Counter()  # by tenant; as many entries as keys
-        self._num_sequences: Counter[str] = Counter()  # by tenant
 
     def open_lease(self, tenant: str) -> QuotaLease:
         """The lease of a new request, which counts as one. Raises QuotaExceededError."""
@@ -62,21 +96,20 @@ class TenantQuotas:
 
     def acquire_sequences(self, tenant: str, count: int) -> None:
         """Count `count` more sequences. Raises QuotaExceededError."""
-        held, most = self._num_sequences[tenant], self._max_sequences
-        if tenant and most is not None and held + count > most:
-            if count > most:
-                raise QuotaExceededError(
-                    f"the request asks for {count} sequences, and one key may hold {most} of this server's places; ask for fewer", True
-                )
-            raise QuotaExceededError(
-                f"{held} sequences of this key are running or waiting, and one key may hold {most} of this server's places; try again later"
-            )
-        self._num_sequences[tenant] += count
+        places = self._sequences
+        if not tenant or places is None or places.take_places(tenant, count):
+            return
+        allowed = f"one key may hold {places.max_held} of this server's places"
+        if count > places.max_held:
+            raise QuotaExceededError(f"the request asks for {count} sequences, and {allowed}; ask for fewer", True)
+        held = f"{places.count_held(tenant)} sequences of this key are running or waiting"
+        raise QuotaExceededError(f"{held}, and {allowed}, fewer while other keys hold many; try again later")
 
     def release(self, tenant: str, requests: int, sequences: int = 0) -> None:
         """Give back what was acquired."""
         self._num_requests[tenant] -= requests
-        self._num_sequences[tenant] -= sequences
+        if tenant and self._sequences is not None:
+            self._sequences.release_places(tenant, sequences)
 
 
 class QuotaLease:

@@ -1,19 +1,22 @@
-"""`GrpcCaller` and `CallHandlers`: what surrounds each gRPC method: the key's quota, a trace span,
-errors as gRPC statuses. Used by the gRPC server. Must not know a method."""
+"""`GrpcCaller` and `CallHandlers`: what surrounds each gRPC method: the API key, places and quota,
+a trace span, errors as gRPC statuses. Used by the gRPC server. Must not know a method."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 
-from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
+from frame.entrypoints.engine_client.quotas import PlaceShares, QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState
-from frame.entrypoints.grpc.schema import SERVICE, read
+from frame.entrypoints.grpc.reading import MessageReader
+from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as, too_many
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.keys import KeyRing
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 
 STATUS = {
@@ -56,50 +59,80 @@ class GrpcCaller:
         return None if seconds is None or seconds > NO_DEADLINE else max(seconds, 0.001)
 
 
-Method = Callable[[Any, GrpcCaller], Awaitable[Any]]  # of a request, or of an iterator of requests
+Method = Callable[[Any, GrpcCaller], Awaitable[Any]]  # of a request; returns a reply, or None where it has written its replies
+Session = Callable[[AsyncIterator[tuple[Any, int]], GrpcCaller], Awaitable[None]]  # of requests and their bytes
 
 
 class CallHandlers:
-    """Wraps the service's methods as the handlers that grpcio calls. They take bytes, because
-    grpcio reports undecodable messages as an error of the server."""
+    """Wraps the service's methods as the handlers that grpcio calls. All are handlers of streams,
+    because grpcio reads the message of other calls before it calls the handler; the metadata comes
+    first, so a call is admitted before its message is read.
+    """
 
-    def __init__(self, services: Services, tenant_of: Callable[[Any], str]) -> None:
+    def __init__(self, services: Services, keys: KeyRing | None, reader: MessageReader) -> None:
+        num_keys = max(1, len(keys or ()))
         self._services = services
-        self._tenant_of = tenant_of
+        self._keys = keys
+        self._reader = reader
+        self._calls = PlaceShares(services.resolved.user.server.max_connections, num_keys)
+        self._sessions = PlaceShares(reader.max_sessions, num_keys)
 
-    def wrap_unary(self, name: str, method: Method, kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+    @asynccontextmanager
+    async def admit(self, context: Any, is_session: bool) -> AsyncIterator[str]:
+        """The tenant of a call, which holds a place meanwhile. Refused calls, and those with an
+        ApiError, end with a status."""
+        failed: ApiError | None = None
+        tenant = "" if self._keys is None else self._keys.tenant(headers_of(context.invocation_metadata()))
+        if tenant is None:
+            await abort(context, ApiError(401, "the API key is missing or wrong; send the metadata authorization: Bearer KEY"))
+            return  # abort has raised
+        limits = [(self._calls, "server.max_connections calls are running; try again later")]
+        if is_session:
+            limits.append((self._sessions, "too many calls with streams of requests are open; send more requests over each"))
+        with ExitStack() as held:
+            for places, sentence in limits:
+                if not places.take_places(tenant):
+                    await abort(context, ApiError(429, sentence))
+                held.callback(places.release_places, tenant)
+            try:
+                yield tenant
+            except QuotaExceededError as error:
+                failed = too_many(error)
+            except ApiError as error:
+                failed = error
+            if failed is not None:
+                await abort(context, failed)
+
+    def wrap_unary(self, name: str, method: Method, kind: Any) -> Callable[[Any, Any], Awaitable[None]]:
         """A method with one request, of class `kind`, which counts in its key's quota."""
 
-        async def handle(data: bytes, context: Any) -> Any:
-            tenant, found = self._tenant_of(context), None
-            try:
+        async def handle(_: Any, context: Any) -> None:
+            async with self.admit(context, False) as tenant:
                 with self._services.quotas.open_lease(tenant) as lease:
                     caller = GrpcCaller(context, tenant, lease)
-                    return await run_call(self._services, caller, name, method(read(kind, data), caller))
-            except QuotaExceededError as error:
-                found = too_many(error)
-            except ApiError as error:
-                found = error
-            return await abort(context, found)
+                    request, size = await self._reader.read_only(context, tenant, kind)
+                    try:
+                        reply = await run_call(self._services, caller, name, method(request, caller))
+                    finally:
+                        self._reader.release(size)
+                if reply is not None:
+                    await context.write(reply)
 
         return handle
 
-    def wrap_stream(self, method: Method, kind: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+    def wrap_stream(self, session: Session, kind: Any) -> Callable[[Any, Any], Awaitable[None]]:
         """A method with a stream of requests. It applies the quota itself, and its iterator raises
         the errors of undecodable messages."""
 
-        async def handle(stream: AsyncIterator[bytes], context: Any) -> Any:
-            try:
-                return await method(_decoded(stream, kind), GrpcCaller(context, self._tenant_of(context)))
-            except ApiError as error:
-                return await abort(context, error)
+        async def handle(_: Any, context: Any) -> None:
+            async with self.admit(context, True) as tenant:
+                await session(self._messages(context, tenant, kind), GrpcCaller(context, tenant))
 
         return handle
 
-
-async def _decoded(stream: AsyncIterator[bytes], kind: Any) -> AsyncIterator[Any]:
-    async for data in stream:
-        yield read(kind, data)
+    async def _messages(self, context: Any, tenant: str, kind: Any) -> AsyncIterator[tuple[Any, int]]:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            yield await self._reader.decode(data, tenant, kind)
 
 
 async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awaitable[Any]) -> Any:

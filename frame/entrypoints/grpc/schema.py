@@ -7,10 +7,11 @@ from importlib.resources import files
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from frame.core.messages import Finish, TokenLogprobs
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_starter import Chat
 
 DESCRIPTION = "frame.binpb"
@@ -35,14 +36,6 @@ class Schema:
         return self._classes[name]
 
 
-def read(kind: Any, data: bytes) -> Any:
-    """Decode a message of class `kind`. Raises ApiError for bytes that are not such a message."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise ApiError(400, f"the bytes are not a valid {kind.DESCRIPTOR.full_name} message; send what frame.proto describes") from None
-
-
 def plain(message: Message) -> dict[str, Any]:
     """The fields that are set, by name; maps as dicts, repeated fields as lists."""
     found: dict[str, Any] = {}
@@ -53,7 +46,9 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def chat_of(chat: Any) -> Chat:
-    """The conversation of a request."""
+    """The conversation of a request. Raises ApiError."""
+    if len(chat.messages) > MAX_MESSAGES:
+        raise ApiError(400, f"messages has {len(chat.messages)} entries; it may have {MAX_MESSAGES}", "messages")
     return Chat([{"role": message.role, "content": message.content} for message in chat.messages])
 
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
@@ -33,16 +34,17 @@ MAX_REPLIES = 64  # queued for a slow reader of GenerateStream; later output is 
 class Service:
     """The methods raise ApiError; `CallHandlers` wraps them."""
 
-    def __init__(self, services: Services, schema: Schema) -> None:
+    def __init__(self, services: Services, schema: Schema, release: Callable[[int], None]) -> None:
         self._services = services
         self._schema = schema
+        self._release = release  # gives the bytes of a message back to the pool
         self._admin = AdminGuard(services.resolved.user.server, is_own_listener=False)
 
     async def generate(self, request: Any, caller: GrpcCaller) -> None:
         await self._put_replies(request, caller, caller.context.write)
 
-    async def generate_stream(self, commands: AsyncIterator[Any], caller: GrpcCaller) -> None:
-        session = Session(self, caller)
+    async def generate_stream(self, commands: AsyncIterator[tuple[Any, int]], caller: GrpcCaller) -> None:
+        session = Session(self, caller, self._release)
         reading = asyncio.create_task(session.read(commands))
         try:
             while (reply := await session.replies.get()) is not None:
@@ -153,26 +155,23 @@ class Service:
 class Session:
     """One GenerateStream call: its requests, one task each, and the queue of replies to write."""
 
-    def __init__(self, service: Service, caller: GrpcCaller) -> None:
+    def __init__(self, service: Service, caller: GrpcCaller, release: Callable[[int], None]) -> None:
         self.replies: asyncio.Queue[Any] = asyncio.Queue(MAX_REPLIES)  # None: the call is over
         self.failure: ApiError | None = None
         self._service = service
         self._caller = caller
+        self._release = release
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the request's id
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
         self._stopped: set[str] = set()  # ids of aborted requests that have not ended yet
 
-    async def read(self, commands: AsyncIterator[Any]) -> None:
+    async def read(self, commands: AsyncIterator[tuple[Any, int]]) -> None:
         """Run the client's commands until it has closed its side and every request has ended."""
         try:
-            async for command in commands:
-                kind = command.WhichOneof("command")
-                if kind == "generate":
-                    await self._start(command.generate)
-                elif kind == "abort":
-                    self._abort(list(self._tasks) if command.abort.all else command.abort.ids)
-                else:
-                    raise ApiError(400, "a command is neither generate nor abort; send one of them", "command")
+            async for command, size in commands:
+                with ExitStack() as held:
+                    held.callback(self._release, size)
+                    await self._run_command(command, held)
             await asyncio.gather(*self._tasks.values())
         except ApiError as error:
             self.failure = error
@@ -181,17 +180,26 @@ class Session:
             self.failure = ApiError(500, "the server failed on this call; the cause is in its log")
         await self.replies.put(None)
 
-    async def _start(self, request: Any) -> None:
+    async def _run_command(self, command: Any, held: ExitStack) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "generate":
+            await self._start(command.generate, held)
+        elif kind == "abort":
+            self._abort(list(self._tasks) if command.abort.all else command.abort.ids)
+        else:
+            raise ApiError(400, "a command is neither generate nor abort; send one of them", "command")
+
+    async def _start(self, request: Any, held: ExitStack) -> None:
         request.id = request.id or uuid.uuid4().hex
         if request.id in self._tasks:
             sentence = f"a request with the id {request.id!r} is running; choose another"
             await self.replies.put(self._service.last_reply(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
             return
         await self._slots.acquire()  # a client that sends and does not read must not fill the memory
-        self._tasks[request.id] = asyncio.create_task(self._run(request))
+        self._tasks[request.id] = asyncio.create_task(self._run(request, held.pop_all()))
         await asyncio.sleep(0)  # start the task, so that a cancellation runs its `finally`
 
-    async def _run(self, request: Any) -> None:
+    async def _run(self, request: Any, held: ExitStack) -> None:
         try:
             await self._service.run_request(request, self._caller, self.replies.put)
         except asyncio.CancelledError:
@@ -199,6 +207,7 @@ class Session:
                 raise
             await self.replies.put(self._service.last_reply(request.id, Finish("abort")))
         finally:
+            held.close()
             self._stopped.discard(request.id)
             del self._tasks[request.id]
             self._slots.release()

@@ -31,6 +31,7 @@ from frame.entrypoints.http.extensions.loading import Extensions
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.operations.page import describe
+from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.http.reloading import Reload
@@ -149,14 +150,14 @@ def load_stat_loggers(resolved: Resolved, registry: Registry, services: Services
     return StatLoggers(resolved.served_name, loggers, lambda: services.client.load) if loggers else None
 
 
-def open_grpc(services: Services) -> GrpcServer | None:
+def open_grpc(services: Services, bodies: Bodies) -> GrpcServer | None:
     """The gRPC server, where a port for it is configured. Raises ConfigurationError."""
     server = services.resolved.user.server
     if server.grpc_port is None:
         return None
     from frame.entrypoints.grpc.server import GrpcServer
 
-    return GrpcServer(services, server.host, server.grpc_port)
+    return GrpcServer(services, server.host, server.grpc_port, bodies)
 
 
 def _supervisor(services: Services, deployment: Deployment, client: EngineClient, start_seconds: float) -> Supervisor:
@@ -215,6 +216,7 @@ class Server:
         self._certificate = load_certificate(server)
         limits = ConnectionLimits(server.max_connections, server.client_timeout)
         self._http = HttpServer(app, limits, self._certificate)
+        self._bodies = app.bodies
         self._reload = reload
         self._signals = signals
         if app.keys is not None:
@@ -233,7 +235,7 @@ class Server:
         self._reload.on_certificate.append(self._http.renew_certificate)
         self._admin.start(App(self._services, is_admin=True))
         self._reload.on_certificate += [http.renew_certificate for http in self._admin.running]
-        grpc = open_grpc(self._services)
+        grpc = open_grpc(self._services, self._bodies)
         if grpc is not None:
             await grpc.start()
             self._reload.on_certificate.append(grpc.renew_certificate)

@@ -19,7 +19,7 @@ from frame.core.interfaces.model import Task
 from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.engine_client.quotas import TenantQuotas
+from frame.entrypoints.engine_client.quotas import PlaceShares, TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
 from frame.entrypoints.http.errors import ApiError, quoted
@@ -83,8 +83,9 @@ class Services:
         server, batches = self.resolved.user.server, self.resolved.user.batches
         digest = hashlib.sha256(self.resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
         self.fingerprint = f"frame-{package_version()}-{digest.hexdigest()[:8]}"
-        has_neighbours = len(load_keys(server) or ()) > 1
-        self.quotas = TenantQuotas(server.max_requests_per_key, max(1, self.client.limits.max_outstanding // 2) if has_neighbours else None)
+        num_keys = len(load_keys(server) or ())
+        places = PlaceShares(self.client.limits.max_outstanding, num_keys) if num_keys > 1 else None
+        self.quotas = TenantQuotas(server.max_requests_per_key, places)
         if self.tokenizer is not None:
             _ = self.tokenizer.bounds  # read now: for a large vocabulary it takes a while
         store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)

@@ -50,15 +50,15 @@ def test_a_request_that_just_fits_runs() -> None:
 
 
 def test_queue_is_bounded_and_ids_are_unique() -> None:
-    made = rig(max_queued=2)
-    for i in range(2):
+    made = rig(max_running=2, max_queued=2)
+    for i in range(4):
         made.add(prompt(4, i), GREEDY)
     full = made.scheduler.add_request(Generate(rid="third", token_ids=[1], params=GREEDY))
     assert full is not None
     assert full.error is not None
     assert full.error.startswith("queue full: ")
     assert full.code == "queue_full"
-    made.step()  # both are on the device now
+    made.step()  # two are on the device now
     twin = made.scheduler.add_request(Generate(rid="request-0", token_ids=[1], params=GREEDY))
     assert twin is not None
     assert twin.error == "request id request-0 is in use; choose another"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, TenantQuotas
+from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, QuotaExceededError, TenantQuotas
 
 
 def test_requests_are_counted_and_given_back() -> None:
@@ -89,7 +89,7 @@ async def test_a_slot_granted_to_a_cancelled_waiter_is_passed_on() -> None:
 
 
 def test_a_key_may_hold_a_part_of_all_sequences() -> None:
-    quotas = TenantQuotas(None, 8)
+    quotas = TenantQuotas(None, PlaceShares(16, 2))
     with quotas.open_lease("a") as first, quotas.open_lease("a") as second, quotas.open_lease("b") as other:
         first.reserve_sequences(6, counts=False)
         with pytest.raises(QuotaExceededError, match="6 sequences of this key") as refused:
@@ -102,3 +102,23 @@ def test_a_key_may_hold_a_part_of_all_sequences() -> None:
         assert refused.value.is_permanent
     with quotas.open_lease("a") as again:
         again.reserve_sequences(8)
+
+
+@pytest.mark.parametrize(("total", "tenants"), [(10_496, 5), (64, 7), (16, 3), (3, 2), (2, 2), (1, 2), (7, 1)])
+def test_places_are_kept_for_each_tenant(total: int, tenants: int) -> None:
+    """Whatever the others take, one by one, a tenant gets its part of the half that is divided."""
+    names = [str(i) for i in range(tenants)]
+    for quiet in names:
+        places, held = PlaceShares(total, tenants), dict.fromkeys(names, 0)
+        for name in names:
+            while name != quiet and places.take_places(name):
+                held[name] += 1
+        least = total // (2 * tenants) if tenants > 1 else total
+        assert least <= total - sum(held.values())
+        assert all(places.take_places(quiet) for _ in range(least))
+        held[quiet] = least
+        assert max(held.values()) <= (total if tenants == 1 else max(1, total // 2))
+        for name, count in held.items():
+            places.release_places(name, count)
+        assert places.take_places(names[-1], places.max_held)  # all of it is free again
+        assert not places.take_places(names[-1])

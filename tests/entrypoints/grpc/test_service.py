@@ -52,7 +52,7 @@ class Client:
 @asynccontextmanager
 async def listening(sections: dict[str, Any] | None = None) -> AsyncIterator[tuple[InProcess, str]]:
     async with serving(sections) as server:
-        grpc_server = GrpcServer(server.services, "127.0.0.1", 0)
+        grpc_server = GrpcServer(server.services, "127.0.0.1", 0, server.app.bodies)
         await grpc_server.start()
         try:
             yield server, grpc_server.address
@@ -227,16 +227,17 @@ async def test_deadline_draining_and_full() -> None:
                 pass
         assert late.value.code() == Code.DEADLINE_EXCEEDED
         await until_empty(server)
-        held = client.call("Generate", long)
+        held = [client.call("Generate", long) for _ in range(2)]
         async with asyncio.timeout(10):
-            while not server.services.client.num_outstanding:  # noqa: ASYNC110 - no event tells of it
+            while server.services.client.num_outstanding < 2:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.01)
         with pytest.raises(grpc.aio.AioRpcError) as full:
             async for _ in client.call("Generate", long):
                 pass
         assert full.value.code() == Code.UNAVAILABLE
         assert dict(full.value.trailing_metadata())["retry-after"] == "1"
-        held.cancel()
+        for call in held:
+            call.cancel()
         await until_empty(server)
         server.services.draining = True
         with pytest.raises(grpc.aio.AioRpcError) as draining:
@@ -389,7 +390,7 @@ async def test_a_call_has_a_span() -> None:
 async def test_a_taken_port_is_an_error() -> None:
     async with listening() as (server, address):
         with pytest.raises(ConfigurationError, match="--grpc-port"):
-            GrpcServer(server.services, "127.0.0.1", int(address.rpartition(":")[2]))
+            GrpcServer(server.services, "127.0.0.1", int(address.rpartition(":")[2]), server.app.bodies)
 
 
 def test_description_is_that_of_the_proto(tmp_path: Path) -> None:
