@@ -25,6 +25,7 @@ from frame.models.layers.moe import MoE
 from frame.models.layers.norm import LayerNorm, RMSNorm
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.weights.tied_head import load_tied
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -313,7 +314,15 @@ class Decoder(CausalLM, nn.Module):
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self.map_weights(self.rename_weights(weights)), self.get_ignored())
+        named, ignored = self.map_weights(self.rename_weights(weights)), self.get_ignored()
+        head = self.head if isinstance(self.head, Head) else None
+        if not (self.tied and hasattr(self, "embed_tokens")) or (self.is_last and head is None):
+            return load_parameters(self, named, ignored)
+        loaded = load_tied(self, head, self.embed_tokens, named, ignored)
+        if not self.is_first and head is not None and head.weights is not None:
+            del self.embed_tokens  # only the head read it
+            loaded.discard("embed_tokens.weight")
+        return loaded
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         """The checkpoint's tensors under the names that the layers bind, for checkpoints that store
@@ -326,9 +335,7 @@ class Decoder(CausalLM, nn.Module):
         unused = (*self.ignored_weights, *(stored.ignored_weights if stored is not None else ()))
         if self.model_config.architecture.endswith("ForConditionalGeneration"):
             unused = (*unused, _ENCODERS)
-        # A checkpoint with tied embeddings may still contain the head; like transformers, use the
-        # embedding.
-        return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")
+        return unused if isinstance(self.head, Head) else (*unused, r"lm_head\.", r"score\.")
 
     def _find_foreign_weights(self, own: range) -> Iterator[str]:
         """Regular expressions of the weights that other stages load; see `load_parameters`."""
@@ -339,10 +346,6 @@ class Decoder(CausalLM, nn.Module):
             yield r"model\.embed_tokens\."
         if not self.is_last:
             yield r"(?:model\.norm|lm_head)\."
-
-    def _needs_own_head(self) -> bool:
-        """Whether the checkpoint must contain a head over the vocabulary."""
-        return not self.tied and isinstance(self.head, Head)
 
     def _head(self) -> nn.Module | None:
         model_config, context = self.model_config, self.context
