@@ -193,6 +193,7 @@ class Decoder(CausalLM, nn.Module):
     supports_token_selection: ClassVar[bool] = True
     ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config
     mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
+    bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias",)  # those that the architecture reads; others are in many configs
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -214,10 +215,13 @@ class Decoder(CausalLM, nn.Module):
         self.foreign_weights = tuple(self._find_foreign_weights(own))
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
-        """The options of a layer's attention; by default biases only if the config sets
-        `attention_bias`."""
-        bias = bool(self.model_config.config.get("attention_bias", False))
+        """The options of a layer's attention; by default with biases by `attention_bias`."""
+        bias = self.has_bias("attention_bias")
         return AttentionOptions(qkv_bias=bias, out_bias=bias)
+
+    def has_bias(self, key: str) -> bool:
+        """Whether the config asks for the biases of `key`, and the architecture has them."""
+        return key in self.bias_keys and bool(self.model_config.config.get(key, False))
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         """Build a layer's attention; by default multi-head attention with `get_attention_options`.
@@ -229,7 +233,7 @@ class Decoder(CausalLM, nn.Module):
         """Build a layer's feed-forward part; by default a gated one, dense, of `intermediate_size`.
         `prefix` is "model.layers.N." + `mlp_name`."""
         config = self.model_config.config
-        bias, activation = bool(config.get("mlp_bias", False)), read_activation(config)
+        bias, activation = self.has_bias("mlp_bias"), read_activation(config)
         return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], bias, activation)
 
     def build_layer(self, index: int, prefix: str) -> nn.Module:
@@ -254,9 +258,9 @@ class Decoder(CausalLM, nn.Module):
         return self.build_layer(index, prefix)
 
     def build_rotary(self) -> Rotary:
-        """Build the rotary embedding that all layers share."""
-        parameters = read_rope_parameters(self.model_config)
-        return Rotary(self.context, int(self.model_config.head_dim * parameters["partial_rotary_factor"]), parameters)
+        """Build the rotary embedding that all layers share; by default of whole heads, whatever
+        `partial_rotary_factor` says."""
+        return Rotary(self.context, self.model_config.head_dim, read_rope_parameters(self.model_config))
 
     def get_rotary(self, layer: int) -> Rotary:
         """The rotary embedding of a layer, for models that have two."""
