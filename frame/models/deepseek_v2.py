@@ -24,7 +24,7 @@ class DeepseekV2ForCausalLM(Decoder):
 
     def get_ignored(self) -> tuple[str, ...]:
         ignored = super().get_ignored()  # transformers writes empty tensors where there are no shared experts
-        return ignored if self.model_config.config.get("n_shared_experts") else (*ignored, r".*\.shared_experts\.")
+        return (*ignored, r".*\.shared_experts\.") if self.model_config.config.get("n_shared_experts") == 0 else ignored
 
     def build_rotary(self) -> Rotary:
         interleaved = self.model_config.config.get("rope_interleave", True)
