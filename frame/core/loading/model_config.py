@@ -244,6 +244,8 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(nested, dict) and nested:
             inherited = {key: raw[key] for key in _INHERITED if key in raw}
             own = {key: value for key, value in nested.items() if value is not None or key not in inherited}
+            if raw.get("tie_word_embeddings"):  # of the head, which is in the outer model; a stored head is used in any case
+                own["tie_word_embeddings"] = True
             return {**inherited, **own, "architectures": raw.get("architectures") or nested.get("architectures")}
     return raw
 

@@ -137,6 +137,15 @@ def test_a_nested_text_config_inherits_outer_keys(tmp_path: Path) -> None:
     assert "vision_config" not in model_config.config
 
 
+@pytest.mark.parametrize(("inner", "outer", "tied"), [(False, True, True), (True, False, True), (False, False, False), (None, True, True)])
+def test_either_model_may_tie_the_head(inner: bool | None, outer: bool, tied: bool, tmp_path: Path) -> None:
+    """transformers reads the flag of the model that has the head; a head that is stored is used in
+    any case."""
+    text = BASE | ({} if inner is None else {"tie_word_embeddings": inner})
+    written = {"architectures": ["SomeVLForConditionalGeneration"], "text_config": text, "tie_word_embeddings": outer}
+    assert read_model_config(write(tmp_path, written)).config["tie_word_embeddings"] is tied
+
+
 def test_end_tokens_of_both_files(tmp_path: Path) -> None:
     model_config = read_model_config(write(tmp_path, BASE | {"eos_token_id": 5}, {"eos_token_id": [9, 5, 11]}))
     assert model_config.eos_token_ids == (9, 5, 11)
