@@ -47,6 +47,7 @@ def make_whisper(folder: Path, **changes: Any) -> Path:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     WhisperFeatureExtractor(feature_size=MELS, chunk_length=1).save_pretrained(folder)
     generation = json.loads((folder / "generation_config.json").read_text())
+    del generation["_from_model_config"]  # transformers would drop what follows
     ids = {name: FIRST + index for index, name in enumerate(SPECIAL)}
     generation |= {
         "lang_to_id": {name: ids[name] for name in ("<|en|>", "<|de|>")},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +65,8 @@ class Speech:
         self._tokenizer = tokenizer
         self._context = resolved.max_context
         self._start = int(resolved.model.config["decoder_start_token_id"])
-        file = Path(resolved.model_path) / "generation_config.json"
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        file, config = Path(resolved.model_path) / "generation_config.json", resolved.model.config
+        settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else config
         self._languages = {name.strip("<|>"): int(found) for name, found in (settings.get("lang_to_id") or {}).items()}
         self._tasks: dict[str, int] = settings.get("task_to_id") or {}
         no_stamps = settings.get("no_timestamps_token_id") or tokenizer.find_token_id("<|notimestamps|>")
@@ -75,6 +75,10 @@ class Speech:
         self._no_stamps = int(no_stamps)
         self._previous = settings.get("prev_sot_token_id") or tokenizer.find_token_id("<|startofprev|>")
         self._suppressed = {int(token): -100.0 for token in settings.get("suppress_tokens") or ()}
+        self._suppressed_first = [int(token) for token in settings.get("begin_suppress_tokens") or ()]
+        forced = settings.get("forced_decoder_ids") or config.get("forced_decoder_ids") or ()  # of older checkpoints
+        self._forced = [int(token) for _, token in forced if token is not None and token != self._no_stamps]
+        self._default_language = self._find_default(settings)
 
     def split(self, audio: bytes | np.ndarray) -> tuple[float, list[tuple[float, np.ndarray]]]:
         """A file, or float32 samples [n] of 16 kHz. -> its seconds, and the start and samples of
@@ -86,12 +90,25 @@ class Speech:
         """A window as `Generate.encoder_input`."""
         return extract_features(samples, *self.input_shape).tobytes()
 
-    def check_request(self, language: str | None, task: str) -> None:
-        """Raise InvalidRequestError for a language or a task that the model does not have."""
+    def _find_default(self, settings: Mapping[str, Any]) -> str | None:
+        """The language that the checkpoint names: its code, its name or its token."""
+        named = str(settings.get("language") or "").lower().strip("<|>")
+        if named in self._languages:
+            return named
+        if named:
+            from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+            return TO_LANGUAGE_CODE.get(named)
+        return next((name for name, found in self._languages.items() if found in self._forced), None)
+
+    def choose_language(self, language: str | None, task: str) -> str | None:
+        """The requested language, else that of the checkpoint; None: it has to be detected. Raises
+        InvalidRequestError for a language or a task that the model does not have."""
         if language is not None and self._languages and language not in self._languages:
             raise InvalidRequestError(f"language is {language[:20]!r}; it must be one of {', '.join(sorted(self._languages))}", "language")
         if task == "translate" and task not in self._tasks:
             raise InvalidRequestError("the model translates nothing, because it has one language; use /v1/audio/transcriptions", "model")
+        return language or self._default_language
 
     @property
     def detects_language(self) -> bool:
@@ -112,13 +129,16 @@ class Speech:
         ids = [self._start]
         if self._languages and language is not None:
             ids += [self._languages[language], self._tasks[task]]
+        elif not self._languages:
+            ids += self._forced
         ids += [] if has_stamps else [self._no_stamps]
+        banned = tuple((*ids, token) for token in self._suppressed_first)
         if prompt and self._previous is not None:  # as in openai/whisper, at most half of the context
             ids = [self._previous, *self._tokenizer.encode(f" {prompt.strip()}", False)[-(self._context // 2 - 1) :], *ids]
         bias = dict(self._suppressed)
         if has_stamps:
             bias[self._no_stamps] = -100.0
-        return ids, SamplingParams(temperature=temperature, min_tokens=1, logit_bias=bias, logprobs=0)
+        return ids, SamplingParams(temperature=temperature, logit_bias=bias, bad_words_ids=banned, logprobs=0)
 
     def read_segments(
         self, ids: Sequence[int], start: float, seconds: float, logprobs: Sequence[float | None] = (), *, has_stamps: bool = True

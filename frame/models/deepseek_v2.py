@@ -20,6 +20,11 @@ class DeepseekV2ForCausalLM(Decoder):
     (`build_routing`)."""
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
+    bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # the latter of dense and shared layers
+
+    def get_ignored(self) -> tuple[str, ...]:
+        ignored = super().get_ignored()  # transformers writes empty tensors where there are no shared experts
+        return (*ignored, r".*\.shared_experts\.") if self.model_config.config.get("n_shared_experts") == 0 else ignored
 
     def build_rotary(self) -> Rotary:
         interleaved = self.model_config.config.get("rope_interleave", True)
@@ -36,7 +41,8 @@ class DeepseekV2ForCausalLM(Decoder):
         inner = config["moe_intermediate_size"]
         shared = None
         if config.get("n_shared_experts"):
-            shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config["n_shared_experts"])
+            size, bias = inner * config["n_shared_experts"], self.has_bias("mlp_bias")
+            shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, size, bias)
         return MoE(self.context, prefix, ExpertSizes(config["n_routed_experts"], hidden, inner), self.build_routing(), shared)
 
     def build_routing(self) -> RoutingRule:

@@ -3,6 +3,8 @@ correction bias, and group scores that are the sum of the two best experts."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from frame.models.deepseek_v2 import DeepseekV2ForCausalLM
 from frame.models.layers.decoder import match_draft_layers
 from frame.models.layers.router import RoutingRule, read_sigmoid_rule
@@ -10,6 +12,8 @@ from frame.models.layers.router import RoutingRule, read_sigmoid_rule
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """The weights after the last layer (multi-token-prediction modules) are ignored."""
+
+    bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias",)
 
     def get_ignored(self) -> tuple[str, ...]:
         return (*super().get_ignored(), match_draft_layers(self.model_config))

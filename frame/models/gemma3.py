@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from frame.core.errors import ConfigurationError
 from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder, NormedOutputLayer
 from frame.models.layers.mlp import GatedMLP, read_activation
@@ -37,6 +38,9 @@ class Gemma3ForCausalLM(Decoder):
         return RMSNorm(self.context, name, self.model_config.hidden_size, eps, _OFFSET)
 
     def build_rotary(self) -> Rotary:
+        if self.model_config.config.get("use_bidirectional_attention") is True:
+            name = self.model_config.architecture
+            raise ConfigurationError(f"{name} with use_bidirectional_attention (an encoder) is not implemented here.")
         head_dim = self.model_config.head_dim
         if self.is_gemma2:
             self.sliding_rotary = None

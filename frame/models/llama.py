@@ -9,16 +9,24 @@ from typing import ClassVar
 from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder
 
-_WINDOWED = ("Mistral", "Ministral")
+_MISTRAL = ("Mistral", "Ministral")
 
 
 class LlamaForCausalLM(Decoder):
-    """`attention_bias` and `mlp_bias` follow the config. Mistral's sliding window applies to the
-    layers in `layer_types`, or to all."""
+    """Mistral has no biases, whatever the config says. Its sliding window applies to the layers in
+    `layer_types`, or to all."""
 
+    bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
     ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
+    def has_bias(self, key: str) -> bool:
+        return super().has_bias(key) and not self.is_mistral
+
+    @property
+    def is_mistral(self) -> bool:
+        return self.model_config.architecture.startswith(_MISTRAL)
+
     def get_attention_options(self, layer: int) -> AttentionOptions:
-        window = self.model_config.sliding_window if self.model_config.architecture.startswith(_WINDOWED) else None
+        window = self.model_config.sliding_window if self.is_mistral else None
         window = window and find_layer_window(self.model_config, layer)
         return replace(super().get_attention_options(layer), sliding_window=window)

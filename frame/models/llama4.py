@@ -12,7 +12,7 @@ from torch import nn
 from frame.core.errors import ConfigurationError
 from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
-from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.models.layers.router import RoutingRule
@@ -58,7 +58,7 @@ class Llama4ForCausalLM(Decoder):
         step = config.get("interleave_moe_layer_step") or 1
         listed = config.get("moe_layers")
         if layer not in listed if listed is not None else (layer + 1) % step:
-            return GatedMLP(self.context, prefix, hidden, config["intermediate_size_mlp"])
+            return GatedMLP(self.context, prefix, hidden, config["intermediate_size_mlp"], activation=read_activation(config))
         if config.get("num_experts_per_tok", 1) != 1:
             raise ConfigurationError("num_experts_per_tok above 1 is not implemented for Llama 4, whose router scales an expert's input.")
         sizes = ExpertSizes(self.model_config.num_experts, hidden, config["intermediate_size"])

@@ -35,6 +35,7 @@ class NemotronHForCausalLM(Decoder):
     Those of a prediction module have a list of their own."""
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r"mtp\.",)
+    bias_keys: ClassVar[tuple[str, ...]] = ("mlp_bias",)
 
     def build_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.context, name, self.model_config.hidden_size, self.model_config.config.get("layer_norm_epsilon", 1e-5))
@@ -81,12 +82,12 @@ class NemotronHForCausalLM(Decoder):
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
-        bias = bool(config.get("mlp_bias", False))
+        bias = self.has_bias("mlp_bias")
         return PlainMLP(self.context, prefix, hidden, config["intermediate_size"], bias, squared_relu)
 
     def _build_experts(self, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
-        bias = bool(config.get("mlp_bias", False))
+        bias = self.has_bias("mlp_bias")
         sizes = ExpertSizes(
             self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False
         )

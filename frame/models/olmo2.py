@@ -25,18 +25,24 @@ class Olmo2ForCausalLM(Decoder):
         return NormedOutputLayer(attention, mlp, norms, None)
 
     def build_rotary(self) -> Rotary:
-        head_dim, window = self.model_config.head_dim, self.model_config.sliding_window
-        self.sliding_rotary = Rotary(self.context, head_dim, self._rope("sliding_attention")) if window else None
+        head_dim, slides = self.model_config.head_dim, self._has_windows and self.model_config.sliding_window
+        self.sliding_rotary = Rotary(self.context, head_dim, self._rope("sliding_attention")) if slides else None
         return Rotary(self.context, head_dim, self._rope("full_attention"))
 
     def get_rotary(self, layer: int) -> Rotary:
-        slides = self.sliding_rotary is not None and find_layer_window(self.model_config, layer, _PATTERN)
+        slides = self._find_window(layer)
         return self.sliding_rotary if slides and self.sliding_rotary is not None else self.rotary
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
-        window = find_layer_window(self.model_config, layer, _PATTERN)
-        eps = self.model_config.config.get("rms_norm_eps", 1e-5)
+        eps, window = self.model_config.config.get("rms_norm_eps", 1e-5), self._find_window(layer)
         return replace(super().get_attention_options(layer), qk_norm=eps, qk_norm_kind="projection", sliding_window=window)
+
+    @property
+    def _has_windows(self) -> bool:
+        return self.model_config.architecture.startswith("Olmo3")
+
+    def _find_window(self, layer: int) -> int | None:
+        return find_layer_window(self.model_config, layer, _PATTERN) if self._has_windows else None
 
     def _rope(self, kind: str) -> dict[str, object]:
         return read_rope_parameters(self.model_config, kind)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from frame.models.layers.attention import AttentionOptions, find_layer_window
+from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
+from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.models.layers.weights.fused_tensors import split_layers
 
 if TYPE_CHECKING:
@@ -15,10 +16,15 @@ if TYPE_CHECKING:
 
 
 class Phi3ForCausalLM(Decoder):
-    """LongRoPE uses the long factors if the context limit exceeds the original context."""
+    """LongRoPE uses the long factors if the context limit exceeds the original context. The sliding
+    window is that of all layers."""
+
+    def build_rotary(self) -> Rotary:
+        parameters = read_rope_parameters(self.model_config)
+        return Rotary(self.context, int(self.model_config.head_dim * parameters["partial_rotary_factor"]), parameters)
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
-        return AttentionOptions(sliding_window=find_layer_window(self.model_config, layer))
+        return AttentionOptions(sliding_window=self.model_config.config.get("sliding_window") or None)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         sizes, inner = self.model_config, self.model_config.config["intermediate_size"]

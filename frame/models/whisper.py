@@ -24,6 +24,7 @@ from frame.models.layers.encoder import LearnedEmbedding, get_activation
 from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.norm import LayerNorm
 from frame.models.layers.parameter import ShardedParameter, load_parameters
+from frame.models.layers.weights.tied_head import load_tied
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -167,7 +168,6 @@ class WhisperDecoderLayer(nn.Module):
 class WhisperForConditionalGeneration(CausalLM, nn.Module):
     """Transcribes or translates speech. Every sequence has an encoder input, `EncoderInputs`."""
 
-    ignored_weights: ClassVar[tuple[str, ...]] = (r"proj_out\.weight$",)  # the embedding
     supports_token_selection: ClassVar[bool] = True
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
@@ -180,10 +180,10 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
         self.encoder = AudioEncoder(context, model_config)
         self.embed_tokens = VocabEmbedding(context, "model.decoder.embed_tokens", model_config.vocab_size, hidden)
         self.positions = LearnedEmbedding(context, "model.decoder.embed_positions", config["max_target_positions"], hidden)
-        self.scale = hidden**0.5 if config.get("scale_embedding") else 1.0
         self.layers = nn.ModuleList(WhisperDecoderLayer(context, model_config, index) for index in range(model_config.num_layers))
         self.norm = LayerNorm(context, "model.decoder.layer_norm", hidden, EPS)
-        self.head = Head(context, "proj_out", model_config.vocab_size, hidden, self.embed_tokens)
+        tied = self.embed_tokens if config.get("tie_word_embeddings", True) else None
+        self.head = Head(context, "proj_out", model_config.vocab_size, hidden, tied)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         given = batch.get(EncoderInputs)
@@ -191,7 +191,7 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
             self._encode(given, batch.kv)
         # a request that ended at its limit may run in one more step
         positions = batch.positions.clamp(max=self.positions.weight.shape[0] - 1)
-        x = self.embed_tokens(batch.token_ids) * self.scale + self.positions(positions)
+        x = self.embed_tokens(batch.token_ids) + self.positions(positions)
         for layer in self.layers:
             x = layer(x, batch)
         selected = batch.get(SelectedTokens)
@@ -202,7 +202,10 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, _add_biases(weights), self.ignored_weights)
+        named = _add_biases(weights)
+        if self.head.weights is not None:
+            return load_parameters(self, named)
+        return load_tied(self, self.head, self.embed_tokens, named)
 
     def _encode(self, given: EncoderInputs, kv: KVCache) -> None:
         """Write the blocks of the sequences that start. One sequence at a time: its positions fill

@@ -7,6 +7,7 @@ imported when the first one is made. Must not know how frame loads or runs a mod
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,7 +145,8 @@ def make_checkpoint(
     from transformers import CONFIG_MAPPING
 
     model_type, changes = TINY[architecture] if architecture in TINY else TINY[_relative(architecture)]
-    config = CONFIG_MAPPING[model_type](**{**_BASE, **changes, **overrides})
+    # a copy: transformers adds keys to the rotary settings that it is handed
+    config = CONFIG_MAPPING[model_type](**copy.deepcopy({**_BASE, **changes, **overrides}))
     config.architectures = [architecture]
     model = _auto_class(architecture).from_config(config, attn_implementation="eager", trust_remote_code=False).to(torch.float32)
     _set_weights(model, seed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,9 +16,11 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.speech import Segment, Speech, format_subtitles
-from tests.tiny_whisper import FIRST, STAMPS, make_whisper
+from tests.core.greedy import make_loop
+from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, STAMPS, load_whisper, make_whisper
 
-DE, TRANSLATE, PREVIOUS, NO_STAMPS = FIRST + 2, FIRST + 3, FIRST + 5, FIRST + 7
+DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_STAMPS = FIRST + 2, FIRST + 3, FIRST + 4, FIRST + 5, FIRST + 7
+OLDER = {"lang_to_id": None, "task_to_id": None, "is_multilingual": None}  # checkpoints that name the prompt's tokens instead
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,44 @@ def test_the_prompt_names_language_and_task(speech: Speech) -> None:
     assert (params.logit_bias[NO_STAMPS], params.temperature) == (-100.0, 0.5)
     assert speech.plan_detection()[1].logit_bias == {FIRST + 1: 100.0, DE: 100.0}
     with pytest.raises(InvalidRequestError, match="it must be one of de, en"):
-        speech.check_request("fr", "transcribe")
+        speech.choose_language("fr", "transcribe")
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "options"),
+    [
+        ({"scale_embedding": True}, {}, {"language": "de", "task": "transcribe"}),
+        ({}, {"begin_suppress_tokens": "first"}, {"language": "de", "task": "transcribe"}),
+        ({}, {"begin_suppress_tokens": None, "suppress_tokens": None}, {"language": "de", "task": "transcribe"}),
+        ({}, {"language": "german", "task": "transcribe"}, {}),
+        ({}, {"forced_decoder_ids": [[1, DE], [2, TRANSCRIBE]]}, {}),
+        ({}, {**OLDER, "forced_decoder_ids": [[1, DE], [2, TRANSCRIBE], [3, NO_STAMPS]]}, {}),
+        ({}, {**OLDER, "forced_decoder_ids": [[1, NO_STAMPS]]}, {}),
+    ],
+    ids=str,
+)
+def test_tokens_equal_those_of_generate(config: dict[str, Any], settings: dict[str, Any], options: dict[str, str], tmp_path: Path) -> None:
+    """What `generation_config.json` says, as transformers' `generate` reads it."""
+    import torch
+
+    folder = make_whisper(tmp_path, **config)
+    features = np.random.default_rng(3).standard_normal((MELS, 2 * POSITIONS), np.float32)
+
+    def generate() -> list[int]:
+        return load_whisper(folder).generate(torch.from_numpy(features)[None], max_new_tokens=20, **options)[0].tolist()
+
+    file = folder / "generation_config.json"
+    if settings.get("begin_suppress_tokens") == "first":  # what would come without
+        settings = {"begin_suppress_tokens": [generate()[0], 1]}
+    written = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({key: value for key, value in written.items() if value is not None}))
+    resolved = prepare(FrameConfig.model_validate({"model": {"path": str(folder)}, "execution": {"device": "cpu"}})).resolved
+    speech = Speech(resolved, Tokenizer.load(folder))
+    language = speech.choose_language(options.get("language"), "transcribe")
+    prompt, params = speech.plan_window(language, "transcribe", has_stamps=False)
+    params = msgspec.structs.replace(params, max_tokens=20)
+    (found,) = make_loop(str(folder), 2 * CONTEXT, "torch_native").generate([prompt], params, [features.tobytes()])
+    assert found == generate()
 
 
 def test_segments_lie_between_timestamps(speech: Speech) -> None:

@@ -75,9 +75,12 @@ def load_model(
         context.attention.prepare(layers)
     with report.measure_phase("allocate_parameters"):
         allocate_parameters(model, context.device)
+    allocated = count_bytes(model)
     with report.measure_phase("load"):
         load_weights(model, checkpoint, progress=context.tp.rank == 0, platform=context.platform)
         context.platform.release_memory()  # so that no packed weight is put between freed blocks
+    if report.planned:  # a tied head may turn out to be stored
+        report.planned += count_bytes(model) - allocated
     with report.measure_phase("finish"):
         finish_modules(model)
         context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized

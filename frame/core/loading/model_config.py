@@ -17,6 +17,7 @@ from typing import Any, Literal
 from frame.core.errors import CheckpointError
 from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import ModelConfig, is_classifier
+from frame.core.loading.config_defaults import DEFAULTS
 from frame.core.loading.sentence_transformers import read_sentence_facts
 
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
@@ -45,20 +46,9 @@ _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eo
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
 
-# What published config.json files of a family leave to transformers' defaults.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096},
-    "gemma4_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144,
-        "sliding_window": 512,
-    },
-    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-}
 _DECODER_SIZES: Mapping[str, str] = {
     "num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads", "intermediate_size": "decoder_ffn_dim",
 }  # fmt: skip
-# Without the key, a family's default applies; of these families it is not "no window".
-_DEFAULT_WINDOW = {"mistral": 4096}
 _WINDOW_IS_OPT_IN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
@@ -98,7 +88,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
-    text = {**_DEFAULTS.get(str(text.get("model_type")), {}), **text}
+    text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
@@ -237,7 +227,7 @@ class _Reader:
         family = str(self.config.get("model_type", ""))
         if "attention_chunk_size" in self.config:
             return self._count(("attention_chunk_size",), default=0) or None
-        window = self.config.get("sliding_window", _DEFAULT_WINDOW.get(family))
+        window = self.config.get("sliding_window")
         if not self.config.get("use_sliding_window", family not in _WINDOW_IS_OPT_IN):
             return None
         layers = self.config.get("layer_types")
@@ -265,6 +255,8 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(nested, dict) and nested:
             inherited = {key: raw[key] for key in _INHERITED if key in raw}
             own = {key: value for key, value in nested.items() if value is not None or key not in inherited}
+            if raw.get("tie_word_embeddings"):  # of the head, which is in the outer model; a stored head is used in any case
+                own["tie_word_embeddings"] = True
             return {**inherited, **own, "architectures": raw.get("architectures") or nested.get("architectures")}
     return raw
 

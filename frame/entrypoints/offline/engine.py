@@ -192,7 +192,7 @@ class Engine:
         """
         need_task(self._resolved, "generate")
         speech = Speech(self._resolved, self.tokenizer)
-        speech.check_request(language, task)
+        language = speech.choose_language(language, task)
         data = Path(audio).read_bytes() if isinstance(audio, str | Path) else audio
         duration, windows = speech.split(data)
         inputs = [speech.encode_window(samples) for _, samples in windows]

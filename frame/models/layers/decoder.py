@@ -25,6 +25,7 @@ from frame.models.layers.moe import MoE
 from frame.models.layers.norm import LayerNorm, RMSNorm
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.weights.tied_head import load_tied
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -192,6 +193,7 @@ class Decoder(CausalLM, nn.Module):
     supports_token_selection: ClassVar[bool] = True
     ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config
     mlp_name: ClassVar[str] = "mlp"  # the checkpoint's name of a layer's feed-forward part
+    bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias",)  # those that the architecture reads; others are in many configs
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -213,10 +215,13 @@ class Decoder(CausalLM, nn.Module):
         self.foreign_weights = tuple(self._find_foreign_weights(own))
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
-        """The options of a layer's attention; by default biases only if the config sets
-        `attention_bias`."""
-        bias = bool(self.model_config.config.get("attention_bias", False))
+        """The options of a layer's attention; by default with biases by `attention_bias`."""
+        bias = self.has_bias("attention_bias")
         return AttentionOptions(qkv_bias=bias, out_bias=bias)
+
+    def has_bias(self, key: str) -> bool:
+        """Whether the config asks for the biases of `key`, and the architecture has them."""
+        return key in self.bias_keys and bool(self.model_config.config.get(key, False))
 
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         """Build a layer's attention; by default multi-head attention with `get_attention_options`.
@@ -228,7 +233,7 @@ class Decoder(CausalLM, nn.Module):
         """Build a layer's feed-forward part; by default a gated one, dense, of `intermediate_size`.
         `prefix` is "model.layers.N." + `mlp_name`."""
         config = self.model_config.config
-        bias, activation = bool(config.get("mlp_bias", False)), read_activation(config)
+        bias, activation = self.has_bias("mlp_bias"), read_activation(config)
         return GatedMLP(self.context, prefix, self.model_config.hidden_size, config["intermediate_size"], bias, activation)
 
     def build_layer(self, index: int, prefix: str) -> nn.Module:
@@ -253,9 +258,9 @@ class Decoder(CausalLM, nn.Module):
         return self.build_layer(index, prefix)
 
     def build_rotary(self) -> Rotary:
-        """Build the rotary embedding that all layers share."""
-        parameters = read_rope_parameters(self.model_config)
-        return Rotary(self.context, int(self.model_config.head_dim * parameters["partial_rotary_factor"]), parameters)
+        """Build the rotary embedding that all layers share; by default of whole heads, whatever
+        `partial_rotary_factor` says."""
+        return Rotary(self.context, self.model_config.head_dim, read_rope_parameters(self.model_config))
 
     def get_rotary(self, layer: int) -> Rotary:
         """The rotary embedding of a layer, for models that have two."""
@@ -313,7 +318,15 @@ class Decoder(CausalLM, nn.Module):
         return self.head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self.map_weights(self.rename_weights(weights)), self.get_ignored())
+        named, ignored = self.map_weights(self.rename_weights(weights)), self.get_ignored()
+        head = self.head if isinstance(self.head, Head) else None
+        if not (self.tied and hasattr(self, "embed_tokens")) or (self.is_last and head is None):
+            return load_parameters(self, named, ignored)
+        loaded = load_tied(self, head, self.embed_tokens, named, ignored)
+        if not self.is_first and head is not None and head.weights is not None:
+            del self.embed_tokens  # only the head read it
+            loaded.discard("embed_tokens.weight")
+        return loaded
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         """The checkpoint's tensors under the names that the layers bind, for checkpoints that store
@@ -326,9 +339,7 @@ class Decoder(CausalLM, nn.Module):
         unused = (*self.ignored_weights, *(stored.ignored_weights if stored is not None else ()))
         if self.model_config.architecture.endswith("ForConditionalGeneration"):
             unused = (*unused, _ENCODERS)
-        # A checkpoint with tied embeddings may still contain the head; like transformers, use the
-        # embedding.
-        return unused if self._needs_own_head() else (*unused, r"lm_head\.weight$", r"score\.")
+        return unused if isinstance(self.head, Head) else (*unused, r"lm_head\.", r"score\.")
 
     def _find_foreign_weights(self, own: range) -> Iterator[str]:
         """Regular expressions of the weights that other stages load; see `load_parameters`."""
@@ -339,10 +350,6 @@ class Decoder(CausalLM, nn.Module):
             yield r"model\.embed_tokens\."
         if not self.is_last:
             yield r"(?:model\.norm|lm_head)\."
-
-    def _needs_own_head(self) -> bool:
-        """Whether the checkpoint must contain a head over the vocabulary."""
-        return not self.tied and isinstance(self.head, Head)
 
     def _head(self) -> nn.Module | None:
         model_config, context = self.model_config, self.context

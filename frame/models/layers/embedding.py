@@ -19,9 +19,10 @@ from frame.models.layers.weights.stored_weight import ROWS_ON_CPU, StoredWeight,
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Product
+    from frame.core.interfaces.model import LazyTensor
     from frame.core.interfaces.weight_format import LayerFormat
 
-_ROWS = 16384  # of a tied head that a GPU quantizes at a time
+_ROWS = 16384  # of a tied head that a GPU quantizes, or that is compared, at a time
 
 
 def split_vocabulary(context: BuildContext, vocab_size: int) -> tuple[int, Range]:
@@ -43,6 +44,20 @@ class VocabEmbedding(nn.Module):
         self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype), ShardRule(output=0))
         self.weight.bind(f"{name}.weight", self.range)
 
+    def is_equal(self, stored: LazyTensor) -> bool:
+        """Whether this rank's rows of a checkpoint's tensor equal the loaded ones, in their
+        dtype."""
+        rows, (vocab_size, hidden) = self.range, (self.range.full, self.weight.shape[1])
+        if tuple(stored.shape) != (vocab_size, hidden):
+            return False
+        for start in range(0, rows.size, _ROWS):
+            size = min(_ROWS, rows.size - start)
+            other = stored[rows.start + start : rows.start + start + size]
+            mine = self.weight.data[start : start + size]
+            if not other.is_floating_point() or not torch.equal(mine, other.to(mine)):
+                return False
+        return True
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return F.embedding(ids, self.weight)
@@ -54,16 +69,18 @@ class VocabEmbedding(nn.Module):
 
 class Head(nn.Module):
     """[n, hidden] -> logits [n, vocab], the full vocabulary on every rank. With `tied`, the weight
-    is that of the embedding."""
+    is that of the embedding, unless the checkpoint stores another one (`untie`)."""
 
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None = None) -> None:
         super().__init__()
         self.tp = context.tp
+        self.name = name
         self.vocab_size = vocab_size
+        self._context = context
         self.weights: LayerWeight | None = None
         self.product: Product | None = None
         if tied is not None:
-            self.weight, self._name, self._choices = tied.weight, name, context.gemm_kernels
+            self.weight = tied.weight
             self._layout = None if context.weight_format is None else describe_layer(context, name, "head")
             if self.weight.is_meta and self._layout is not None and self._layout.rounds:  # the memory plan counts it
                 sizes = WeightSizes(hidden_size, hidden_size, (len(self.weight),))
@@ -71,9 +88,23 @@ class Head(nn.Module):
                     for key, tensor in rounded.tensors.items():
                         self.register_buffer(key, tensor, persistent=False)
             return
-        rows, span = split_vocabulary(context, vocab_size)
-        self.weights = LayerWeight(self, context, (name,), Range.whole(hidden_size), (rows,), "head")
+        self._create_weights(hidden_size)
+
+    def _create_weights(self, hidden_size: int) -> None:
+        rows, span = split_vocabulary(self._context, self.vocab_size)
+        self.weights = LayerWeight(self, self._context, (self.name,), Range.whole(hidden_size), (rows,), "head")
         self.weights.bind(0, span, Range.whole(hidden_size))
+
+    def untie(self) -> None:
+        """Replace the embedding's weight by one of the head's own, which is to be loaded."""
+        device, hidden_size = self.weight.device, self.weight.shape[1]
+        self.product = None
+        self._buffers.clear()
+        del self.weight
+        with device:
+            self._create_weights(hidden_size)
+        for parameter in self.parameters():
+            parameter.data.zero_()  # the rows that pad the vocabulary
 
     def finish(self) -> None:
         """Decode the loaded weights and select their product."""
@@ -83,7 +114,7 @@ class Head(nn.Module):
             self.product = self._share_weight()
         else:
             weight = self._round(self._layout)
-            made = build_product(self._choices, [weight], self._name)
+            made = build_product(self._context.gemm_kernels, [weight], self.name)
             for key in weight.tensors:
                 setattr(self, key, None)
             if self.product is None or not replace_values(self.product.tensors, made.tensors):
@@ -93,7 +124,7 @@ class Head(nn.Module):
     def _share_weight(self) -> Product:
         """The product with the embedding's weight, by a kernel that makes no copy of it."""
         weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
-        for choice in self._choices:
+        for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:
                 return choice.kernel.prepare(weight)
         return PlainProduct(self.weight)

@@ -35,6 +35,13 @@ def read_activation(config: Mapping[str, Any], key: str = "hidden_act", default:
     return _ACTIVATIONS[name]
 
 
+def require_silu(config: Mapping[str, Any], what: str, key: str = "hidden_act") -> None:
+    """Raise ConfigurationError if config.json names another activation for `what`, which has SiLU
+    alone."""
+    if (name := config.get(key) or "silu") not in ("silu", "swish"):
+        raise ConfigurationError(f"{key} {name!r} is not implemented here for {what}, only silu: set model.implementation: transformers.")
+
+
 def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The fused activation kernel, if the device runs Triton."""
     if not kernels.can_use_triton(device):

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.core.interfaces.model import ModelContext
 from frame.models.layers.linear import RankSum, RowLinear, add_up, defer_sum, split_range
-from frame.models.layers.mlp import GatedMLP
+from frame.models.layers.mlp import GatedMLP, require_silu
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.router import Router, RoutingRule
@@ -142,6 +143,8 @@ class MoE(nn.Module):
         super().__init__()
         if context.moe_runner is None or context.moe_dispatcher is None:
             raise TypeError("the build context of a mixture of experts needs a runner and a dispatcher")
+        if sizes.gated and sizes.activation is None and isinstance(context, ModelContext):
+            require_silu(context.model_config.config, "experts")
         self.runner = context.moe_runner
         self.dispatcher = context.moe_dispatcher
         self.router = Router(context, f"{prefix}.gate", sizes.num_experts, sizes.hidden, rule)

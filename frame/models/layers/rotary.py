@@ -73,25 +73,25 @@ class Rotary(nn.Module):
 
     def __init__(self, context: BuildContext, dim: int, parameters: Mapping[str, Any], interleaved: bool = False) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = dim + dim % 2  # a share of a head may be odd: its last pair is whole
         self.interleaved = interleaved
         # LongRoPE's factors follow the context limit, not a sequence's length, so that cached keys
         # stay valid
         exceeds = context.limits.max_context > parameters["original_max_position_embeddings"]
-        self.scheme = {**parameters, "exceeds_original": exceeds}
+        self.scheme = {**parameters, "exceeds_original": exceeds, "dim": dim}
         self.length = context.limits.max_context + SPARE_POSITIONS
         self.device = context.device
         self.dtype = context.dtype
         self.fused = kernels.can_use_triton(context.device)
         # The size of the model is counted before `finish`.
-        self.register_buffer("table", torch.empty(self.length, 2, 1, dim, dtype=self.dtype, device="meta"), persistent=False)
+        self.register_buffer("table", torch.empty(self.length, 2, 1, self.dim, dtype=self.dtype, device="meta"), persistent=False)
         with torch.device("cpu"):  # on the meta device, torch would import its compiler for this
             compute_frequencies(self.scheme, dim)  # refuse an unknown scheme before weights are read
 
     def finish(self) -> None:
         """Compute the table in float32, like the reference, then convert it to the model's
         dtype."""
-        angles = _angles(self.scheme, self.dim, self.length)
+        angles = _angles(self.scheme, self.scheme["dim"], self.length)
         factor = compute_attention_factor(self.scheme)
         cos, sin = angles.cos() * factor, angles.sin() * factor  # [positions, dim / 2]
         if self.interleaved:

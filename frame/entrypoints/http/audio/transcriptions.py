@@ -73,8 +73,7 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
     form, file = await read_form(context)
     services.check_model(form.model)
     try:
-        language = form.language.lower() if form.language else None
-        speech.check_request(language, task)
+        language = speech.choose_language(form.language.lower() if form.language else None, task)
         async with services.audio_decoding:
             duration, windows, inputs = await asyncio.to_thread(_prepare, speech, file)
     except ValueError as error:

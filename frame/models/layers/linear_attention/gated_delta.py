@@ -17,6 +17,7 @@ from frame.models.layers.linear import ColumnLinear, RowLinear, scale_range, spl
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
 from frame.models.layers.linear_attention.gated_norm import GatedNorm
 from frame.models.layers.linear_attention.mixer import StateMixer
+from frame.models.layers.mlp import require_silu
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class DeltaSizes:
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any], grouped: bool) -> DeltaSizes:
-        """The sizes that config.json names."""
+        """The sizes that config.json names. Raises ConfigurationError for another activation than
+        SiLU."""
+        require_silu(config, "recurrent layers")
         return cls(
             config["hidden_size"],
             config["linear_num_key_heads"],

@@ -18,6 +18,7 @@ from frame.models.layers.linear_attention.convolution import ShortConvolution, S
 from frame.models.layers.linear_attention.gated_delta import build_by_head
 from frame.models.layers.linear_attention.gated_norm import GatedNorm
 from frame.models.layers.linear_attention.mixer import StateMixer
+from frame.models.layers.mlp import require_silu
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class KimiDeltaAttention(nn.Module):
 
 
 def read_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(heads, entries of a head, width of the convolutions), in either spelling of config.json."""
+    """(heads, entries of a head, width of the convolutions), in either spelling of config.json.
+    Raises ConfigurationError for another activation than SiLU."""
+    require_silu(config, "recurrent layers")
     nested = config.get("linear_attn_config") or {}
     return (
         nested.get("num_heads") or config["linear_num_heads"],

@@ -19,6 +19,7 @@ from frame.models.layers.linear_attention.convolution import ShortConvolution, S
 from frame.models.layers.linear_attention.gated_delta import build_by_head
 from frame.models.layers.linear_attention.gated_norm import GatedNorm
 from frame.models.layers.linear_attention.mixer import StateMixer
+from frame.models.layers.mlp import require_silu
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -43,7 +44,9 @@ class MambaSizes:
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> MambaSizes:
-        """The sizes that config.json of a Nemotron-H names."""
+        """The sizes that config.json of a Nemotron-H names. Raises ConfigurationError for another
+        activation than SiLU."""
+        require_silu(config, "recurrent layers", "mamba_hidden_act")
         return cls(
             config["hidden_size"],
             config["mamba_num_heads"],
