@@ -79,7 +79,7 @@ def _cut_linear(name: str, module: nn.Module, style: str, tp: Collective) -> Non
     if style in COLUMNS:
         parts = 2 if style == "packed_colwise" else 1
         if style in GATHERED:  # the vocabulary may have any size: the last ranks hold rows of zeros, whose results are cut off
-            weight, bias = (None if part is None else _pad(part, tp) for part in (weight, bias))
+            weight, bias = _pad(weight, tp), None if bias is None else _pad(bias, tp)
         module.weight = _cut(name, weight, 0, tp, parts)
         if bias is not None:
             module.bias = _cut(name, bias, 0, tp, parts)
