@@ -59,6 +59,7 @@ _DECODERS = (
     ("llama4", "llama4:Llama4ForCausalLM", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "Llama 4 without images"),
     ("kimi_linear", "kimi_linear:KimiLinearForCausalLM", ("KimiLinearForCausalLM",), "Kimi Linear"),
     ("nemotron_h", "nemotron_h:NemotronHForCausalLM", ("NemotronHForCausalLM",), "Nemotron-H, Nemotron Nano 2 and 3"),
+    ("falcon_h1", "falcon_h1:FalconH1ForCausalLM", ("FalconH1ForCausalLM",), "Falcon-H1"),
     ("glm4_moe", "glm4_moe:Glm4MoeForCausalLM", ("Glm4MoeForCausalLM",), "GLM-4.5 and GLM-4.6"),
     ("minimax_m2", "minimax_m2:MiniMaxM2ForCausalLM", ("MiniMaxM2ForCausalLM",), "MiniMax-M2"),
     (
@@ -69,7 +70,7 @@ _DECODERS = (
     ),
     ("gemma4", "gemma4:Gemma4ForCausalLM", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "Gemma 4 without images and sound"),
 )
-_RECURRENT = ("kimi_linear", "nemotron_h", "qwen3_next")
+_RECURRENT = ("falcon_h1", "kimi_linear", "nemotron_h", "qwen3_next")
 _WINDOWED = (
     "cohere", "gemma3", "gemma4", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
 )  # fmt: skip

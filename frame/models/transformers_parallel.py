@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from frame.core.errors import ConfigurationError
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 # styles that leave a module whole on every rank
 REPLICATED = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "sequence_parallel")
-COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
+GATHERED = ("colwise_gather_output", "colwise_rep")  # styles whose outputs all ranks get, such as those of heads
+COLUMNS = ("colwise", *GATHERED, "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
@@ -55,9 +57,10 @@ def split_model(model: Any, tp: Collective, done: Container[str] = ()) -> None:
             elif style == "moe_tp_experts":
                 found.register_forward_hook(_sum_output(tp))
             elif style in COLUMNS + ROWS:
+                outputs = getattr(found, "out_features", 0)  # of linear layers, on all ranks
                 if name not in done:
                     _cut_linear(name, found, style, tp)
-                _add_exchanges(found, style, tp)
+                _add_exchanges(found, style, tp, outputs)
 
 
 def _find(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
@@ -75,6 +78,8 @@ def _cut_linear(name: str, module: nn.Module, style: str, tp: Collective) -> Non
         raise ConfigurationError(f"{name} is a {type(module).__name__}, which cannot be split here: set parallel.tp: 1.")
     if style in COLUMNS:
         parts = 2 if style == "packed_colwise" else 1
+        if style in GATHERED:  # the vocabulary may have any size: the last ranks hold rows of zeros, whose results are cut off
+            weight, bias = _pad(weight, tp), None if bias is None else _pad(bias, tp)
         module.weight = _cut(name, weight, 0, tp, parts)
         if bias is not None:
             module.bias = _cut(name, bias, 0, tp, parts)
@@ -86,10 +91,18 @@ def _cut_linear(name: str, module: nn.Module, style: str, tp: Collective) -> Non
         module.bias.data.zero_()
 
 
-def _add_exchanges(module: nn.Module, style: str, tp: Collective) -> None:
+def _pad(parameter: nn.Parameter, tp: Collective) -> nn.Parameter:
+    """The parameter with rows of zeros up to a multiple of the ranks."""
+    if not (missing := -len(parameter) % tp.size):
+        return parameter
+    return nn.Parameter(F.pad(parameter.data, (*[0, 0] * (parameter.dim() - 1), 0, missing)), requires_grad=False)
+
+
+def _add_exchanges(module: nn.Module, style: str, tp: Collective, outputs: int) -> None:
+    """outputs: of the module on all ranks."""
     if style in COLUMNS:
-        if style in ("colwise_gather_output", "colwise_rep"):
-            module.register_forward_hook(lambda _module, _inputs, output: tp.all_gather(output))
+        if style in GATHERED:
+            module.register_forward_hook(lambda _module, _inputs, output: tp.all_gather(output)[..., :outputs])
         return
     if style != "rowwise":
         module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].chunk(tp.size, -1)[tp.rank], *inputs[1:]))

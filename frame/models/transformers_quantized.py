@@ -39,6 +39,7 @@ class QuantizedLinear(Linear):
             inputs, outputs = (part, outputs) if is_row else (inputs, part)
         super().__init__(context, (name,), inputs, (outputs,), module.bias is not None)
         self.whole = (sizes[1], sizes[0])  # of the layer on all ranks
+        self.out_features = sizes[1]  # as of the layer that it replaces
         self.adds_bias = not is_row or tp.rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -89,10 +89,10 @@ def register_weight_formats(registry: KindRegistry) -> None:
         "frame.quantization.compressed_tensors:CompressedTensors",
         capabilities=FormatCapabilities(checkpoints=("compressed-tensors",), codes=("plain", "int4", "int8", "e2m1", "e4m3")),
         rank=20,
-        summary="llm-compressor: packed integers, int8, fp8, NVFP4 and MXFP4, by layer.",
+        summary="llm-compressor: packed integers, int8, fp8, MXFP8, NVFP4 and MXFP4, by layer.",
     )
     for name, target, codes, summary in (
-        ("modelopt", "modelopt:ModelOpt", ("plain", "e4m3", "e2m1"), "NVIDIA ModelOpt: FP8 by tensor, and NVFP4."),
+        ("modelopt", "modelopt:ModelOpt", ("plain", "e4m3", "e2m1"), "NVIDIA ModelOpt: FP8 by tensor, MXFP8 and NVFP4."),
         ("w8a8_int8", "w8a8_int8:W8A8Int8", ("plain", "int8"), "int8 weights with one scale per output."),
         ("w8a8_fp8", "w8a8_fp8:W8A8Fp8", ("plain", "e4m3"), "e4m3 weights with one scale per output."),
         ("w4afp8", "w4afp8:W4AFp8", ("plain", "int4", "e4m3"), "DeepSeek W4AFP8: experts in int4, other layers in e4m3 by blocks."),

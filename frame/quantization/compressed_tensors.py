@@ -12,7 +12,7 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
 from frame.quantization.fields import read_object, read_patterns
-from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer
+from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer, Mxfp8Layer
 from frame.quantization.fp8 import STATIC_SCALE, Fp8Layer, keep_static, make_layer
 from frame.quantization.fp8_format import Fp8Format, Sharing, read_block
 from frame.quantization.integers import Integers, unpack_words, word_axis
@@ -85,6 +85,8 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
         block = read_block(weights.get("block_structure") or (128, 128))
         sharing: Sharing = "tensor" if strategy == "tensor" else "channel" if strategy == "channel" else "block"
         return Fp8Layer(Fp8Format(sharing, input_scale=_INPUT_SCALE if _is_static(group, "float") else None, block=block))
+    if kind == "float" and bits == 8 and size == MX_GROUP and stored in (None, "mxfp8-quantized"):
+        return Mxfp8Layer()
     if kind == "float" and bits == 4 and size == NV_GROUP:
         return Fp4Layer("weight_packed", "weight_scale", NV_GROUP, "weight_global_scale", divides=True)
     if kind == "float" and bits == 4 and size == MX_GROUP:

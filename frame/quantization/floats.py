@@ -1,5 +1,5 @@
-"""Layers of 4-bit floats (e2m1) with scales per block of inputs: MXFP4 and NVFP4 as
-compressed-tensors and ModelOpt store them."""
+"""Layers of floats with scales per block of inputs: MXFP4, NVFP4 and MXFP8 as compressed-tensors
+and ModelOpt store them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.weight_format import BLOCK, Axis, LayerFormat, PackedWeight, StoredTensor, WeightScheme, pack_nibbles
 from frame.quantization.integers import unpack_pairs
-from frame.quantization.plain import OUTPUTS
+from frame.quantization.plain import INPUTS, OUTPUTS
 
 MX_GROUP, NV_GROUP = 32, 16
 _EXPONENT_BIAS = 127
@@ -50,5 +50,23 @@ class Fp4Layer(LayerFormat):
         scheme = WeightScheme("e2m1", (1, self.group))
         if self.outer:
             return PackedWeight(scheme, inputs, codes, scales, outer=tensors[self.outer], divides=self.divides)
-        exponents = torch.exp2(scales.float() - _EXPONENT_BIAS).to(torch.bfloat16)
-        return PackedWeight(scheme, inputs, codes, exponents)
+        return PackedWeight(scheme, inputs, codes, _exp2(scales))
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp8Layer(LayerFormat):
+    """`weight` e4m3 [outputs, inputs] and `weight_scale`, e8m0 exponents in bytes per 32 inputs."""
+
+    def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+        return {
+            "weight": StoredTensor(torch.float8_e4m3fn, (OUTPUTS, INPUTS)),
+            "weight_scale": StoredTensor(torch.uint8, (OUTPUTS, Axis("input", MX_GROUP))),
+        }
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        return PackedWeight(WeightScheme("e4m3", (1, MX_GROUP)), inputs, tensors["weight"], _exp2(tensors["weight_scale"]))
+
+
+def _exp2(exponents: torch.Tensor) -> torch.Tensor:
+    """Bytes with a bias of 127 -> bfloat16 powers of two, which are exact."""
+    return torch.exp2(exponents.float() - _EXPONENT_BIAS).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt checkpoints: FP8 with one scale per tensor, and NVFP4."""
+"""NVIDIA ModelOpt checkpoints: FP8 with one scale per tensor, MXFP8 and NVFP4."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind
-from frame.quantization.floats import NV_GROUP, Fp4Layer
+from frame.quantization.floats import NV_GROUP, Fp4Layer, Mxfp8Layer
 from frame.quantization.fp8 import Fp8Layer, make_layer
 from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.listed import ListedFormat
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _LAYOUTS: dict[str, LayerFormat] = {
     "FP8": Fp8Layer(Fp8Format("tensor", input_scale="input_scale")),
+    "MXFP8": Mxfp8Layer(),
     "NVFP4": Fp4Layer("weight", "weight_scale", NV_GROUP, "weight_scale_2"),
 }
 
@@ -31,7 +32,10 @@ class ModelOpt(ListedFormat):
         super().__init__(context, options)
         algorithm = self.config.get("quant_algo")
         if not isinstance(algorithm, str) or algorithm not in _LAYOUTS:
-            raise CheckpointError(f"quantization_config.quant_algo is {algorithm!r}; of ModelOpt's formats {', '.join(_LAYOUTS)} are read.")
+            raise CheckpointError(
+                f"quantization_config.quant_algo is {algorithm!r}; of ModelOpt's formats {', '.join(_LAYOUTS)} are read "
+                "(hf_quant_config.json sets it where config.json has no quantization_config)."
+            )
         self._layout = _LAYOUTS[algorithm]
 
     def describe_quantized(self, kind: LayerKind) -> LayerFormat:

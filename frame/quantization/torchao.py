@@ -4,7 +4,7 @@ tensors, such as `_weight_qdata` and `_weight_scale`. Pickled checkpoints are no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-# torchao's configuration -> bits of its integers; 0: e4m3
+# torchao's configuration -> bits of its integers; 0: e4m3. Those of Intx store zero points, also
+# symmetric ones, which are zeros; the others are symmetric.
 _TYPES = {
     "Float8WeightOnlyConfig": 0,
     "Float8DynamicActivationFloat8WeightConfig": 0,
@@ -81,10 +82,11 @@ def _read_type(found: Any, dtype: torch.dtype) -> TorchAoLayer:
     shared, group = granularity.get("_type"), read_object(granularity.get("_data"), f"{where}.granularity._data").get("group_size", 32)
     if data.get("group_size"):
         shared, group = "PerGroup", data["group_size"]
+    layout = TorchAoLayer(dtype, bits, has_zeros="Intx" in name)
     if shared == "PerGroup" and bits and isinstance(group, int) and group > 0:
-        return TorchAoLayer(dtype, bits, group)
+        return replace(layout, group=group)
     if shared in ("PerRow", "PerAxis") or (shared == "PerTensor" and not bits):
-        return TorchAoLayer(dtype, bits, is_single=shared == "PerTensor", rounds_inputs=name == "Int8DynamicActivationInt8WeightConfig")
+        return replace(layout, is_single=shared == "PerTensor", rounds_inputs=name == "Int8DynamicActivationInt8WeightConfig")
     raise CheckpointError(f"{where} has the granularity {shared!r} with {name}, which is not read: choose PerRow.")
 
 
@@ -95,13 +97,14 @@ def _name_of(dtype: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class TorchAoLayer(LayerFormat):
     """`_weight_qdata` int8 or e4m3 [outputs, inputs], `_weight_scale` and, of integers,
-    `_weight_zero_point`: per `group` inputs, per output (0), or `is_single`. `rounds_inputs`: see
-    `PackedWeight`."""
+    `_weight_zero_point`: per `group` inputs, per output (0), or `is_single`. `has_zeros`: the zero
+    points are not optional. `rounds_inputs`: see `PackedWeight`."""
 
     dtype: torch.dtype
     bits: int
     group: int = 0
     is_single: bool = False
+    has_zeros: bool = False
     rounds_inputs: bool = False
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
@@ -111,7 +114,7 @@ class TorchAoLayer(LayerFormat):
             _CODES: StoredTensor(torch.int8 if self.bits else FP8, (OUTPUTS, INPUTS)),
             _SCALE: StoredTensor(torch.float32, axes),
         }
-        return tensors | ({_ZERO: StoredTensor(torch.int8, axes, optional=True)} if self.bits else {})
+        return tensors | ({_ZERO: StoredTensor(torch.int8, axes, optional=not self.has_zeros)} if self.bits else {})
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         codes, scales = tensors[_CODES], tensors[_SCALE]

@@ -40,6 +40,11 @@ _NEMOTRON = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48,
 }  # fmt: skip
+_FALCON_H1 = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 1, "lm_head_multiplier": 0.8,
+    "embedding_multiplier": 1.5, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6, "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9, "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.8], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8,
+}  # fmt: skip
 _GEMMA4 = {
     "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 24, "num_hidden_layers": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
@@ -90,6 +95,7 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "Llama4ForCausalLM": ("llama4_text", _LLAMA4),
         "KimiLinearForCausalLM": ("kimi_linear", _KIMI),
         "NemotronHForCausalLM": ("nemotron_h", _NEMOTRON),
+        "FalconH1ForCausalLM": ("falcon_h1", _FALCON_H1),
         "Qwen3_5ForCausalLM": ("qwen3_5_text", _DELTA),
         "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", {**_MOE, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48}),
         "GptOssForCausalLM": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}),

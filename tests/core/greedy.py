@@ -66,6 +66,7 @@ NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
     "Gemma4ForCausalLM",
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
+    "FalconH1ForCausalLM",
 )
 TRANSFORMERS = "transformers/"  # before an architecture: by transformers' layers over our cache
 FALLBACK = tuple(TRANSFORMERS + name for name in ("Gemma2ForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPT2LMHeadModel"))

@@ -58,7 +58,7 @@ def run(loop, case):
 def is_recurrent(case):
     """Whether a hit ends at a stored state, of which a prompt shorter than a chunk has none."""
     kinds = getattr(case.reference.config, "layer_types", None) or ()
-    return "linear_attention" in kinds
+    return not {"linear_attention", "hybrid"}.isdisjoint(kinds)
 
 
 def count_whole_pages(case):

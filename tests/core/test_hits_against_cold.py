@@ -25,6 +25,7 @@ KINDS = {  # an architecture for each kind of group
     "chunked attention": "Llama4ForCausalLM",
     "snapshot, gated DeltaNet": "Qwen3NextForCausalLM",
     "snapshot, Mamba-2": "NemotronHForCausalLM",
+    "snapshot beside tokens": "FalconH1ForCausalLM",
     "snapshot, KDA": "KimiLinearForCausalLM",
     "sidecar": "DeepseekV32ForCausalLM",
     ENCODED: "WhisperForConditionalGeneration",

@@ -129,9 +129,11 @@ def test_suffix(expected: Any) -> None:
     assert accepted[1] > 3 * accepted[0] > 0
 
 
-def test_recurrent_states(tmp_path: Path) -> None:
-    """States after rejected drafts, and prefixes whose states were saved between drafts."""
-    path = str(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
+@pytest.mark.parametrize(("architecture", "seed"), [("Qwen3NextForCausalLM", 0), ("FalconH1ForCausalLM", 3)])
+def test_recurrent_states(architecture: str, seed: int, tmp_path: Path) -> None:
+    """States after rejected drafts, and prefixes whose states were saved between drafts. `seed`: of
+    a model that repeats itself."""
+    path = str(make_checkpoint(architecture, tmp_path, seed))
     numbers = random.Random(3)
     prompts = [[numbers.randrange(6, 384) for _ in range(7)] * times for times in (1, 5, 9)]
     params = [SamplingParams(temperature=temperature, seed=1, max_tokens=70, ignore_eos=True) for temperature in (0.0, 0.0, 0.8)]
@@ -157,9 +159,10 @@ def test_model_that_drafts_for_itself_is_always_right() -> None:
     assert load["drafted_tokens"] == load["accepted_tokens"] == 6 * 12  # 1 + 4 * (3 + 1) tokens
 
 
-def test_draft_model_with_another_attention(tmp_path: Path) -> None:
-    """The draft model has heads, and the target a latent."""
-    target, draft = (str(make_checkpoint(name, tmp_path)) for name in ("DeepseekV3ForCausalLM", "LlamaForCausalLM"))
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "FalconH1ForCausalLM"])
+def test_draft_model_with_another_attention(architecture: str, tmp_path: Path) -> None:
+    """The draft model has heads, and the target a latent, or a state in each layer besides."""
+    target, draft = (str(make_checkpoint(name, tmp_path / name)) for name in (architecture, "LlamaForCausalLM"))
     prompts, params = make_requests(5)
     outputs = [make_loop(path=target, algorithm=each, draft=each and draft).generate(prompts, params) for each in (None, "draft_model")]
     assert outputs[0] == outputs[1]

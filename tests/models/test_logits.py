@@ -27,8 +27,9 @@ NEWER = [
     "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "Gemma2ForCausalLM",
     "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM",
     "KimiLinearForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForCausalLM", "FalconH1ForCausalLM",
 ]  # fmt: skip
+FALCON_BIASES = {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -68,6 +69,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("Gemma3ForCausalLM", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}),
+    ("FalconH1ForCausalLM", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, **FALCON_BIASES}),
+    ("FalconH1ForCausalLM", {"mamba_rms_norm": True, "mamba_n_groups": 2, "tie_word_embeddings": True, "key_multiplier": 1.0}),
+    ("FalconH1ForCausalLM", {"ssm_multipliers": None, "mlp_multipliers": None, "mamba_d_ssm": None, "mamba_n_heads": 8}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 ]
 

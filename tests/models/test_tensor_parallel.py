@@ -43,7 +43,8 @@ PLAN = [[(0, prompt(30, 1))], [(0, prompt(1, 2)), (1, prompt(11, 3))], [(0, prom
 
 # of the newer ones, those that split what no older one does; the others run in `soak`
 SPLIT = (
-    "CohereForCausalLM", "GptOssForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM"
+    "CohereForCausalLM", "FalconH1ForCausalLM", "GptOssForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "Olmo2ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )  # fmt: skip
 CASES = [*ARCHITECTURES, *SPLIT, *(pytest.param(name, marks=pytest.mark.soak) for name in NEWER if name not in SPLIT)]
 
@@ -93,6 +94,18 @@ def test_dummy_weights_do_not_depend_on_the_ranks(architecture: str, checkpoint:
     assert want.isfinite().all()
     assert want.std() > 0.5
     torch.testing.assert_close(Both(folder, 2, load_format="dummy").run(plan)[0][0], want, atol=1e-4, rtol=1e-4)
+
+
+def test_mamba_groups_under_a_norm_cannot_be_replicated(checkpoint: Callable[..., Path]) -> None:
+    """The norm of a group covers all of its heads; two groups are split."""
+    for groups, refused in ((1, True), (2, False)):
+        folder = checkpoint("FalconH1ForCausalLM", mamba_rms_norm=True, mamba_n_groups=groups)
+        if refused:
+            with pytest.raises(ConfigurationError, match="1 Mamba groups cannot be split into 2 equal parts"):
+                Both(folder, 2).run(PLAN)
+            continue
+        for mine, theirs in zip(Both(folder, 2).run(PLAN), map(open_session(folder).step, PLAN), strict=True):
+            torch.testing.assert_close(torch.cat(mine), torch.cat(theirs), atol=1e-4, rtol=1e-4)
 
 
 def test_heads_that_cannot_be_split_are_refused(checkpoint: Callable[..., Path]) -> None:

@@ -37,12 +37,20 @@ def test_logits(architecture: str, overrides: dict[str, Any], checkpoint: Callab
     check(open_session(folder, model="transformers"), reference(folder))
 
 
-@pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "SeedOssForCausalLM", "Exaone4ForCausalLM", "OlmoeForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        *((name, {}) for name in ("GraniteForCausalLM", "SeedOssForCausalLM", "Exaone4ForCausalLM", "OlmoeForCausalLM")),
+        ("GraniteForCausalLM", {"vocab_size": 385}),
+        ("GraniteForCausalLM", {"vocab_size": 385, "tie_word_embeddings": True}),
+    ],
+)
 def test_two_ranks_by_the_plan_of_models_that_are_not_native(
-    architecture: str, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
+    architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
 ) -> None:
-    """Plans that split heads, that gather them for a norm, and that split stacked experts."""
-    folder = checkpoint(architecture)
+    """Plans that split heads, that gather them for a norm, and that split stacked experts; heads
+    whose rows two ranks do not divide."""
+    folder = checkpoint(architecture, **overrides)
     prompts = {slot: [token for rows in PLAN for each, tokens in rows if each == slot for token in tokens] for slot in (0, 1)}
     got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     for rows, logits in zip(PLAN, Both(folder, 2, model="transformers").run(PLAN), strict=True):

@@ -113,6 +113,17 @@ def torchao_fp8(outputs: int, inputs: int) -> Stored:
     return {"_weight_qdata": codes, "_weight_scale": scale}, codes.float() * scale
 
 
+def mxfp8(outputs: int, inputs: int) -> Stored:
+    codes, exponents = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.randint(-12, -8, (outputs, inputs // 32))
+    dense = codes.float() * torch.exp2(exponents.float()).repeat_interleave(32, 1)
+    return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}, dense
+
+
+def modelopt_fp8(outputs: int, inputs: int) -> Stored:
+    codes, scale = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.tensor(0.001)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, codes.float() * scale
+
+
 def w4_experts(outputs: int, inputs: int) -> Stored:
     codes, scales = torch.randint(-8, 8, (outputs, inputs)), torch.rand(outputs, -(-inputs // 128)) * 0.02
     stored = {"weight": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8), "weight_scale_inv": scales}
@@ -170,6 +181,7 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "packed": (_groups(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, format="pack-quantized"), packed),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, modelopt),
+    "mxfp8": (_groups(num_bits=8, type="float", strategy="group", group_size=32, format="mxfp8-quantized"), mxfp8),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]}, fp8_blocks),
     "w4afp8": ({"quant_method": "w4afp8", "weight_block_size": [32, 32]}, fp8_blocks),
     "torchao int8": (_torchao("Int8WeightOnlyConfig", {"_type": "PerRow", "_data": {"dim": -1}}), torchao(8)),
@@ -187,9 +199,13 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
 }  # fmt: skip
 
 
-def make_pair(architecture: str, dialect: str, folder: Path) -> tuple[Path, Path]:
-    """(a quantized checkpoint, an unquantized one with the same numbers)."""
+def make_pair(
+    architecture: str, dialect: str, folder: Path, other: Callable[[int, int], Stored] | None = None
+) -> tuple[Path, Path]:
+    """(a quantized checkpoint, an unquantized one with the same numbers). `other`: stores weights
+    in place of the dialect's function."""
     config, store = DIALECTS[dialect]
+    store = other or store
     torch.manual_seed(0)
     stored, plain = folder / "stored", folder / "plain"
     make_checkpoint(architecture, stored, **SIZES)

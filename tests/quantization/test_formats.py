@@ -18,6 +18,7 @@ from torch import nn
 
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme, pack_nibbles, unpack_nibbles
+from frame.core.loading.model_config import read_model_config
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.parameter import Range, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
@@ -40,7 +41,7 @@ from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 from frame.testing.packed_weights import check_form
 from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
-from tests.quantization import write_gptq
+from tests.quantization import checkpoints, write_gptq
 from tests.quantization.checkpoints import DIALECTS, make_pair
 from tests.quantization.write_compressed_tensors import DATA, INPUTS, OUTPUTS, SCHEMES, digest
 from tests.quantization.write_torchao import TORCHAO
@@ -192,6 +193,63 @@ def test_dequantization_equals_auto_gptq() -> None:
         own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.partition(".")[0] == name}
         for dense in decode_shares(layout, own, torch.float16, write_gptq.OUTPUTS):
             assert digest(dense) == digests[name], name
+
+
+def test_torchao_needs_the_zero_points_of_types_that_store_them() -> None:
+    """Intx types store each zero point, of symmetric weights zeros; the others are symmetric and
+    may store none."""
+    scale = torch.full((OUTPUTS, 4), 0.5)
+    tensors = {"_weight_qdata": torch.ones(OUTPUTS, INPUTS, dtype=torch.int8), "_weight_scale": scale}
+    data = {"weight_dtype": {"_data": "int4"}, "granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}}
+    for name in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
+        config = {"quant_type": {"default": {"_type": name, "_version": 2, "_data": data}}}
+        layout = TorchAo(FormatContext(torch.float32, config)).describe_layer("a", "linear")
+        with pytest.raises(CheckpointError, match="layer._weight_zero_point is missing"):
+            decode(layout, tensors)
+        zeros = torch.full((OUTPUTS, 4), -3, dtype=torch.int8)
+        assert decode(layout, tensors | {"_weight_zero_point": zeros}).dequantize(torch.float32).unique().tolist() == [2.0]
+    layout = TorchAo(FormatContext(torch.float32, {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2}}}))
+    tensors["_weight_scale"] = scale[:, :1]
+    assert decode(layout.describe_layer("a", "linear"), tensors).dequantize(torch.float32).unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "store"), [("FP8", checkpoints.modelopt_fp8), ("MXFP8", checkpoints.mxfp8), ("NVFP4", checkpoints.modelopt)]
+)
+def test_modelopt_checkpoints_without_quantization_config(algorithm: str, store: Any, tmp_path: Path) -> None:
+    """Only `hf_quant_config.json` describes the weights, as ModelOpt wrote them before 0.29."""
+    stored, plain = make_pair("LlamaForCausalLM", "modelopt", tmp_path, store)
+    config = json.loads((stored / "config.json").read_text())
+    del config["quantization_config"]
+    (stored / "config.json").write_text(json.dumps(config))
+    described = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (stored / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": described}))
+    assert read_model_config(stored).quantization == "modelopt"
+    got = logits_of(open_session(stored, quantization="modelopt", gemm_kernel="torch"))
+    torch.testing.assert_close(got, reference_logits(plain), rtol=1e-3, atol=1e-3)
+    weights = (module for module in open_session(stored, quantization="modelopt", gemm_kernel="unpacked").model.modules())
+    dense = load_file(plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert any(torch.equal(tensor, dense) for module in weights for tensor in getattr(getattr(module, "product", None), "tensors", ()))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"quantization": []}', r"hf_quant_config.json: quantization is \[\]; a JSON object"),
+        ("{", "hf_quant_config.json is not valid JSON"),
+    ],
+)
+def test_broken_descriptions_of_modelopt_are_named(content: str, sentence: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    (folder / "hf_quant_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=sentence):
+        read_model_config(folder)
+
+
+def test_a_modelopt_checkpoint_with_scales_of_the_cache_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert read_model_config(folder).quantization is None
 
 
 def test_torchao_says_whether_inputs_are_rounded() -> None:

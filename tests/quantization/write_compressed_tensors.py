@@ -34,6 +34,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "float-8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 32], "format": "float-quantized"},
     "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "format": "mxfp4-pack-quantized"},
     "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "format": "nvfp4-pack-quantized"},
+    "mxfp8": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "format": "mxfp8-quantized"},
 }  # fmt: skip
 
 
@@ -100,6 +101,8 @@ def _observe(weight: torch.Tensor, values: dict[str, Any]) -> dict[str, torch.Te
         parts = numbers.unflatten(1, (-1, group))
     low, high = parts.amin(2), parts.amax(2)
     largest = torch.maximum(-low, high)
+    if values["type"] == "float" and bits == 8 and group == 32:
+        return {"weight_scale": torch.exp2(torch.ceil(torch.log2(largest / 448))).to(torch.bfloat16)}
     if values["type"] == "float" and bits == 8:
         return {"weight_scale": _flat(largest / 448, strategy)}
     if values["type"] == "float" and group == 16:

@@ -31,7 +31,7 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
-from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.loader import Checkpoint, load_model
@@ -341,7 +341,7 @@ def prepare_drafter(
         make = partial(parts.draft.model.build, ModelContext.from_build(build, config))
     elif parts.head_format is not None and drafter.get_folder() is not None:
         build = replace(build, weight_format=parts.head_format.build(FormatContext(build.dtype)))
-    context = DraftModelContext(target, ModelContext.from_build(build, config), resolved.model.num_layers, make)
+    context = DraftModelContext(target, ModelContext.from_build(build, config), find_free_layer(target, resolved.model.num_layers), make)
     checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
     # the target's layers have prepared its backend
     return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint

@@ -112,6 +112,12 @@ def model_geometry(model: Model | DraftModel | torch.nn.Module, uniform: KVGeome
     return group_layers(layers + added, uniform.page_size, uniform.dtype)
 
 
+def find_free_layer(model: Model | torch.nn.Module, num_layers: int) -> int:
+    """The first index that a drafter's layers may have: after all layers of the model and their
+    caches, of which a layer may have two."""
+    return max(num_layers, *(layer.layer + 1 for layer in _list_layers(model)), 0)
+
+
 def _list_layers(model: Model | DraftModel | torch.nn.Module) -> list[LayerCache]:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     return [declared for module in modules for declared in _declared(module)]

@@ -23,6 +23,7 @@ from frame.core.loading.sentence_transformers import read_sentence_facts
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
 
 WHISPER = "WhisperForConditionalGeneration"
+MODELOPT = "hf_quant_config.json"  # ModelOpt's description of a quantization, which config.json may lack
 EMBEDDED = "frame-tiny"  # the model that ships with the package
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -88,6 +89,8 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
+    if not text.get("quantization_config") and (described := _read_modelopt(folder / MODELOPT)):
+        text = {**text, "quantization_config": described}
     text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
@@ -245,6 +248,18 @@ class _Reader:
                 f"{self.file}: quantization_config has no quant_method, so the storage format of the weights is unknown: add it."
             )
         return method
+
+
+def _read_modelopt(file: Path) -> dict[str, Any] | None:
+    """The `quantization_config` that ModelOpt's file stands for; None without a file, and for
+    unquantized weights with scales of the KV cache alone."""
+    raw = _read_json(file)
+    if raw is None:
+        return None
+    stored = raw.get("quantization")
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{file}: quantization is {reprlib.repr(stored)}; a JSON object is expected: download it again.")
+    return {**stored, "quant_method": "modelopt"} if stored.get("quant_algo") else None
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:

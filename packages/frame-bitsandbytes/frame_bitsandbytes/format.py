@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-NF4_BLOCK = 64  # weights that share a scale
+NF4_BLOCK = 64  # weights that share a scale; the source repeats scales of larger blocks
 _INT8_MAX = 127.0
 _OUTPUTS, _INPUTS = Axis("output"), Axis("input")
 

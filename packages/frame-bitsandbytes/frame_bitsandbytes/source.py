@@ -85,16 +85,19 @@ class BitsAndBytesSource(WeightSource):
             state: dict[str, Any] = json.loads(bytes(self._read(name).tolist()))
             outputs, inputs = state["shape"]
             block, nested = state["blocksize"], f"{weight}.nested_absmax" in self._files
-            sizes = (outputs, inputs, *([state["nested_blocksize"]] if nested else ()))
+            sizes = (outputs, inputs, block, *([state["nested_blocksize"]] if nested else ()))
             if nested:
                 float(state["nested_offset"])
             if not all(isinstance(size, int) and size > 0 for size in sizes):
                 raise ValueError(f"sizes {sizes}")
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{name} is no description of a layer ({error!r}): download the checkpoint again.") from error
-        if kind != "nf4" or block != NF4_BLOCK or inputs % NF4_BLOCK:
-            raise CheckpointError(f"{name}: {kind} of {outputs} x {inputs} in blocks of {block} is not read; nf4 in blocks of 64 is.")
-        blocks = outputs * inputs // NF4_BLOCK
+        if kind != "nf4" or block % NF4_BLOCK or inputs % NF4_BLOCK:
+            raise CheckpointError(
+                f"{name}: {kind} of {outputs} x {inputs} in blocks of {block} is not read; nf4 is, in blocks and with inputs that are "
+                f"multiples of {NF4_BLOCK}."
+            )
+        blocks = -(-outputs * inputs // block)
         wanted = {weight: outputs * inputs // 2, f"{weight}.absmax": blocks, f"{weight}.quant_map": len(NF4)}
         if nested:
             wanted |= {f"{weight}.nested_absmax": -(-blocks // state["nested_blocksize"]), f"{weight}.nested_quant_map": 256}
@@ -109,10 +112,12 @@ class BitsAndBytesSource(WeightSource):
         return state
 
     def _read_scales(self, weight: str) -> torch.Tensor:
-        """float32 [blocks]: of double quantization the values of codes times a scale per block,
-        plus an offset."""
+        """float32, one for each 64 weights: larger blocks run over the ends of rows, and are
+        repeated. Of double quantization the values of codes times a scale per block, plus an
+        offset."""
         scales, state = self._read(f"{weight}.absmax"), self._states[weight]
-        if f"{weight}.nested_absmax" not in self._files:
-            return scales
-        outer = self._read(f"{weight}.nested_absmax")[torch.arange(len(scales)) // state["nested_blocksize"]]
-        return self._read(f"{weight}.nested_quant_map")[scales.long()] * outer + state["nested_offset"]
+        if f"{weight}.nested_absmax" in self._files:
+            outer = self._read(f"{weight}.nested_absmax")[torch.arange(len(scales)) // state["nested_blocksize"]]
+            scales = self._read(f"{weight}.nested_quant_map")[scales.long()] * outer + state["nested_offset"]
+        outputs, inputs = state["shape"]
+        return scales.repeat_interleave(state["blocksize"] // NF4_BLOCK)[: outputs * inputs // NF4_BLOCK]

@@ -36,29 +36,40 @@ def open_source(folder: Path) -> BitsAndBytesSource:
     return BitsAndBytesSource(WeightSourceContext(folder, torch.device("cpu"), torch.float32))
 
 
-@pytest.mark.parametrize("name", ["plain", "nested"])
+@pytest.mark.parametrize("name", ["plain", "nested", "plain 128", "nested 128", "plain 4096"])
 def test_dequantization_equals_bitsandbytes(name: str, tmp_path: Path) -> None:
     shutil.copy(DATA, tmp_path / "model.safetensors")
     source = open_source(tmp_path)
     tensors = {key: source.open_tensor(f"{name}.{key}")[...] for key in ("weight", "absmax")}
-    got = NF4Layer().decode(tensors, 128).dequantize(torch.float32)
+    got = NF4Layer().decode(tensors, tensors["weight"].shape[1] * 2).dequantize(torch.float32)
     assert torch.equal(got, source.open_tensor(f"{name}.wanted")[...])
     assert {f"{name}.weight", f"{name}.absmax"} < set(source.list_names())
     assert not [key for key in source.list_names() if "quant" in key or "nested_absmax" in key]
 
 
-def nf4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A weight in blocks of 64, and the numbers that it stands for."""
+@pytest.mark.parametrize("block", [128, 256, 4096])
+def test_blocks_run_over_the_ends_of_rows(block: int, tmp_path: Path) -> None:
+    """As bitsandbytes computes it on a GPU: a weight is one sequence of blocks."""
+    parts, want = nf4(torch.zeros(16, 192), block)
+    save_file({f"layer.{key}": tensor for key, tensor in parts.items()}, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    tensors = {key: source.open_tensor(f"layer.{key}")[...] for key in ("weight", "absmax")}
+    assert tensors["absmax"].shape == source.open_tensor("layer.absmax").shape
+    assert torch.equal(NF4Layer().decode(tensors, 192).dequantize(torch.float32), want)
+
+
+def nf4(weight: torch.Tensor, block: int = 64) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A weight in blocks, and the numbers that it stands for."""
     outputs, inputs = weight.shape
-    codes, scales = torch.randint(0, 16, (outputs, inputs)), torch.rand(outputs * inputs // 64) * 0.1
-    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [outputs, inputs]}).encode()
+    codes, scales = torch.randint(0, 16, (outputs, inputs)), torch.rand(-(-outputs * inputs // block)) * 0.1
+    state = json.dumps({"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": [outputs, inputs]}).encode()
     stored = {
         "weight": (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).reshape(-1, 1),
         "weight.absmax": scales,
         "weight.quant_map": torch.tensor(NF4),
         STATE: torch.tensor(list(state), dtype=torch.uint8),
     }
-    return stored, torch.tensor(NF4)[codes] * scales.view(outputs, -1).repeat_interleave(64, 1)
+    return stored, torch.tensor(NF4)[codes] * scales.repeat_interleave(block)[: outputs * inputs].view(outputs, inputs)
 
 
 def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -67,7 +78,7 @@ def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return stored, codes * (largest / 127)[:, None]
 
 
-def make_pair(architecture: str, bits: int, folder: Path, part: str = "_proj") -> tuple[Path, Path]:
+def make_pair(architecture: str, bits: int, folder: Path, part: str = "_proj", block: int = 64) -> tuple[Path, Path]:
     """(a quantized checkpoint, an unquantized one with the same numbers)."""
     torch.manual_seed(0)
     plain = make_checkpoint(architecture, folder / "plain", **SIZES)
@@ -76,7 +87,7 @@ def make_pair(architecture: str, bits: int, folder: Path, part: str = "_proj") -
     tensors = dict(numbers)
     for name, weight in list(numbers.items()):
         if weight.dim() == 2 and part in name:
-            parts, numbers[name] = nf4(weight) if bits == 4 else int8(weight)
+            parts, numbers[name] = nf4(weight, block) if bits == 4 else int8(weight)
             del tensors[name]
             tensors |= {name.removesuffix("weight") + key: tensor for key, tensor in parts.items()}
     save_file(numbers, plain / "model.safetensors", {"format": "pt"})
@@ -93,10 +104,12 @@ def logits_of(folder: Path, **names: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_models_on_one_and_two_ranks(architecture: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "block"), [(4, 64), (4, 128), (8, 0)])
+def test_models_on_one_and_two_ranks(
+    architecture: str, bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_package(monkeypatch, frame_bitsandbytes, "weight_source", "weight_format")
-    stored, plain = make_pair(architecture, bits, tmp_path)
+    stored, plain = make_pair(architecture, bits, tmp_path, block=block)
     with torch.no_grad():
         want = load_reference(plain)(torch.tensor([TOKENS])).logits[0]
     names = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}

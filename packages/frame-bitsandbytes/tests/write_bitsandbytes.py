@@ -14,18 +14,25 @@ import torch
 from safetensors.torch import save_file
 
 DATA = Path(__file__).parent / "data" / "bitsandbytes.safetensors"
-OUTPUTS, INPUTS = 16, 128
+OUTPUTS = 16
+CASES = {  # inputs, weights of a block, whether scales are quantized
+    "plain": (128, 64, False),
+    "nested": (128, 64, True),
+    "plain 128": (128, 128, False),
+    "nested 128": (128, 128, True),
+    "plain 4096": (192, 4096, False),  # one block, which is not full
+}
 
 
 def write() -> None:
-    """One weight with plain and one with quantized scales."""
+    """Weights in blocks of several sizes, with plain and with quantized scales."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     torch.manual_seed(0)
     tensors = {}
-    for name, nested in (("plain", False), ("nested", True)):
-        weight = (torch.randn(OUTPUTS, INPUTS) * 0.05).float()
-        codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+    for name, (inputs, block, nested) in CASES.items():
+        weight = (torch.randn(OUTPUTS, inputs) * 0.05).float()
+        codes, state = quantize_4bit(weight, blocksize=block, compress_statistics=nested, quant_type="nf4")
         tensors |= {f"{name}.weight.{key}": part for key, part in state.as_dict(packed=True).items()}
         tensors |= {f"{name}.weight": codes, f"{name}.wanted": dequantize_4bit(codes, state)}
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, DATA)

@@ -165,6 +165,7 @@ class Model:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     names = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "NemotronHForCausalLM", "Gemma3ForCausalLM")
+    names += ("FalconH1ForCausalLM",)
     return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("model"))) for name in names}
 
 
@@ -245,6 +246,7 @@ def test_attention_groups_replay_graphs_of_equal_sizes(models: dict[str, Model],
         ("LlamaForCausalLM", {"pp": 2}, False),
         ("DeepseekV3ForCausalLM", {"tp": 2, "pp": 2, "ep": 2}, True),
         ("NemotronHForCausalLM", {"pp": 2}, True),  # states and attention are in different stages
+        ("FalconH1ForCausalLM", {"tp": 2, "pp": 2}, True),  # and in each layer
         ("Gemma3ForCausalLM", {"pp": 2}, True),
     ],
 )

@@ -1,7 +1,8 @@
-"""Mamba-2 (arXiv 2405.21060), the state-space layer of Nemotron-H.
+"""Mamba-2 (arXiv 2405.21060), the state-space layer of Nemotron-H and Falcon-H1.
 
 A layer stores one state a sequence: the past inputs of its convolution, and the matrix of each
-head. Heads are split over the tensor-parallel ranks. Must not know a page or a request.
+head. Heads are split over the tensor-parallel ranks; with more ranks than groups, B and C are
+replicated. Must not know a page or a request.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from frame.kernels.linear_attention import MixLayout
-from frame.models.layers.linear import ColumnLinear, RowLinear, scale_range, split_range
+from frame.models.layers.linear import Linear, RowLinear, scale_range, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
 from frame.models.layers.linear_attention.gated_delta import build_by_head
-from frame.models.layers.linear_attention.gated_norm import GatedNorm
+from frame.models.layers.linear_attention.gated_norm import GatedNorm, GateKind
 from frame.models.layers.linear_attention.mixer import StateMixer
 from frame.models.layers.mlp import require_silu
+from frame.models.layers.parameter import Range
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class MambaSizes:
     """The sizes of a layer in the whole model. `groups`: heads that share B and C; `state`: entries
-    of B and C; `least_step`: lower limit of the time step."""
+    of B and C; `least_step`: lower limit of the time step; `bias`, `out_bias`: of in_proj and
+    out_proj; `norm`: where the gate is applied, None: there is no norm; `multipliers`: of the
+    projections z, x, B, C and dt."""
 
     hidden: int
     heads: int
@@ -41,6 +46,9 @@ class MambaSizes:
     least_step: float
     bias: bool
     conv_bias: bool
+    out_bias: bool
+    norm: GateKind | None = "silu_first"
+    multipliers: tuple[float, ...] = (1.0,) * 5
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> MambaSizes:
@@ -58,6 +66,7 @@ class MambaSizes:
             config.get("time_step_min", 0.001),
             bool(config.get("use_bias", False)),
             bool(config.get("use_conv_bias", True)),
+            bool(config.get("use_bias", False)),
         )
 
     @property
@@ -76,11 +85,17 @@ class Mamba2(nn.Module):
     def __init__(self, context: BuildContext, layer: int, prefix: str, sizes: MambaSizes, positions: StepPositions) -> None:
         super().__init__()
         self.sizes = sizes
-        heads, groups = split_range(context, "Mamba heads", sizes.heads), split_range(context, "Mamba groups", sizes.groups)
+        heads, groups = split_range(context, "Mamba heads", sizes.heads), _split_groups(context, sizes)
         self.heads = (heads.size, groups.size)
-        parts = sizes.fused["in_proj"]
-        self.in_proj = ColumnLinear(context, [f"{prefix}.{name}" for name in parts], sizes.hidden, list(parts.values()), sizes.bias)
         inner, shared = scale_range(heads, sizes.head), scale_range(groups, sizes.state)
+        outputs = (inner, inner, shared, shared, heads)
+        names = [f"{prefix}.{name}" for name in sizes.fused["in_proj"]]
+        self.in_proj = Linear(context, names, Range.whole(sizes.hidden), outputs, sizes.bias)
+        self.multipliers: torch.Tensor | None = None
+        if set(sizes.multipliers) != {1.0}:
+            factors = zip(outputs, sizes.multipliers, strict=True)
+            parts = [torch.full((span.size,), factor, dtype=context.dtype, device=context.device) for span, factor in factors]
+            self.multipliers = torch.cat(parts)
         spans = {f"{prefix}.conv1d_x": inner, f"{prefix}.conv1d_b": shared, f"{prefix}.conv1d_c": shared}
         conv = ShortConvolution(context, spans, sizes.width, sizes.conv_bias)
         places = (inner.size + shared.size, inner.size, 0)
@@ -89,12 +104,25 @@ class Mamba2(nn.Module):
         by_head = (build_by_head(f"{prefix}.{name}", heads) for name in ("A_log", "dt_bias", "D"))
         self.mixer.log_decay, self.mixer.bias, self.mixer.skip = by_head
         group = sizes.heads * sizes.head // sizes.groups
-        self.norm = GatedNorm(context, f"{prefix}.norm", inner, group, sizes.eps, "silu_first")
-        self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.heads * sizes.head, sizes.hidden, sizes.bias)
+        self.norm = GatedNorm(context, f"{prefix}.norm", inner, group, sizes.eps, sizes.norm) if sizes.norm is not None else None
+        self.out_proj = RowLinear(context, f"{prefix}.out_proj", sizes.heads * sizes.head, sizes.hidden, sizes.out_bias)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
         """`rows` is unused: the order of tokens is in the state."""
         (heads, groups), sizes = self.heads, self.sizes
         inner, shared = heads * sizes.head, groups * sizes.state
-        gate, mixed, step = self.in_proj(x).split((inner, inner + 2 * shared, heads), -1)
-        return self.out_proj(self.norm(self.mixer(mixed, step, step, batch).flatten(1), gate))
+        projected = self.in_proj(x)
+        if self.multipliers is not None:
+            projected *= self.multipliers
+        gate, mixed, step = projected.split((inner, inner + 2 * shared, heads), -1)
+        out = self.mixer(mixed, step, step, batch).flatten(1)
+        gated = (out.float() * F.silu(gate.float())).to(out.dtype) if self.norm is None else self.norm(out, gate)
+        return self.out_proj(gated)
+
+
+def _split_groups(context: BuildContext, sizes: MambaSizes) -> Range:
+    """This rank's groups; with more ranks than groups, the one of its heads."""
+    ranks, groups = context.tp.size, sizes.groups
+    if ranks <= groups or ranks % groups or sizes.norm is not None:  # a norm covers the heads of whole groups
+        return split_range(context, "Mamba groups", groups)
+    return Range(groups, context.tp.rank * groups // ranks, 1)
