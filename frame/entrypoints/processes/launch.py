@@ -26,7 +26,7 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
-from frame.entrypoints.processes.collection import paused_collection
+from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
