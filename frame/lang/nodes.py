@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -26,9 +26,27 @@ _GRAMMARS = {"regex": "regex", "choice": "choice", "json_schema": "schema", "jso
 
 
 class Node:
-    """Something that a program can append: `node + node`, `text + node` and `node + text` join."""
+    """Something that a program can append: `node + node`, `text + node` and `node + text` join.
+
+    A node has no value: the state has it once the node is appended. Comparing one with anything but
+    a node, and using it as a condition, a text or a collection, raises TypeError: `gen("x") ==
+    "Yes"` would otherwise be false, whatever the model says.
+    """
 
     features: frozenset[str] = frozenset()  # what a backend must be able to express
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other) if isinstance(other, Node) else self._refuse()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _refuse(self, *_: object) -> NoReturn:
+        name = getattr(self, "name", None)
+        shown = "" if name is None else repr(name)
+        sentence = f"{type(self).__name__.lower()}({shown}) has no value: append it to the state (s += …)"
+        raise TypeError(f"{sentence}, then read s[{shown or 'name'}]" if isinstance(self, Gen | Select | Joined | Role) else sentence)
+
+    __bool__ = __len__ = __iter__ = __contains__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
 
     def __add__(self, other: Node | str) -> Joined:
         return Joined((*parts_of(self), *parts_of(other)))
@@ -37,14 +55,14 @@ class Node:
         return Joined((*parts_of(other), *parts_of(self)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TextNode(Node):
     """Literal text."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gen(Node):
     """A generation. `params` are keywords of `SamplingParams`; `timeout` is in seconds."""
 
@@ -58,7 +76,7 @@ class Gen(Node):
         return frozenset(_GRAMMARS[key] for key in self.params if key in _GRAMMARS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Select(Node):
     """A choice among texts, by log-probability or by constrained greedy decoding."""
 
@@ -73,7 +91,7 @@ class Select(Node):
         return frozenset({"logprob select" if self.method == "logprob" else "choice"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Image(Node):
     """An image by URL (http, https or data)."""
 
@@ -81,7 +99,7 @@ class Image(Node):
     features = frozenset({"image"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Role(Node):
     """A message of a conversation."""
 
@@ -89,7 +107,7 @@ class Role(Node):
     parts: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Joined(Node):
     """Nodes one after the other."""
 

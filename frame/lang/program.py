@@ -221,7 +221,7 @@ def used_features(program: Callable[..., Any]) -> frozenset[str]:
 
 
 def _features_of_call(target: Any, keywords: Mapping[str, ast.expr]) -> set[str]:
-    if target in (nodes.system, nodes.user, nodes.assistant):
+    if any(target is role for role in (nodes.system, nodes.user, nodes.assistant)):
         return {"role"}
     if target is nodes.image:
         return {"image"}

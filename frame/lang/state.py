@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import msgspec
 
@@ -32,6 +32,13 @@ class ProgramError(RuntimeError):
 
 class UnsupportedError(ValueError):
     """The backend cannot express something that the program uses."""
+
+
+class MissingValueError(KeyError):
+    """A program reads a value that it has not appended yet."""
+
+    def __str__(self) -> str:  # KeyError quotes its sentence
+        return str(self.args[0])
 
 
 class Event(NamedTuple):
@@ -138,14 +145,33 @@ class State:
         return self
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a `gen`, `select`, `call` or joined branch; waits for it. Raises KeyError
-        for an unknown name."""
+        """The value of a `gen`, `select`, `call` or joined branch; waits for it. Raises
+        MissingValueError, a KeyError, before it is appended."""
         if name not in self.futures:
-            raise KeyError(f"the program has no value {name!r} so far{did_you_mean(name, self.futures)}")
+            raise MissingValueError(self._describe_missing(name))
         return self.futures[name].result()
 
     def __contains__(self, name: str) -> bool:
+        """Whether the value was appended."""
         return name in self.futures
+
+    def __eq__(self, other: object) -> bool:
+        return self is other if isinstance(other, State) else self._refuse()
+
+    __hash__ = object.__hash__
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError('a state is no value; read a value with s["name"], and the prompt with s.text or s.messages')
+
+    __bool__ = __len__ = __iter__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
+
+    def _describe_missing(self, name: object) -> str:
+        if any(name in state.futures for state in self.runtime.states):
+            remedy = "another branch has it; read it there, or call join() of the branches first"
+        else:
+            remedy = "append what generates it first (s += …)"
+        hint = did_you_mean(name, self.futures) if isinstance(name, str) else ""
+        return f"{_caller()}: s[{name!r}] is read before it has a value{hint or f'; {remedy}'}"
 
     @property
     def values(self) -> dict[str, Any]:

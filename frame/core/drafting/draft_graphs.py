@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from frame.core.drafting.draft_passes import DraftPasses, DraftRows
-from frame.core.execution.decode_graphs import bound_lengths, capture_step, uncollected
+from frame.core.execution.decode_graphs import bound_lengths, capture_step
+from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import HostView
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class DraftGraphs:
         most_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.most))
         if self._tree is not None:  # each branch is a row
             most_rows = min(most_rows, graphs.most // self._tree.shape.width)
-        with uncollected():
+        with paused_collection(collects_first=True):
             for step in reversed(graphs.steps):
                 size = step.batch.num_rows
                 self._fills[size] = fill = self._capture_fill(step, pool)

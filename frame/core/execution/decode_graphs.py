@@ -10,9 +10,7 @@ not know a request or a plugin.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 from frame.core.sampling.sampler import draw_plain, mask_logits
 
@@ -64,20 +63,6 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
     steps += range(640, most, 128)
     return (*(size for size in steps if size < most), most)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable garbage collection in the block. Freeing memory or graphs of an earlier engine in
-    this process makes CUDA calls that break a capture."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class InputBuffers:
@@ -204,7 +189,7 @@ class DecodeGraphs:
         pool = None if is_dry else self.platform.create_graph_pool()
         counted = torch.arange(self.most + 1, dtype=torch.int64, device=self.device)
         token_ids = torch.zeros(self.most, dtype=torch.int64, device=self.device)
-        with uncollected():
+        with paused_collection(collects_first=True):
             for size in reversed(self._sizes):
                 step = self._captured(self._batch(size, counted, token_ids), pool)
                 if is_dry:  # without the pool of graphs, all logits together take gigabytes

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from frame.core.execution.decode_graphs import InputBuffers, uncollected
+from frame.core.execution.decode_graphs import InputBuffers
+from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class PiecewiseGraphs:
         is_dry: run each size only."""
         began, free = time.perf_counter(), self._platform.measure_memory().free
         pool = None if is_dry else self._platform.create_graph_pool()
-        with uncollected():
+        with paused_collection(collects_first=True):
             for batch in reversed(self._batches):
                 self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
                 if pool is not None:

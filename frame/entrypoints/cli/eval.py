@@ -65,4 +65,6 @@ class EngineBackend(EvalBackend):
 
     async def _complete(self, prompt: Any, max_tokens: int) -> str:
         output = await self._engine.agenerate(prompt, {"max_tokens": max_tokens, "temperature": 0.0})
+        if output.error is not None:  # counted as an error, not as a wrong response
+            raise RuntimeError(output.error)
         return str(output.text)

@@ -56,8 +56,8 @@ def serve_node(prepared: Prepared) -> int:
 def run(loaded: LoadedConfig, module: str = WORKER, early: EarlyProcess | None = None) -> int:
     """Serve with child processes that run `module`. `early`: one that has started, for the engine;
     the caller ends it if this raises. -> exit code."""
+    from frame.core.garbage_collection import paused_collection
     from frame.entrypoints import logs
-    from frame.entrypoints.processes.collection import paused_collection
     from frame.entrypoints.processes.start_signals import StartSignals
 
     logs.configure("main", loaded.config.log, logs.LogWriter())

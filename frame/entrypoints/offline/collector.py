@@ -1,5 +1,5 @@
-"""`Collector`: appends the engine's messages to outputs, in the thread in which they arrive; the
-offline side of the transport.
+"""`Collector`: sends sequences to the engine as its queue has room, and appends the messages of the
+engine to outputs, in the thread in which they arrive; the offline side of the transport.
 
 A step costs one list extension per sequence. Text is decoded once at the end, except for streams
 and stop strings. Used by `Engine` and by the sessions of `frame.entrypoints.processes.launch`.
@@ -9,11 +9,25 @@ Must not know a process.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Message, StepText, StepTokens, TokenLogprobs
+from frame.core.messages import (
+    Abort,
+    AnyMessage,
+    ControlReply,
+    Fatal,
+    Finish,
+    Generate,
+    Message,
+    StepText,
+    StepTokens,
+    TokenLogprobs,
+)
 from frame.core.text.detokenizer import Detokenizer
 from frame.core.text.incremental_decoder import FAILED, PROMPT_TAIL, TextStream
 
@@ -47,18 +61,40 @@ class Delta:
 
 
 class SequenceOutput:
-    """The output of a sequence that runs, and what its text needs."""
+    """The output of a sequence that runs, and what the engine and its text need.
 
-    __slots__ = ("index", "job", "output", "params", "prompt_tail", "rid", "stream")
+    `second_text_start`: of a pair of texts, the index of the second one's first token.
+    `encoder_input`: of an encoder-decoder model.
+    """
 
-    def __init__(self, job: Job, index: int, rid: str, prompt: Sequence[int], params: SamplingParams) -> None:
+    __slots__ = ("encoder_input", "index", "job", "output", "params", "prompt", "rid", "second_text_start", "stream")
+
+    def __init__(self, job: Job, rid: str, prompt: list[int], params: SamplingParams) -> None:
         self.job = job
-        self.index = index
+        self.index = len(job.sequences)
         self.rid = rid
+        self.prompt = prompt  # shared by the sequences of one prompt
         self.params = params
-        self.prompt_tail = list(prompt[-PROMPT_TAIL:])
+        self.second_text_start = 0
+        self.encoder_input = b""
         self.output = Output(prompt_tokens=len(prompt))
         self.stream: TextStream | None = None  # only where text is needed at each step
+
+    def create_message(self, deadline: float | None) -> Generate:
+        """The message that starts the sequence, or continues it from its last token."""
+        output, params = self.output, self.params
+        if output.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        ids = output.token_ids
+        return Generate(
+            rid=self.rid,
+            token_ids=self.prompt + ids,
+            params=params,
+            output_len=len(ids),
+            deadline=deadline,
+            second_text_start=self.second_text_start,
+            encoder_input=self.encoder_input,
+        )
 
 
 class Job:
@@ -71,9 +107,6 @@ class Job:
 
     def __init__(self, on_done: Callable[[], None], on_delta: Callable[[Delta], None] | None = None) -> None:
         self.sequences: list[SequenceOutput] = []
-        self.prompts: list[list[int]] = []  # one per sequence
-        self.second_text_starts: list[int] = []  # of pairs of texts: where the second one begins, one a sequence
-        self.encoder_inputs: list[bytes] = []  # of encoder-decoder models, one a sequence
         self.num_unfinished = 0
         self.collector: Collector | None = None  # the last one that it was added to
         self.num_crashes = 0  # of engines during this job
@@ -88,34 +121,64 @@ class Job:
 
 
 class Collector:
-    """Routes messages to jobs. `send` sends aborts to the engine when a stop string matches."""
+    """Routes messages to jobs, and sends the engine their sequences: at most `max_submitted` at
+    once, the others when one of these ends.
+
+    A sequence that the engine refuses for want of room ("queue_full") is sent again, from its last
+    token, while others of this collector are submitted. Refused alone, it ends with that error.
+    """
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self.detokenizer = detokenizer
-        self.send: Callable[[Message], None] = lambda message: None
         self.dead_reason: str | None = None  # None: the engine runs
-        self._sequences: dict[str, SequenceOutput] = {}
+        self._send_all: Callable[[Sequence[Message]], None] = lambda messages: None
+        self._max_submitted = self._limit = 0
+        self._deadline: float | None = None
+        self._submitted: dict[str, SequenceOutput] = {}  # by rid: those that the engine has
+        self._pending: deque[SequenceOutput] = deque()  # those that it gets when it has room
         self._replies: dict[str, Callable[[ControlReply], None]] = {}
-        self._lock = threading.Lock()  # between `add_job` and `fail_jobs`
+        self._lock = threading.Lock()  # of `_submitted` and `_pending` with the order of what is sent
+
+    def connect(self, send_all: Callable[[Sequence[Message]], None], max_submitted: int, deadline: float | None) -> None:
+        """Send to an engine. `deadline`: seconds of each sequence; None: the engine's."""
+        self._send_all, self._deadline = send_all, deadline
+        self._max_submitted = self._limit = max_submitted
 
     def add_job(self, job: Job) -> None:
-        """Route messages to the job. Raises RuntimeError when the engine is gone."""
+        """Run the job's sequences that have not ended, each from its last token on. Raises
+        RuntimeError when the engine is gone."""
         running = job.running
         for sequence in running:
             wants_text = bool(sequence.params.stop) or job.on_delta is not None
             if self.detokenizer is not None and wants_text and sequence.stream is None:
-                sequence.stream = self.detokenizer.create_stream(sequence.params, sequence.prompt_tail)
+                sequence.stream = self.detokenizer.create_stream(sequence.params, sequence.prompt[-PROMPT_TAIL:])
         with self._lock:
             if self.dead_reason is not None:
                 raise RuntimeError(self.dead_reason)
             job.num_unfinished, job.collector = len(running), self
-            self._sequences.update((sequence.rid, sequence) for sequence in running)
-        if not job.num_unfinished:
+            self._pending.extend(running)
+            self._submit_pending()
+        if not running:
             job.on_done()
 
-    def remove_job(self, job: Job) -> list[str]:
-        """Stop routing messages to the job; returns the rids that still run."""
-        return [s.rid for s in job.sequences if self._sequences.pop(s.rid, None) is not None]
+    def remove_job(self, job: Job) -> None:
+        """Stop routing messages to the job, and abort what still runs."""
+        if not job.num_unfinished:
+            return
+        with self._lock:
+            rids = [s.rid for s in job.running if self._submitted.pop(s.rid, None) is not None]
+            self._pending = deque(sequence for sequence in self._pending if sequence.job is not job)
+            if rids:
+                self._send_all([Abort(rids=rids)])
+            self._submit_pending()
+
+    def _submit_pending(self) -> None:
+        """Send pending sequences as there is room. The lock is held."""
+        room = min(self._limit - len(self._submitted), len(self._pending))
+        if room > 0:
+            sent = [self._pending.popleft() for _ in range(room)]
+            self._submitted.update((sequence.rid, sequence) for sequence in sent)
+            self._send_all([sequence.create_message(self._deadline) for sequence in sent])
 
     def add_command(self, name: str, on_reply: Callable[[ControlReply], None]) -> None:
         """Call `on_reply` with a command's reply. Raises RuntimeError without an engine."""
@@ -137,10 +200,10 @@ class Collector:
             raise TypeError("the collector decodes text itself")
 
     def _add_tokens(self, message: StepTokens) -> None:
-        sequences = self._sequences
+        submitted = self._submitted
         extras = message.logprobs or message.prompt_logprobs or message.num_cached_tokens or message.pooled
         for place, rid in enumerate(message.rids):
-            sequence = sequences.get(rid)
+            sequence = submitted.get(rid)
             if sequence is None:
                 continue
             if extras:
@@ -149,19 +212,23 @@ class Collector:
                 sequence.output.token_ids += message.token_ids[place]
             else:
                 self._add_step(sequence, message.token_ids[place], message.finishes.get(place))
+        if message.finishes and self._pending:
+            with self._lock:
+                self._submit_pending()
 
     def _add_step(self, sequence: SequenceOutput, ids: list[int], finish: Finish | None) -> None:
-        output, text, end = sequence.output, "", finish
+        is_refused = finish is not None and finish.code == "queue_full" and len(self._submitted) > 1
+        output, text, end = sequence.output, "", None if is_refused else finish
         if sequence.stream is not None:
-            text, used, end = sequence.stream.feed(ids, finish)
+            text, used, end = sequence.stream.feed(ids, end)
             ids = ids[:used]
             output.text += text
         output.token_ids += ids
         if end is not None:
             output.finish_reason, output.matched, output.error = end.reason, end.matched, end.error
-            self._sequences.pop(sequence.rid, None)
-            if finish is None:  # a stop string, which the engine does not check
-                self.send(Abort(rids=[sequence.rid], reason="stop"))
+            self._end_sequence(sequence, is_running=finish is None)
+        elif is_refused:
+            self._return_sequence(sequence)
         job = sequence.job
         if job.on_delta is not None:
             job.on_delta(Delta(sequence.index, text, ids, output))
@@ -170,11 +237,27 @@ class Collector:
             if not job.num_unfinished:
                 job.on_done()
 
+    def _end_sequence(self, sequence: SequenceOutput, is_running: bool) -> None:
+        """`is_running`: the engine runs it still, because it does not check stop strings."""
+        with self._lock:
+            self._submitted.pop(sequence.rid, None)
+            self._limit = min(self._limit + 1, self._max_submitted)
+            if is_running:
+                self._send_all([Abort(rids=[sequence.rid], reason="stop")])
+
+    def _return_sequence(self, sequence: SequenceOutput) -> None:
+        """The engine has refused the sequence: it holds no more than the others now."""
+        with self._lock:
+            if self._submitted.pop(sequence.rid, None) is not None:  # else its job was removed meanwhile
+                self._pending.appendleft(sequence)
+            self._limit = max(1, len(self._submitted))
+
     def fail_jobs(self, error: str) -> None:
         """The engine is gone: end every job and command. Outputs keep what they have."""
         with self._lock:
             self.dead_reason = self.dead_reason or error
-            left, self._sequences = list(self._sequences.values()), {}
+            left = [*self._submitted.values(), *self._pending]
+            self._submitted, self._pending = {}, deque()
         for job in {id(sequence.job): sequence.job for sequence in left}.values():
             job.on_done()
         replies, self._replies = self._replies, {}
@@ -188,7 +271,7 @@ class Collector:
         for sequence in job.sequences:
             output = sequence.output
             if sequence.stream is None and output.token_ids:
-                stream = self.detokenizer.create_stream(sequence.params, sequence.prompt_tail)
+                stream = self.detokenizer.create_stream(sequence.params, sequence.prompt[-PROMPT_TAIL:])
                 output.text, _, end = stream.feed(output.token_ids, Finish("length", output.matched))
                 if end is FAILED:
                     output.finish_reason, output.error = end.reason, end.error

@@ -22,12 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
-import msgspec
 import numpy as np
 
 from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Abort, Control, ControlReply, Generate
+from frame.core.messages import Control, ControlReply
 from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.audio import RATE
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
@@ -56,10 +55,12 @@ class Engine:
 
     A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts
     gives a list of outputs, in order. Parameters are given once for all prompts, or one per prompt.
-    Raises InvalidRequestError (a ValueError) before anything runs when a prompt or a parameter
-    cannot be served. After a crash the engine is restarted and the call continues; EngineError when
-    that fails:
-    its `outputs` hold what was generated so far.
+    Any number of prompts may be given: they are submitted as the engine's queue has room. Raises
+    InvalidRequestError (a ValueError) before anything runs when a prompt or a parameter cannot be
+    served. A sequence that fails later has `error` and the finish reason "error", and the others
+    are not affected; methods that return no `Output` raise EngineError. After a crash the engine is
+    restarted and the call continues; EngineError when that fails: its `outputs` hold what was
+    generated so far.
     """
 
     def __init__(
@@ -290,8 +291,7 @@ class Engine:
         return job, counts, is_single
 
     def _add_sequence(self, job: Job, ids: list[int], params: SamplingParams) -> None:
-        job.sequences.append(SequenceOutput(job, len(job.sequences), f"offline-{next(self._names)}", ids, params))
-        job.prompts.append(ids)
+        job.sequences.append(SequenceOutput(job, f"offline-{next(self._names)}", ids, params))
 
     def _pool(self, encoded: list[Encoded]) -> np.ndarray:
         """Run sequences of a pooling model. Returns float32 [sequences, width]."""
@@ -314,8 +314,10 @@ class Engine:
         for ids, params in plans:
             check_request(self._session.limits, ids, params)
             self._add_sequence(job, ids, params)
-        job.second_text_starts.extend(second_text_starts)
-        job.encoder_inputs.extend(encoder_inputs)
+        for sequence, start in zip(job.sequences, second_text_starts, strict=False):
+            sequence.second_text_start = start
+        for sequence, data in zip(job.sequences, encoder_inputs, strict=False):
+            sequence.encoder_input = data
         self._run(job, done)
         return [sequence.output for sequence in job.sequences]
 
@@ -353,21 +355,11 @@ class Engine:
             self._stop(job)
 
     def _start(self, job: Job) -> None:
-        """Send the engine the sequences that have not ended, each from its last token on."""
-        session = self._running()
+        """Run the sequences that have not ended, each from its last token on."""
         try:
-            session.collector.add_job(job)
+            self._running().collector.add_job(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
-        second_text_starts = job.second_text_starts or [0] * len(job.sequences)
-        encoder_inputs = job.encoder_inputs or [b""] * len(job.sequences)
-        session.send_all([
-            _message(sequence, prompt, second_text_start, given)
-            for sequence, prompt, second_text_start, given in zip(
-                job.sequences, job.prompts, second_text_starts, encoder_inputs, strict=True
-            )
-            if sequence.output.finish_reason is None
-        ])  # fmt: skip
         if job.is_stopped:  # by another thread, meanwhile
             self._stop(job)
 
@@ -391,35 +383,19 @@ class Engine:
 
     def _stop(self, job: Job) -> None:
         job.is_stopped = True
-        collector = job.collector
-        rids = [] if collector is None else collector.remove_job(job)
-        if rids and collector is not None:
-            collector.send(Abort(rids=rids))
+        if job.collector is not None:
+            job.collector.remove_job(job)
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
         self._finish_text(job)
+        if failed := [sequence.output for sequence in job.sequences if sequence.output.error is not None]:
+            log.warning("%d of %d sequences ended with an error; the first: %s", len(failed), len(job.sequences), failed[0].error)
         outputs = group_outputs((sequence.output for sequence in job.sequences), counts)
         return outputs[0] if is_single else outputs
 
     def _finish_text(self, job: Job) -> None:
         if job.collector is not None:
             job.collector.finish_text(job)
-
-
-def _message(sequence: SequenceOutput, prompt: list[int], second_text_start: int, encoder_input: bytes) -> Generate:
-    """The message that starts a sequence, or continues it from its last token."""
-    output, params = sequence.output, sequence.params
-    if output.prompt_logprobs is not None:
-        params = msgspec.structs.replace(params, prompt_logprobs=None)
-    ids = output.token_ids
-    return Generate(
-        rid=sequence.rid,
-        token_ids=prompt + ids,
-        params=params,
-        output_len=len(ids),
-        second_text_start=second_text_start,
-        encoder_input=encoder_input,
-    )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:

@@ -8,6 +8,7 @@ the engine itself. Imports no torch.
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
-from frame.entrypoints.processes.collection import paused_collection
+from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
@@ -88,7 +89,6 @@ class ThreadSession:
         self.tokenizer = tokenizer
         self.info: dict[str, Any] = {}
         self._near, self._far = InProcessTransport.pair(collector.handle_message)
-        collector.send = self._near.send
         self._error: BaseException | None = None
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(prepared, started), name="engine", daemon=True)
@@ -98,6 +98,7 @@ class ThreadSession:
             self._thread.join()
             raise self._error
         self.limits = get_client_limits(prepared.resolved, self.info)
+        _connect(collector, self.send_all, prepared.resolved)
         atexit.register(self.close)  # the thread must end before the interpreter does
 
     def _run(self, prepared: Prepared, started: threading.Event) -> None:
@@ -144,7 +145,7 @@ class ProcessSession:
             raise
         self.limits = get_client_limits(prepared.resolved, self.info)
         self._closing = False
-        collector.send = self._deployment.transport.send
+        _connect(collector, self.send_all, prepared.resolved)
         self._thread = threading.Thread(target=self._receive, name="engine-messages", daemon=True)
         self._thread.start()
 
@@ -167,6 +168,15 @@ class ProcessSession:
             self._thread.join(CLOSE_TIMEOUT)
             self.collector.fail_jobs("the engine was closed")
             self._deployment.stop(CLOSE_TIMEOUT)
+
+
+def _connect(collector: Collector, send_all: Callable[[Sequence[Message]], None], resolved: Resolved) -> None:
+    """Let the collector send sequences: as many as may wait, so that none is refused, and at least
+    those that may run. A sequence has a deadline only where the user has set one: what is not
+    generated within 600 s would be lost."""
+    scheduler = resolved.user.scheduler
+    deadline = None if "request_timeout" in scheduler.model_fields_set else math.inf
+    collector.connect(send_all, max(scheduler.max_queued_requests, resolved.max_running_requests), deadline)
 
 
 def wait_ready(

@@ -25,6 +25,8 @@ def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
     started = time.perf_counter()
     outputs = engine.generate([job.prompt for job in wanted], params)
     seconds = time.perf_counter() - started
+    if failed := next((output.error for output in outputs if output.error is not None), None):
+        raise RuntimeError(f"a sequence ended with an error, so the figures would be wrong: {failed}")
     tokens, prompts = sum(len(output.token_ids) for output in outputs), sum(len(job.prompt) for job in wanted)
     return {
         "requests": len(wanted),

@@ -1,0 +1,32 @@
+"""`paused_collection`: a block without Python garbage collection. Used where a start imports torch
+or the HTTP side, and where CUDA graphs are captured. Must not know what runs in the block."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
+    """A block without garbage collection, if it was enabled: imports make many objects and hardly
+    any garbage, and freeing memory or graphs of an earlier engine makes CUDA calls that break a
+    capture.
+
+    At its end all objects belong to the oldest generation, so that the next collections do not
+    traverse them. collects_first: collect before the block, so that no garbage keeps memory while
+    it runs. Blocks may nest: the outermost one enables collection again.
+    """
+    if collects_first:
+        gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            if not gc.get_freeze_count():  # else the caller's frozen objects would come back
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
