@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frame.core.config.resolved import Resolved
+from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.http.openai.batch_files import make_folder
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.protocol.connections import raise_file_limit
 from frame.entrypoints.http.protocol.listening import address, bound_port
 from frame.entrypoints.logs import report
-from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
 from frame.entrypoints.processes.launch import load_tokenizer, wait_ready
 from frame.entrypoints.processes.start_signals import StartSignals

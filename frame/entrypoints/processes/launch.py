@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError, PluginError
+from frame.core.garbage_collection import paused_collection
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Control, Heartbeat, Message, Ready
 from frame.core.text.detokenizer import Detokenizer
@@ -26,7 +27,6 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
-from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
