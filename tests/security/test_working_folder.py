@@ -157,14 +157,16 @@ def test_the_offline_engine_of_a_program_elsewhere(folder: Folder, tmp_path: Pat
 COMMANDS = {
     "list": ("plugins", "list"),
     "config": ("config", "check", "--model", "."),
+}
+SLOW_COMMANDS = {
     "check": ("plugins", "check", "scheduling_policy/fcfs", "--conformance"),
     "compare": ("plugins", "check", "tool_call_parser/hermes", "--against", "hermes"),
 }
 
 
-@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
-def test_commands(arguments: tuple[str, ...], folder: Folder) -> None:
-    done = run(folder, CONSOLE, *arguments)
+@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_COMMANDS)])
+def test_commands(name: str, folder: Folder) -> None:
+    done = run(folder, CONSOLE, *{**COMMANDS, **SLOW_COMMANDS}[name])
     assert (done.returncode, folder.marks) == (0, {}), done.stdout + done.stderr
 
 

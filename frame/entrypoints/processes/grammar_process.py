@@ -9,6 +9,7 @@ The kernel ends the process at the time limit, or with the engine.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import resource
@@ -29,7 +30,10 @@ from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.core.ipc.child_process import PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.interpreter import child_environment, python_command
+from frame.entrypoints.processes.resource_monitor import read_usage
 from frame.plugins.registry import Registry
+
+log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # timeout for loading the backend
 GRACE = 2.0  # seconds after the alarm before the engine kills the process
@@ -61,7 +65,10 @@ class GrammarProcess:
             reply = _read(process.stdout.fileno(), START_SECONDS)
         if reply is None:
             raise self._exit_error(process, kind)
-        is_well, data, self.cpu_seconds = msgspec.msgpack.decode(reply, type=tuple[bool, bytes, float])
+        is_well, data, self.cpu_seconds, retained = msgspec.msgpack.decode(reply, type=tuple[bool, bytes, float, int])
+        if retained:
+            log.warning("the grammar process still holds %d MB of a compilation's memory; it is replaced", retained // 10**6)
+            _end(process)
         if not is_well:
             raise ValueError(data.decode())
         return data
@@ -186,24 +193,47 @@ def main(load: Callable[..., GrammarBackend] = load_backend) -> None:
         return
     resolved = Resolved.model_validate_json(config)
     sampling = resolved.user.sampling
-    limits = Limits(sampling.grammar_timeout, sampling.grammar_memory, partial(_write, replies, b""))
+    memory = MemoryLimit(sampling.grammar_memory, resolved.user.server.max_process_memory)
+    limits = Limits(sampling.grammar_timeout, memory, partial(_write, replies, b""))
     backend = load(resolved, load_configured(resolved.user.plugins), limits.suspend)
     compile_one(backend, *WARMUP_GRAMMAR)  # lazy imports of a backend happen before time and memory are limited
-    limits.limit_memory()
+    memory.limit()
     _write(replies, b"")
     while (message := _read(0)) is not None:
         kind, source = msgspec.msgpack.decode(message, type=tuple[str, str])
         limits.begin()
         found = compile_one(backend, kind, source)
-        _write(replies, msgspec.msgpack.encode((*found, limits.end())))
+        _write(replies, msgspec.msgpack.encode((*found, limits.end(), memory.measure_retained())))
+
+
+class MemoryLimit:
+    """The memory of compilations: `num_bytes` more than the process holds before them, and at most
+    `max_process_memory` bytes with it."""
+
+    def __init__(self, num_bytes: int, max_process_memory: int | None) -> None:
+        self._num_bytes, self._max_process_memory = num_bytes, max_process_memory
+        self._before = self._room = 0  # bytes
+
+    def limit(self) -> None:
+        """Limit this process from now on, relative to what it holds now."""
+        self._before, self._room = _read_memory(), self._num_bytes
+        if self._max_process_memory is not None:
+            self._room = min(self._room, max(0, self._max_process_memory - self._before))
+        _limit_memory(self._room)
+
+    def measure_retained(self) -> int:
+        """The bytes that compilations have not returned, if it is more than half of what they may
+        take; 0 otherwise."""
+        retained = _read_memory() - self._before
+        return retained if retained > self._room // 2 else 0
 
 
 class Limits:
-    """The limits of a compilation: `seconds` of the clock, and `num_bytes` more memory than the
-    process takes before it. `announce` is called when a compilation suspends them."""
+    """The limits of a compilation: `seconds` of the clock, and its memory. `announce` is called
+    when a compilation suspends them."""
 
-    def __init__(self, seconds: float, num_bytes: int, announce: Callable[[], None]) -> None:
-        self._seconds, self._num_bytes, self._announce = seconds, num_bytes, announce
+    def __init__(self, seconds: float, memory: MemoryLimit, announce: Callable[[], None]) -> None:
+        self._seconds, self._memory, self._announce = seconds, memory, announce
         self._began: float | None = None  # CPU seconds; None: nothing is compiled
 
     def begin(self, spent: float = 0.0) -> None:
@@ -218,10 +248,6 @@ class Limits:
         assert began is not None
         return time.process_time() - began
 
-    def limit_memory(self) -> None:
-        """Limit this process to `num_bytes` more memory than it has now."""
-        _limit_memory(self._num_bytes)
-
     @contextlib.contextmanager
     def suspend(self) -> Iterator[None]:
         """Lift the limits in the block, whose CPU time and memory do not count. The compilation
@@ -235,7 +261,7 @@ class Limits:
         try:
             yield
         finally:
-            self.limit_memory()
+            self._memory.limit()
             self.begin(spent)
 
 
@@ -246,10 +272,16 @@ def compile_one(backend: GrammarBackend, kind: str, source: str) -> tuple[bool, 
         return (True, data) if len(data) <= MAX_BYTES else (False, f"{kind} is too large when compiled; simplify it".encode())
     except (MemoryError, ValueError) as error:
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):  # std::bad_alloc of a C++ compiler
-            return False, f"{kind} takes more memory to compile than sampling.grammar_memory allows; simplify it".encode()
+            settings = "sampling.grammar_memory or server.max_process_memory"
+            return False, f"{kind} takes more memory to compile than {settings} allows; simplify it".encode()
         return False, str(error).encode()
     except Exception as error:  # noqa: BLE001 - a third-party compiler's fault is its grammar's error
         return False, f"{kind} does not compile with {describe(backend)}: {type(error).__name__}: {error}".encode()
+
+
+def _read_memory() -> int:
+    usage = read_usage(os.getpid())
+    return 0 if usage is None else usage.memory
 
 
 def _limit_memory(num_bytes: int | None) -> None:

@@ -8,6 +8,7 @@ Must not know a restart.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ WARN_AT = 0.8  # fraction of a limit
 class Usage:
     """Resources of one process."""
 
-    memory: int = 0  # bytes: resident anonymous and shared memory, without mapped files such as weights, which the system can reclaim
+    memory: int = 0  # bytes: anonymous, shared and swapped memory, without mapped files such as weights, which the system can reclaim
     threads: int = 0
     files: int = 0  # open file descriptors
     device_memory: int = 0  # bytes on the GPU, as the process reports them
@@ -52,13 +53,13 @@ LIMITED = {
 }
 
 
-def read_usage(pid: int) -> Usage | None:
+def read_usage(pid: int, processes: Path = Path("/proc")) -> Usage | None:
     """The usage of a process; None if it has ended or the system has no /proc."""
-    folder = Path(f"/proc/{pid}")
+    folder = processes / str(pid)
     try:
         lines = (line.partition(":") for line in (folder / "status").read_text().splitlines())
         status = {name: value.split() for name, _, value in lines}
-        kilobytes = int(status["RssAnon"][0]) + int(status["RssShmem"][0])
+        kilobytes = int(status["RssAnon"][0]) + int(status["RssShmem"][0]) + int(status.get("VmSwap", ["0"])[0])
         return Usage(kilobytes * 1024, int(status["Threads"][0]), sum(1 for _ in (folder / "fd").iterdir()))
     except (OSError, KeyError, IndexError, ValueError):
         return None
@@ -73,6 +74,7 @@ class ResourceMonitor:
         self._warn = warn
         self._read = read
         self._warned: dict[str, tuple[int, frozenset[str]]] = {}  # process -> its pid, and the fields that were warned of
+        self._is_main_reported = False  # that it exceeds a limit
 
     def check_process(self, name: str, pid: int, device_memory: int = 0) -> str | None:
         """Measure a process. Returns a sentence if it exceeds a limit, else None."""
@@ -98,6 +100,14 @@ class ResourceMonitor:
                 excess = excess or f"{sentence}, more than {allowed}"
         self._warned[name] = (pid, warned)
         return excess
+
+
+    def check_main_process(self) -> None:
+        """Measure this process, which is not restarted; warns once when it exceeds a limit."""
+        excess = self.check_process("main", os.getpid())
+        if excess is not None and not self._is_main_reported:
+            self._is_main_reported = True
+            self._warn(f"{excess}; the main process is not restarted, because requests would be lost: restart the server")
 
 
 def start_monitor(pids: Mapping[str, int], server: ServerSection) -> ResourceMonitor:

@@ -9,7 +9,6 @@ the HTTP server. Must not know a request or HTTP.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -99,7 +98,7 @@ class Supervisor:
                 await self._check_unit(unit, now, passed)
         if self._monitor is not None and now - self._monitored_at >= RESOURCE_INTERVAL:
             self._monitored_at = now
-            self._monitor.check_process("main", os.getpid())  # this process is not restarted: it only warns
+            self._monitor.check_main_process()
             for unit in units:
                 if self._client.dead_reason is None and unit.state == "up":
                     await self._check_resources(unit, self._monitor)

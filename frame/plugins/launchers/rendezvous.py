@@ -166,7 +166,7 @@ class RendezvousLauncher(Launcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: asyncio.Server | None = None
-        self._unknown, self._candidates = Places(MAX_UNKNOWN), Places(MAX_CANDIDATES)
+        self._unknown, self._candidates = Places(MAX_UNKNOWN), Places(max(MAX_CANDIDATES, context.num_hosts))
         self._num_refused = 0  # connections
         self._is_first, self._is_closing = True, False
         self._key = key or (read_key() if context.num_hosts > 1 else b"")

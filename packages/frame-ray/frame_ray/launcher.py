@@ -8,9 +8,11 @@ through Ray. Ray starts an actor again that ends, on another host if its own is 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +25,8 @@ from frame.core.interfaces.launcher import LauncherContext, Placement, RankPlace
 from frame.plugins.launchers.rendezvous import RendezvousLauncher, split_address
 from frame.plugins.launchers.rendezvous_node import serve_node
 from frame_ray.options import RayOptions
+
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a job of `ray job submit`, which has chosen the folder of its workers
 
 _handler = signal.getsignal(signal.SIGTERM)
 import ray  # noqa: E402 - its import replaces the handler of SIGTERM
@@ -62,7 +66,9 @@ class RayLauncher(RendezvousLauncher):
         self._is_owner = not ray.is_initialized()
         if self._is_owner:
             try:
-                ray.init(self.ray.address, log_to_driver=False, configure_logging=False)
+                with tempfile.TemporaryDirectory() as empty:  # in place of this process's folder, which Ray's workers would import from
+                    folder = {} if JOB_VARIABLE in os.environ else {"working_dir": empty}
+                    ray.init(self.ray.address, log_to_driver=False, configure_logging=False, runtime_env=folder)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise ConfigurationError(

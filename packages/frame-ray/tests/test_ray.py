@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +112,31 @@ def test_ranks_of_two_workers_survive_the_death_of_one_and_of_its_actor(cluster:
     while {process.pid for process in rank_parents()} != before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert {process.pid for process in rank_parents()} == before
+
+
+HOSTILE = """
+import sys
+with open({marks!r}, "a") as file:
+    file.write(__name__ + " " + str(sys.orig_argv) + chr(10))
+raise ImportError(__name__)
+"""
+PROGRAM = """
+from frame import Engine
+with Engine(tp=2, nnodes=2, launcher="ray", max_total_tokens=256, threads=1, device="cpu") as engine:
+    print(engine.generate([5, 6, 7, 8], {"max_tokens": 2, "ignore_eos": True}).token_ids)
+"""
+
+
+def test_actors_and_ranks_do_not_import_from_the_working_folder(cluster: Cluster, tmp_path: Path) -> None:
+    folder, marks = tmp_path / "folder", tmp_path / "marks"
+    folder.mkdir()
+    for name in ("frame", "frame_ray", "torch", "json", "msgspec", "zmq", "pydantic", "pydantic_core", "pluggy", "numpy", "psutil", "hmac"):
+        (folder / f"{name}.py").write_text(HOSTILE.format(marks=str(marks)))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-P", str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert not marks.exists(), marks.read_text()
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_replicas_answer_and_one_is_replaced(cluster: Cluster) -> None:

@@ -15,11 +15,14 @@ from frame.entrypoints.processes.grammar_process import main
 class Obedient:
     def __init__(self, without_limits: Callable[[], AbstractContextManager[None]]) -> None:
         self.without_limits = without_limits
+        self.kept = bytearray()
 
     def compile(self, kind: str, source: str) -> Any:
         if source == "hang":
             while True:
                 time.sleep(60)
+        if source == "keep":
+            self.kept += b"x" * (40 << 20)
         if source == "die":
             os._exit(1)
         if source == "bad":

@@ -19,6 +19,7 @@ from frame.core.config.schema import FrameConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.grammar_process import GrammarProcess
 
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what a process holds")
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_grammar_process.py")))
 
 
@@ -54,6 +55,27 @@ def test_loading_a_library_is_not_limited(process: GrammarProcess) -> None:
     assert pid_of(process) == pid
     with pytest.raises(ValueError, match="takes longer than 0.3 s"):
         process.compile("regex", "load, then hang")
+
+
+@LINUX
+def test_a_process_that_keeps_memory_is_replaced(process: GrammarProcess, caplog: pytest.LogCaptureFixture) -> None:
+    pid = pid_of(process)
+    assert process.compile("regex", "keep") == f"regex:keep:{pid}".encode()
+    assert "the grammar process still holds 4" in caplog.text
+    assert pid_of(process) != pid
+
+
+@LINUX
+def test_the_limit_of_a_process_bounds_compilations() -> None:
+    config = FrameConfig.model_validate({"sampling": {"grammar_memory": 2 << 30}, "server": {"max_process_memory": 400 << 20}})
+    process = GrammarProcess(prepare(config, Hardware(cpu_cores=1, memory_bytes=8 << 30)).resolved, COMMAND)
+    try:
+        pid = pid_of(process)
+        with pytest.raises(ValueError, match=r"more memory to compile than sampling.grammar_memory or server.max_process_memory allows"):
+            process.compile("regex", "large")
+        assert pid_of(process) == pid
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize(("source", "words"), [("hang", "takes longer than 0.3 s"), ("die", "crashes the grammar compiler")])

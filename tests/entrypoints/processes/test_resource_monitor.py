@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,12 @@ def test_a_process_that_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert read_usage(process.pid) is None
+
+
+def test_swapped_memory_counts(tmp_path: Path) -> None:
+    (tmp_path / "7/fd").mkdir(parents=True)
+    (tmp_path / "7/status").write_text("RssAnon:\t10 kB\nRssFile:\t99 kB\nRssShmem:\t5 kB\nVmSwap:\t100 kB\nThreads:\t2\n")
+    assert read_usage(7, tmp_path) == Usage(115 * 1024, 2, 0)
 
 
 class Watched:
@@ -91,3 +98,15 @@ def test_a_limit_below_what_the_start_needs_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="more than server.max_process_memory .67 MB., before it has served any request"):
         start_monitor({"engine": os.getpid()}, ServerSection(max_process_memory=len(kept)))
     assert start_monitor({"engine": os.getpid()}, ServerSection()).usage["engine"].memory > len(kept)
+
+
+def test_an_excess_of_the_main_process_is_reported_once() -> None:
+    watched = Watched(UsageLimits(memory=10**9))
+    watched.usage = Usage(memory=9 * 10**8)
+    watched.watch.check_main_process()
+    watched.usage = Usage(memory=11 * 10**8)
+    for _ in range(2):
+        watched.watch.check_main_process()
+    near, over = watched.lines
+    assert near == "the main process holds 900 MB of memory, 90% of server.max_process_memory (1.00 GB)"
+    assert over.startswith("the main process holds 1.10 GB of memory, more than server.max_process_memory (1.00 GB); the main process is")
