@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +18,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from frame.entrypoints.http import request_context
 from frame.entrypoints.http.errors import ApiError, public
+from frame.entrypoints.http.protocol import bodies as protocol_bodies
 from frame.entrypoints.http.protocol.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
 from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
 from frame.entrypoints.http.request_context import RequestContext
@@ -376,12 +380,74 @@ async def test_deep_bodies_are_refused_on_every_route() -> None:
 
 def test_bodies_share_a_byte_limit() -> None:
     bodies = Bodies(most=100, pause=1.0)
-    bodies.take(60)
+    for owner, size in (("one", 50), ("two", 25), ("three", 12)):  # each leaves as much free as it holds
+        bodies.take(size, owner)
+        with pytest.raises(ApiError) as caught:
+            bodies.take(1, owner)
+        assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "too_many_bytes_of_client", 1)
     with pytest.raises(ApiError) as caught:
-        bodies.take(60)
+        bodies.take(14, "four")
     assert (caught.value.status, caught.value.retry_after) == (503, 1)
-    bodies.give_back(60)
-    bodies.take(100)
+    for owner, size in (("one", 50), ("two", 25), ("three", 12)):
+        bodies.give_back(size, owner)
+    assert (bodies.held, bodies.held_by) == (0, {})
+
+
+async def test_one_key_leaves_room_for_the_bodies_of_others(tmp_path: Path) -> None:
+    """It holds bodies open without their last byte."""
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    size, body = 1 << 20, b'{"prompt": "hello", "max_tokens": 1}'
+    sections = {"server": {"api_keys": str(keys), "max_body_bytes": size}}
+    async with serving(sections) as server, listening(server.app, connections=64) as connect:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: %d\r\n\r\n"
+        open_ones = [await connect() for _ in range(20)]
+        async with asyncio.timeout(WAIT):
+            for _, writer in open_ones:
+                writer.write(head % (b"one", size) + b"x" * (size - 1))
+            refused = [asyncio.create_task(reader.readline()) for reader, _ in open_ones]
+            await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+            first = [task.result() for task in refused if task.done()]
+            answer = await talk(connect, (head % (b"two", len(body))).replace(b"host", b"connection: close\r\nhost") + body)
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        assert {line.split()[1] for line in first} == {b"429"}
+        for task in refused:
+            task.cancel()
+
+
+async def test_memory_of_many_bodies_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = threading.Event()
+    monkeypatch.setattr(protocol_bodies, "return_freed_memory", returned.set)
+    monkeypatch.setattr(protocol_bodies, "TRIM_DELAY", 0.0)
+    held = Bodies(most=4 * protocol_bodies.TRIM_BYTES, pause=1.0)
+    for size, expected in ((protocol_bodies.TRIM_BYTES // 2, False), (protocol_bodies.TRIM_BYTES, True)):
+        held.take(size, "one")
+        held.give_back(size, "one")
+        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(returned.wait, WAIT if expected else 0.05) == expected
+
+
+@pytest.mark.parametrize("rate", [0.3, 3.0], ids=["slow", "fast"])
+async def test_a_body_earns_its_time_by_bytes(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces come well within the pause between two. `rate`: of the bytes that are required."""
+    monkeypatch.setattr(request_context, "MIN_RATE", 10_000)
+    pause, step, count = 0.5, 0.05, 40
+    left = [count]
+
+    async def receive() -> Any:
+        await asyncio.sleep(step)
+        left[0] -= 1
+        return {"type": "http.request", "body": b"x" * int(10_000 * step * rate), "more_body": left[0] > 0}
+
+    context = RequestContext({"headers": []}, receive, receive, 1 << 20, bodies=Bodies(1 << 24, pause))
+    if rate > 1:
+        await context.body()
+        assert left == [0]
+        return
+    with pytest.raises(ApiError) as caught:
+        await context.body()
+    assert (caught.value.status, "bytes a second" in caught.value.message) == (408, True)
+    assert left[0] > 0
 
 
 async def test_bytes_of_bodies_are_released() -> None:

@@ -14,7 +14,7 @@ import msgspec
 from frame.entrypoints.engine_client.quotas import QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.protocol.bodies import PATIENCE, Bodies, problem_of
+from frame.entrypoints.http.protocol.bodies import MIN_RATE, PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.protocol.fields import ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
 from frame.entrypoints.http.validation_errors import unreadable_json
@@ -52,7 +52,7 @@ class RequestContext:
         self.answer: RequestState | None = None  # the state of its generation
         self.status = 0  # of the response, once it has started
         self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
-        self._bodies = bodies or Bodies(most=max_body, pause=BODY_PAUSE)
+        self._bodies = bodies or Bodies(most=2 * max_body, pause=BODY_PAUSE)
         self._has_rest = False  # a part of the body was asked for and may still come
         self._held = 0  # bytes of the body that count in `_bodies`
         self._watcher: asyncio.Task[None] | None = None
@@ -89,14 +89,17 @@ class RequestContext:
                 raise self._too_large()
             if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
                 raise ApiError(415, f"the body is compressed (content-encoding: {value[:40].decode('latin-1')}); send it uncompressed")
-        size, until = 0, asyncio.get_running_loop().time() + PATIENCE * self._bodies.pause
+        loop, pause = asyncio.get_running_loop(), self._bodies.pause
+        size, left, until = 0, pause, loop.time() + PATIENCE * pause
         while True:
-            message = await self._piece(until)
+            started = loop.time()
+            message = await self._piece(left, until)
             self._has_rest = message.get("more_body", False)
             piece: bytes = message.get("body", b"")
             size += len(piece)
             if size > self.max_body:
                 raise self._too_large()
+            left = min(pause, left - (loop.time() - started) + len(piece) / MIN_RATE)
             yield piece
             if not self._has_rest:
                 return
@@ -121,19 +124,26 @@ class RequestContext:
 
     def hold(self, size: int) -> None:
         """Count `size` bytes as held until the request ends. Raises ApiError 503 where all requests
-        together would hold more than they may."""
-        self._bodies.take(size)
+        together would hold more than they may, and 429 beyond the share of the key or address."""
+        self._bodies.take(size, self._owner)
         self._held += size
 
-    async def _piece(self, until: float) -> MutableMapping[str, Any]:
-        """The next message of a body that must be complete at `until` (the event loop's time)."""
+    @property
+    def _owner(self) -> str:
+        """Whose share of all bodies it takes: its key's, else its address's."""
+        return self.tenant or str((self.scope.get("client") or ("",))[0])
+
+    async def _piece(self, left: float, until: float) -> MutableMapping[str, Any]:
+        """The next message of a body, for which `left` seconds are left. The body must be complete
+        at `until` (the event loop's time)."""
         loop, pause = asyncio.get_running_loop(), self._bodies.pause
         try:
-            async with asyncio.timeout_at(min(until, loop.time() + pause)):
+            async with asyncio.timeout_at(min(until, loop.time() + left)):
                 message = await self.receive()
         except TimeoutError:
-            limit = f"{pause:g} s" if loop.time() < until else f"{PATIENCE * pause:g} s in all"
-            raise ApiError(408, f"the rest of the body did not come within {limit}; send the request again", headers=CLOSE) from None
+            limit = f"did not come within {pause:g} s" if left == pause else f"comes at less than {MIN_RATE} bytes a second"
+            limit = limit if loop.time() < until else f"did not come within {PATIENCE * pause:g} s in all"
+            raise ApiError(408, f"the rest of the body {limit}; send the request again", headers=CLOSE) from None
         if message["type"] == "http.disconnect":
             raise DisconnectedError
         return message
@@ -170,7 +180,7 @@ class RequestContext:
 
     async def close(self) -> None:
         """End the request: release its held bytes, and stop watching the connection."""
-        self._bodies.give_back(self._held)
+        self._bodies.give_back(self._held, self._owner)
         self._held = 0
         if self._watcher is not None:
             self._watcher.cancel()

@@ -197,7 +197,7 @@ async def test_half_a_body_is_waited_for_a_while() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    call = RequestContext({"headers": []}, receive, send, 100, bodies=Bodies(100, 0.01))
+    call = RequestContext({"headers": []}, receive, send, 100, bodies=Bodies(200, 0.01))
     with pytest.raises(ApiError) as caught:
         await call.body()
     await call.fail(caught.value)

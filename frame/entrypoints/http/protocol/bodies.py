@@ -8,12 +8,14 @@ us, a key up to 1 us, another value 0.1 us, and the bytes of texts almost nothin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from frame.core.execution.host_memory import return_freed_memory
 from frame.entrypoints.http.errors import CLOSE, ApiError
 
 MOST_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
@@ -29,6 +31,9 @@ TOKEN_BYTES = 16  # of a body for each token of the context
 SMALL_BODY = 1024 * 1024  # bytes of a body that holds no prompt
 AT_ONCE = 16  # bodies of the largest size that are held together
 PATIENCE = 10  # the longest time of a whole body, in longest pauses between two pieces
+MIN_RATE = 8 * 1024  # bytes a second that a body needs once the first pause is used up
+TRIM_BYTES = 64 * 1024 * 1024  # after this many, freed memory is returned to the system, which the C library keeps
+TRIM_DELAY = 1.0  # seconds in which the last of them is freed
 _SLICE = 64 * 1024
 _QUOTE, _COMMA = b'",'
 _STEPS = np.zeros(256, np.int8)
@@ -39,21 +44,40 @@ _STEPS[[ord("}"), ord("]")]] = -1
 @dataclass(slots=True)
 class Bodies:
     """The bodies of one server. `most`: bytes that are held at once. `pause`: seconds between two
-    pieces of a body at most. `most_values`: values of one body's JSON."""
+    pieces of a body at most. `most_values`: values of one body's JSON.
+
+    An owner is a key's tenant, or a client's address. It may hold as many bytes as it leaves free,
+    so that however many are held by some, others find room.
+    """
 
     most: int
     pause: float
     most_values: int = MOST_VALUES
     held: int = 0
+    held_by: dict[str, int] = field(default_factory=dict)
+    peak: int = 0  # of `held`, since memory was returned to the system
 
-    def take(self, size: int) -> None:
-        """Hold `size` bytes more. Raises ApiError 503 beyond `most`."""
-        if self.held + size > self.most:
+    def take(self, size: int, owner: str) -> None:
+        """Hold `size` bytes more. Raises ApiError 503 beyond `most`, and 429 beyond the owner's
+        share."""
+        held, owned = self.held + size, self.held_by.get(owner, 0) + size
+        if held > self.most:
             raise ApiError(503, "the server holds as many bytes of requests as it may; try again later", retry_after=1, headers=CLOSE)
-        self.held += size
+        if owned > self.most - held:
+            sentence = f"the requests of one client hold {owned} bytes, more than its share of {self.most}; try again later"
+            raise ApiError(429, sentence, code="too_many_bytes_of_client", retry_after=1, headers=CLOSE)
+        self.held, self.held_by[owner] = held, owned
+        self.peak = max(self.peak, held)
 
-    def give_back(self, size: int) -> None:
+    def give_back(self, size: int, owner: str) -> None:
         self.held -= size
+        owned = self.held_by.pop(owner, 0) - size
+        if owned > 0:
+            self.held_by[owner] = owned
+        if self.peak >= TRIM_BYTES and self.held <= self.peak // 4:
+            self.peak = self.held
+            loop = asyncio.get_running_loop()
+            loop.call_later(TRIM_DELAY, loop.run_in_executor, None, return_freed_memory)
 
 
 def prompt_limit(max_context: int) -> int:
