@@ -14,12 +14,13 @@ Job = TypeVar("Job")
 
 
 class FairQueue(Generic[Job]):
-    """`places` jobs run at once. Once jobs of two keys have been seen, one key gets all places but
-    one, so that a job of another key never waits for the end of the first key's jobs. Entries exist
-    while a key has jobs."""
+    """`places` jobs run at once. Once jobs of two keys have been seen, one key gets `max_per_key`
+    places, all but one by default, so that a job of another key never waits for the end of the
+    first key's jobs. Entries exist while a key has jobs."""
 
-    def __init__(self, places: int) -> None:
-        self._places = self._free = self._max_per_key = places
+    def __init__(self, places: int, max_per_key: int | None = None) -> None:
+        self._free = self._max_per_key = places
+        self._shared_max = max(1, places - 1) if max_per_key is None else max_per_key
         self._waiting: dict[str, deque[Job]] = {}  # by key, in the order of their turns
         self._num_running: Counter[str] = Counter()  # by key
         self._first_key: str | None = None
@@ -31,7 +32,7 @@ class FairQueue(Generic[Job]):
             if self._first_key is None:
                 self._first_key = key
             elif key != self._first_key:
-                self._max_per_key = max(1, self._places - 1)
+                self._max_per_key = self._shared_max
             self._waiting.setdefault(key, deque()).append(job)
 
     def take(self) -> tuple[str, Job] | None:

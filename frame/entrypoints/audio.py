@@ -1,20 +1,23 @@
 """Audio for speech models: files to samples, samples to windows, windows to log-mel features.
 
-WAV files are read by the standard library, others by `soundfile` where it is installed. All work is
-bounded by the size of the file and `MAX_SECONDS`. Used by `frame.entrypoints.speech`. Must not know
-a model or a request; imports no torch.
+WAV files are read by the standard library, others by `soundfile` in a process of its own, where it
+is installed. All work is bounded by the size of the file and `MAX_SECONDS`, and is done block by
+block, so that files can take turns. Used by `frame.entrypoints.speech`. Must not know a model or a
+request; imports no torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
+from frame.entrypoints.audio_process import AudioProcess, DamagedError, UnreadableError
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 
 RATE = 16_000  # samples a second of all features
@@ -24,6 +27,8 @@ HOP = 160  # samples between two frames
 _WINDOW = 400  # samples of a frame
 _RATES = (4_000, 384_000)
 _MAX_CHANNELS = 32
+_MAX_DENSITY = 384_000  # samples of all channels in a second; bounds the work on a second of sound
+_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile says so of files without a length
 _BLOCK_SECONDS = 10  # of a file that are converted at a time
 _EDGE_SECONDS = 0.1  # around a block, against ringing at its ends
 _QUIET_SECONDS = 3  # at the end of a window, in which it may be cut
@@ -32,24 +37,64 @@ _QUIET_FRAME = RATE // 20
 Read = Callable[[int], np.ndarray]  # frames -> float32 [at most so many, channels]
 
 
-def read_audio(data: bytes) -> np.ndarray:
-    """The samples of a file, float32 [n], mono, `RATE` a second. Raises InvalidRequestError for a
-    file that cannot be read, is empty or is too long."""
+@dataclass(frozen=True, slots=True)
+class AudioFile:
+    """An open file. `num_frames`: by its head, which may be wrong; 0: unknown."""
+
+    read: Read
+    close: Callable[[], None]
+    num_frames: int
+    rate: int
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        """By the head of the file; 0: unknown."""
+        return self.num_frames / self.rate
+
+
+def open_audio(data: bytes) -> AudioFile:
+    """Open a file, without decoding it. Raises InvalidRequestError for a file that cannot be read
+    or is too long."""
     if len(data) > MAX_BYTES:
         raise InvalidRequestError(f"the file has {len(data)} bytes, and may have {MAX_BYTES}; send a shorter or compressed one", "file")
-    opened = _open_wave(data) or _open_other(data)
-    read, rate, channels = opened
+    file = _open_wave(data) or _open_other(data)
+    try:
+        _check_head(file)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_audio(file: AudioFile) -> Iterator[np.ndarray]:
+    """Blocks of samples, float32 [n], mono, `RATE` a second. Raises InvalidRequestError for a file
+    that is damaged, empty or too long."""
+    size = 0
+    for block in _resample(_read_blocks(file.read, file.rate), file.rate):
+        size += len(block)
+        yield block
+    if not size:
+        raise InvalidRequestError("the file has no samples; send one with sound", "file")
+
+
+def _check_head(file: AudioFile) -> None:
+    rate, channels = file.rate, file.channels
     if not (_RATES[0] <= rate <= _RATES[1] and 1 <= channels <= _MAX_CHANNELS):
         allowed = f"1 to {_MAX_CHANNELS} channels of {_RATES[0]} to {_RATES[1]}"
-        sentence = f"the file has {channels} channels of {rate} samples a second; send {allowed}"
-        raise InvalidRequestError(sentence, "file")
-    parts = list(_resample(_read_blocks(read, rate), rate))
-    if not parts or not sum(map(len, parts)):
-        raise InvalidRequestError("the file has no samples; send one with sound", "file")
-    return np.concatenate(parts)
+        raise InvalidRequestError(f"the file has {channels} channels of {rate} samples a second; send {allowed}", "file")
+    if rate * channels > _MAX_DENSITY:
+        sentence = f"the file has {channels} channels of {rate} samples a second; send at most {_MAX_DENSITY} samples a second in all"
+        raise InvalidRequestError(f"{sentence}, such as one channel of {RATE}", "file")
+    if rate * MAX_SECONDS < file.num_frames < _UNKNOWN_LENGTH:
+        raise _too_long()
 
 
-def _open_wave(data: bytes) -> tuple[Read, int, int] | None:
+def _too_long() -> InvalidRequestError:
+    return InvalidRequestError(f"the file is longer than {MAX_SECONDS} seconds; send it in parts", "file")
+
+
+def _open_wave(data: bytes) -> AudioFile | None:
     """A WAV file of whole numbers; None for any other file."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         return None
@@ -70,28 +115,29 @@ def _open_wave(data: bytes) -> tuple[Read, int, int] | None:
         whole[:, 4 - width :] = found
         return (whole.view("<i4")[:, 0].astype(np.float32) / 2**31).reshape(-1, channels)
 
-    return read, file.getframerate(), channels
+    held = len(data) // (width * channels)  # the head of a stream says 2 ** 32 bytes
+    return AudioFile(read, file.close, min(file.getnframes(), held), file.getframerate(), channels)
 
 
-def _open_other(data: bytes) -> tuple[Read, int, int]:
-    try:
-        import soundfile
-    except ImportError:
+def _open_other(data: bytes) -> AudioFile:
+    if importlib.util.find_spec("soundfile") is None:
         sentence = "the file is no WAV file of whole numbers; convert it, or install soundfile, the extra audio, on the server"
-        raise InvalidRequestError(sentence, "file") from None
+        raise InvalidRequestError(sentence, "file")
+    damaged = InvalidRequestError("the file is damaged, or takes too much memory or time to decode; send it again as WAV", "file")
     try:
-        file: Any = soundfile.SoundFile(io.BytesIO(data))
-    except (RuntimeError, TypeError):  # of libsndfile; a raw file has no format
+        process = AudioProcess(data)
+    except UnreadableError:
         raise InvalidRequestError("the file is no audio file that libsndfile reads; send WAV, FLAC, MP3 or Ogg", "file") from None
+    except DamagedError:
+        raise damaged from None
 
     def read(count: int) -> np.ndarray:
         try:
-            found: np.ndarray = file.read(count, dtype="float32", always_2d=True)
-        except RuntimeError:
-            raise InvalidRequestError("the file is damaged; send it again", "file") from None
-        return found
+            return np.frombuffer(process.read(count), np.float32).reshape(-1, process.channels)
+        except (DamagedError, ValueError):
+            raise damaged from None
 
-    return read, file.samplerate, file.channels
+    return AudioFile(read, process.close, process.num_frames, process.rate, process.channels)
 
 
 def _read_blocks(read: Read, rate: int) -> Iterator[np.ndarray]:
@@ -100,7 +146,7 @@ def _read_blocks(read: Read, rate: int) -> Iterator[np.ndarray]:
     while len(block := read(size)):
         total += len(block)
         if total > rate * MAX_SECONDS:
-            raise InvalidRequestError(f"the file is longer than {MAX_SECONDS} seconds; send it in parts", "file")
+            raise _too_long()
         yield np.nan_to_num(block.mean(axis=1), posinf=0.0, neginf=0.0)
         if len(block) < size:
             return
@@ -132,20 +178,25 @@ def _transform(samples: np.ndarray, count: int) -> np.ndarray:
     return (np.fft.irfft(kept, count) * (count / max(1, len(samples)))).astype(np.float32)
 
 
-def split_windows(samples: np.ndarray, seconds: float) -> list[tuple[float, np.ndarray]]:
+def split_windows(blocks: Iterable[np.ndarray], seconds: float) -> Iterator[tuple[float, np.ndarray]]:
     """(start in seconds, samples) of windows of at most `seconds`. A window that is not the last
     one ends where its end is quietest."""
-    longest, start, windows = int(seconds * RATE), 0, []
-    while start < len(samples):
-        end = min(len(samples), start + longest)
-        if end < len(samples):
-            quiet = max(start + longest // 2, end - _QUIET_SECONDS * RATE)
-            frames = samples[quiet : quiet + (end - quiet) // _QUIET_FRAME * _QUIET_FRAME].reshape(-1, _QUIET_FRAME)
-            if len(frames):
-                end = quiet + (int(np.square(frames).sum(1).argmin()) * 2 + 1) * _QUIET_FRAME // 2
-        windows.append((start / RATE, samples[start:end]))
-        start = end
-    return windows
+    longest, start, rest = int(seconds * RATE), 0, np.zeros(0, np.float32)
+    for block in blocks:
+        rest = np.concatenate((rest, block))
+        while len(rest) > longest:
+            end = _find_quiet(rest[:longest])
+            yield start / RATE, rest[:end]
+            start, rest = start + end, rest[end:]
+    if len(rest):
+        yield start / RATE, rest
+
+
+def _find_quiet(samples: np.ndarray) -> int:
+    """Where a window ends: in the quietest frame of its last seconds."""
+    quiet = max(len(samples) // 2, len(samples) - _QUIET_SECONDS * RATE)
+    frames = samples[quiet : quiet + (len(samples) - quiet) // _QUIET_FRAME * _QUIET_FRAME].reshape(-1, _QUIET_FRAME)
+    return quiet + (int(np.square(frames).sum(1).argmin()) * 2 + 1) * _QUIET_FRAME // 2 if len(frames) else len(samples)
 
 
 def extract_features(samples: np.ndarray, mel_bins: int, frames: int) -> np.ndarray:

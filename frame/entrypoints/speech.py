@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.audio import HOP, RATE, extract_features, read_audio, split_windows
+from frame.entrypoints.audio import HOP, RATE, AudioFile, extract_features, read_audio, split_windows
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -54,6 +54,14 @@ class Transcription:
     segments: list[Segment] = field(repr=False)
 
 
+class Window(NamedTuple):
+    """A window of a file. `start` and `seconds`: in the file. `encoder_input`: of `Generate`."""
+
+    start: float
+    seconds: float
+    encoder_input: bytes
+
+
 class Speech:
     """Raises InvalidRequestError for a model or checkpoint that cannot transcribe."""
 
@@ -80,15 +88,12 @@ class Speech:
         self._forced = [int(token) for _, token in forced if token is not None and token != self._no_stamps]
         self._default_language = self._find_default(settings)
 
-    def split(self, audio: bytes | np.ndarray) -> tuple[float, list[tuple[float, np.ndarray]]]:
-        """A file, or float32 samples [n] of 16 kHz. -> its seconds, and the start and samples of
-        each window."""
-        samples = read_audio(audio) if isinstance(audio, bytes) else audio
-        return len(samples) / RATE, split_windows(samples, self.window_seconds)
-
-    def encode_window(self, samples: np.ndarray) -> bytes:
-        """A window as `Generate.encoder_input`."""
-        return extract_features(samples, *self.input_shape).tobytes()
+    def read_windows(self, audio: AudioFile | np.ndarray) -> Iterator[Window]:
+        """The windows of a file, or of float32 samples [n] of 16 kHz, one at a time. Raises
+        InvalidRequestError."""
+        blocks = read_audio(audio) if isinstance(audio, AudioFile) else (audio,)
+        for start, samples in split_windows(blocks, self.window_seconds):
+            yield Window(start, len(samples) / RATE, extract_features(samples, *self.input_shape).tobytes())
 
     def _find_default(self, settings: Mapping[str, Any]) -> str | None:
         """The language that the checkpoint names: its code, its name or its token."""

@@ -41,6 +41,15 @@ def test_one_key_leaves_a_place_for_others_once_there_are_others() -> None:
     assert queue.take() == ("many", 3)
 
 
+def test_one_key_has_a_bounded_number_of_places() -> None:
+    queue = FairQueue[int](8, max_per_key=2)
+    for number in range(4):
+        for key in "abc":
+            queue.put(key, number)
+    taken = [job for job in (queue.take() for _ in range(9)) if job is not None]
+    assert sorted(taken) == [(key, number) for key in "abc" for number in (0, 1)]
+
+
 def test_jobs_that_are_discarded_take_no_turn() -> None:
     queue = FairQueue[int](1)
     for number in range(3):

@@ -154,8 +154,8 @@ class FairSemaphore:
     """At most `count` holders at once, in the turns of `FairQueue`: a tenant with many waiters
     delays another tenant's single one by at most one turn, and leaves it a slot."""
 
-    def __init__(self, count: int) -> None:
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(count)
+    def __init__(self, count: int, max_per_tenant: int | None = None) -> None:
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(count, max_per_tenant)
 
     @asynccontextmanager
     async def hold_slot(self, tenant: str) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from frame.core.interfaces.model import Task
 from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.engine_client.quotas import PlaceShares, TenantQuotas
+from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
 from frame.entrypoints.http.errors import ApiError, quoted
@@ -73,8 +73,9 @@ class Services:
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     # None without batches.folder
     batches: BatchJobRunner | None = field(init=False, default=None)
-    # Held while an audio file is decoded, which may need some hundred megabytes
-    audio_decoding: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(2))
+    # Held by each audio file that is being decoded, in a process that takes up to 512 MB
+    audio_files: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(8, 2))
+    audio_turns: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(2))  # for the work on one window
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
     # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on
     fingerprint: str = field(init=False)

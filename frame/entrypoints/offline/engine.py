@@ -17,6 +17,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +29,7 @@ from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Control, ControlReply
 from frame.core.text.chat_template import ChatTemplateError
-from frame.entrypoints.audio import RATE
+from frame.entrypoints.audio import open_audio
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
@@ -195,18 +196,19 @@ class Engine:
         speech = Speech(self._resolved, self.tokenizer)
         language = speech.choose_language(language, task)
         data = Path(audio).read_bytes() if isinstance(audio, str | Path) else audio
-        duration, windows = speech.split(data)
-        inputs = [speech.encode_window(samples) for _, samples in windows]
+        with closing(open_audio(data)) if isinstance(data, bytes) else nullcontext(data) as opened:
+            windows = list(speech.read_windows(opened))
+        inputs = [window.encoder_input for window in windows]
         if language is None and speech.detects_language:
             (found,) = self._run_speech([speech.plan_detection()], inputs[:1])
             language = speech.find_language(found.token_ids[0])
         plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature)
         outputs = self._run_speech([plan] * len(windows), inputs)
         segments = []
-        for (start, samples), output in zip(windows, outputs, strict=True):
+        for window, output in zip(windows, outputs, strict=True):
             logprobs = output.logprobs.logprobs if output.logprobs is not None else ()
-            segments += speech.read_segments(output.token_ids, start, len(samples) / RATE, logprobs)
-        return join_segments(segments, language, duration)
+            segments += speech.read_segments(output.token_ids, window.start, window.seconds, logprobs)
+        return join_segments(segments, language, sum(window.seconds for window in windows))
 
     def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], inputs: Sequence[bytes]) -> list[Output]:
         """Run one sequence for each encoder input."""

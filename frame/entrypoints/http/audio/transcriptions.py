@@ -1,30 +1,33 @@
 """The routes `/v1/audio/transcriptions` and `/v1/audio/translations` of the OpenAI API.
 
-A file is decoded in a thread, two files at a time; its windows are the sequences of one request.
-Must not depend on the engine.
+Files are decoded in threads, a window at a time in turn by key; the windows of a file are the
+sequences of one request. Must not depend on the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from contextlib import closing
 from typing import Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, model_validator
 
-from frame.entrypoints.audio import MAX_BYTES, RATE
+from frame.entrypoints.audio import MAX_BYTES, open_audio
+from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.errors import CLOSE, ApiError
-from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed
+from frame.entrypoints.http.errors import CLOSE, ApiError, DisconnectedError
+from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed, too_many
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.multipart import FormReader
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
-from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.openai import TranscriptionEvent, TranscriptionObject
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.speech import Segment, Speech, Transcription, format_subtitles, join_segments
+from frame.entrypoints.speech import Segment, Speech, Transcription, Window, format_subtitles, join_segments
 
 router = ApiRouter(access=Access.USER)
 
@@ -75,11 +78,12 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
     services.check_model(form.model)
     try:
         language = speech.choose_language(form.language.lower() if form.language else None, task)
-        async with services.audio_decoding:
-            duration, windows, inputs = await asyncio.to_thread(_prepare, speech, file)
+        windows = await _decode_while_connected(context, services, file)
+    except QuotaExceededError as error:
+        raise too_many(error) from None
     except ValueError as error:
         raise as_api_error(error) from None
-    context.hold(sum(map(len, inputs)))
+    inputs = [window.encoder_input for window in windows]
     if language is None and speech.detects_language:
         detection = await start_request(
             context, services, *_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_inputs=inputs[:1]
@@ -92,11 +96,11 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
         return None
     segments: list[Segment] = []
     sequences = await _finish(answer)
-    for (start, seconds), sequence in zip(windows, sequences, strict=True):
+    for window, sequence in zip(windows, sequences, strict=True):
         _, ids, parts = sequence.take_output()
         logprobs = [each for part in parts for each in part.logprobs]
-        segments += speech.read_segments(ids, start, seconds, logprobs, has_stamps=form.has_stamps)
-    found = join_segments(segments, language, duration)
+        segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
+    found = join_segments(segments, language, sum(window.seconds for window in windows))
     if form.response_format in ("json", "verbose_json"):
         return _write_object(found, task, form, answer)
     body = found.text + "\n" if form.response_format == "text" else format_subtitles(found.segments, form.response_format)
@@ -147,10 +151,44 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
     return parse_body(SpeechFields, values)[0], file
 
 
-def _prepare(speech: Speech, file: bytes) -> tuple[float, list[tuple[float, float]], list[bytes]]:
-    """The seconds of a file, the start and seconds of its windows, and their encoder inputs."""
-    duration, windows = speech.split(file)
-    return duration, [(start, len(samples) / RATE) for start, samples in windows], [speech.encode_window(samples) for _, samples in windows]
+async def _decode_while_connected(context: RequestContext, services: Services, file: bytes) -> list[Window]:
+    """`_decode`, which ends when the client disconnects. Raises DisconnectedError."""
+    decoding = asyncio.create_task(_decode(context, services, file))
+
+    def stop() -> None:
+        decoding.cancel()
+
+    context.on_disconnect(stop)
+    try:
+        await asyncio.wait({decoding})
+    finally:
+        decoding.cancel()
+    if decoding.cancelled():
+        raise DisconnectedError
+    return decoding.result()
+
+
+async def _decode(context: RequestContext, services: Services, file: bytes) -> list[Window]:
+    """The windows of a file, each decoded in a turn of its key. Raises InvalidRequestError,
+    QuotaExceededError, ApiError."""
+    speech, windows = need_speech(services), list[Window]()
+    async with services.audio_files.hold_slot(context.tenant):
+        async with services.audio_turns.hold_slot(context.tenant):
+            opened = await asyncio.to_thread(open_audio, file)
+        with closing(opened):
+            count = math.ceil(opened.seconds / speech.window_seconds)
+            check_sequence_count(services, count, "file")  # before the work, which would be for nothing
+            if context.lease is not None:
+                context.lease.reserve_sequences(count)
+            rest = speech.read_windows(opened)
+            while True:
+                async with services.audio_turns.hold_slot(context.tenant):
+                    window = await asyncio.to_thread(next, rest, None)
+                if window is None:
+                    return windows
+                context.hold(len(window.encoder_input))
+                windows.append(window)
+                check_sequence_count(services, len(windows), "file")
 
 
 def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]]:
