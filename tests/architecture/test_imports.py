@@ -21,6 +21,7 @@ CONFIGURATION = (
     "frame.core.config.schema",
     "frame.core.config.section",
     "frame.core.config.hardware",
+    "frame.core.loading.config_defaults",
     "frame.core.loading.model_config",
     "frame.core.config.resolve",
     "frame.core.config.resolve_drafter",

@@ -59,7 +59,14 @@ NAMED_ELSEWHERE = {
     "frame/core/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
     **{
         f"frame/core/loading/model_config.py: {name}": "a model_type of config.json, whose silence on sliding windows has a meaning"
-        for name in ("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+        for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+    },
+    **{
+        f"frame/core/loading/config_defaults.py: {name}": "a model_type of config.json, after which model plugins are named too"
+        for name in (
+            "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "gpt_oss", "kimi_linear", "minimax_m2", "mistral",
+            "mixtral", "nemotron_h", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_next",
+        )
     },
 }
 

@@ -1,7 +1,7 @@
-"""Configurations that strangers bring: options of config.json that published checkpoints have
-seldom, or that transformers reads in another way than their names say.
+"""Odd configurations: options of config.json that published checkpoints have seldom, or that
+transformers reads in another way than their names say.
 
-`scripts/odd_configurations.py` and `test_odd_configurations.py` run each of them beside
+`benchmarks/odd_configurations.py` and `test_odd_configurations.py` run each of them beside
 transformers. Must not know how frame loads or runs a model.
 """
 
