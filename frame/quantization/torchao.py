@@ -64,7 +64,7 @@ def _read_type(found: Any, dtype: torch.dtype) -> TorchAoLayer:
     where = "quantization_config.quant_type"
     chosen = found.get("default") if isinstance(found, Mapping) else None
     name = chosen.get("_type") if isinstance(chosen, Mapping) else found
-    if not isinstance(chosen, Mapping) or name not in _TYPES:
+    if not isinstance(chosen, Mapping) or not isinstance(name, str) or name not in _TYPES:
         raise CheckpointError(f"{where} is {name!r}; of torchao's types {', '.join(_TYPES)} are read: quantize the model to one of them.")
     version = chosen.get("_version", 1)
     if not isinstance(version, int):

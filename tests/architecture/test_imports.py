@@ -22,6 +22,8 @@ CONFIGURATION = (
     "frame.core.config.section",
     "frame.core.config.hardware",
     "frame.core.loading.config_defaults",
+    "frame.core.loading.checkpoint_folder",
+    "frame.core.loading.config_fields",
     "frame.core.loading.model_config",
     "frame.core.config.resolve",
     "frame.core.config.resolve_drafter",

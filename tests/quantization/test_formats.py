@@ -30,6 +30,7 @@ from frame.quantization.gptq import Gptq
 from frame.quantization.int4 import Int4
 from frame.quantization.int8 import Int8, RoundedInt8Layer
 from frame.quantization.modelopt import ModelOpt
+from frame.quantization.mxfp4 import Mxfp4
 from frame.quantization.plain import PlainLayer
 from frame.quantization.torchao import TorchAo
 from frame.quantization.w4afp8 import W4AFp8
@@ -235,6 +236,7 @@ def test_modelopt_checkpoints_without_quantization_config(algorithm: str, store:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
+        ('{"quantization": {"quant_algo": "FP8"}}', r"hf_quant_config.json: producer is None; a JSON object"),
         ('{"quantization": []}', r"hf_quant_config.json: quantization is \[\]; a JSON object"),
         ("{", "hf_quant_config.json is not valid JSON"),
     ],
@@ -248,7 +250,8 @@ def test_broken_descriptions_of_modelopt_are_named(content: str, sentence: str, 
 
 def test_a_modelopt_checkpoint_with_scales_of_the_cache_alone(tmp_path: Path) -> None:
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(described))
     assert read_model_config(folder).quantization is None
 
 
@@ -514,7 +517,7 @@ def test_conformance_of_stored_formats(dialect: str) -> None:
     def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         if dtype == torch.float8_e4m3fn and "scale" in name:
             return torch.full(shape, 0.5).to(dtype)
-        return None
+        return Mxfp4.make_conformance_tensor("scales", shape, dtype) if dtype == torch.uint8 and "scale" in name else None
 
     stored = type("Stored", (base,), {"conformance_config": config, "make_conformance_tensor": staticmethod(make)})
     assert failures("weight_format", stored) == {}

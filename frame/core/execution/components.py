@@ -34,6 +34,7 @@ from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
+from frame.core.loading.config_fields import ConfigFields
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
@@ -206,7 +207,8 @@ def build_runner(
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
-    model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, model_config)), context, checkpoint)
+    named = replace(model_config, config=ConfigFields(model_config.config))
+    model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, named)), context, checkpoint)
     phases.update(report.seconds)
     clock = time.perf_counter()
     drafter = _build_drafter(resolved, parts, model, context)

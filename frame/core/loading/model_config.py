@@ -17,13 +17,15 @@ from typing import Any, Literal
 from frame.core.errors import CheckpointError
 from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import ModelConfig, is_classifier
+from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.config_defaults import DEFAULTS
+from frame.core.loading.config_fields import check_fields
 from frame.core.loading.sentence_transformers import read_sentence_facts
 
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
 
 WHISPER = "WhisperForConditionalGeneration"
-MODELOPT = "hf_quant_config.json"  # ModelOpt's description of a quantization, which config.json may lack
+DESCRIPTION = "hf_quant_config.json"  # NVIDIA ModelOpt's, of a quantization that config.json may lack
 EMBEDDED = "frame-tiny"  # the model that ships with the package
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -41,7 +43,8 @@ _OTHER_SIZES = (
     "qk_rope_head_dim", "num_nextn_predict_layers",
 )  # fmt: skip
 _MOST = 2**31 - 1  # of any size
-_MOST_LAYERS = 10_000  # each is an object, built before weights are looked for
+_MOST_LAYERS = 1_000  # each is an object, built before weights are looked for
+_MOST_EXPERTS = 200_000  # of all layers; the same holds for them
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
@@ -79,6 +82,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         if folder.is_file():
             raise CheckpointError(f"{setting} {str(path)!r} is a file; give its folder, which also holds config.json and the tokenizer.")
         raise CheckpointError(f"{setting} {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
+    check_folder(folder)
     raw = _read_json(folder / "config.json")
     if raw is None and any(folder.glob("*.gguf")):
         raise CheckpointError(
@@ -89,7 +93,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
     generation = _read_json(folder / "generation_config.json") or {}
-    if not text.get("quantization_config") and (described := _read_modelopt(folder / MODELOPT)):
+    if not text.get("quantization_config") and (described := _read_description(folder / DESCRIPTION)):
         text = {**text, "quantization_config": described}
     text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
@@ -102,6 +106,8 @@ def check_head(path: str, field: str) -> None:
     """Raise CheckpointError unless `path` is the folder of a head that drafts: its config.json has
     `field`."""
     file = Path(path) / "config.json"
+    if file.parent.is_dir():
+        check_folder(file.parent)
     raw = _read_json(file)
     if raw is None or field not in raw:
         problem = "is missing" if raw is None else f"has no {field}"
@@ -125,6 +131,7 @@ class _Reader:
                 )
             for name in ("max_source_positions", "num_mel_bins", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"):
                 self._count((name,))
+        check_fields(self.file, config)
         for name in _OTHER_SIZES:
             self._count((name,), default=0)
         heads = self._count(_HEADS)
@@ -144,7 +151,7 @@ class _Reader:
             other_head_dims=self._other_head_dims(head_dim),
             max_context=self._max_context(),
             dtype=_dtype(config.get("dtype") or config.get("torch_dtype")),
-            num_experts=self._count(_EXPERTS, default=0),
+            num_experts=self._count(_EXPERTS, default=0, most=_MOST_EXPERTS // self._num_layers()),
             sliding_window=self._sliding_window(),
             quantization=self._quantization(),
             eos_token_ids=eos,
@@ -167,7 +174,7 @@ class _Reader:
     def _num_layers(self) -> int:
         """The number of layers, or the length of the list of their kinds."""
         kinds = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
-        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None, most=_MOST_LAYERS)
+        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None, least=1, most=_MOST_LAYERS)
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")
@@ -250,16 +257,17 @@ class _Reader:
         return method
 
 
-def _read_modelopt(file: Path) -> dict[str, Any] | None:
-    """The `quantization_config` that ModelOpt's file stands for; None without a file, and for
-    unquantized weights with scales of the KV cache alone."""
+def _read_description(file: Path) -> dict[str, Any] | None:
+    """The `quantization_config` that NVIDIA ModelOpt's file stands for, with its producer as the
+    method; None without a file, and for unquantized weights with scales of the KV cache alone."""
     raw = _read_json(file)
     if raw is None:
         return None
-    stored = raw.get("quantization")
-    if not isinstance(stored, dict):
-        raise CheckpointError(f"{file}: quantization is {reprlib.repr(stored)}; a JSON object is expected: download it again.")
-    return {**stored, "quant_method": "modelopt"} if stored.get("quant_algo") else None
+    for name in ("quantization", "producer"):
+        if not isinstance(raw.get(name), dict):
+            raise CheckpointError(f"{file}: {name} is {reprlib.repr(raw.get(name))}; a JSON object is expected: download it again.")
+    stored = raw["quantization"]
+    return {**stored, "quant_method": raw["producer"].get("name")} if stored.get("quant_algo") else None
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:

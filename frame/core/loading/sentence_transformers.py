@@ -15,6 +15,7 @@ from typing import Any
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import PoolingMode, SentenceTransformersConfig
+from frame.core.loading.checkpoint_folder import check_folder, is_within
 
 MODES: Mapping[str, PoolingMode] = MappingProxyType(
     {
@@ -40,7 +41,10 @@ def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            mode = _mode(folder / str(module.get("path", "")) / "config.json")
+            file = folder / str(module.get("path", "")) / "config.json"
+            if not is_within(file, folder):
+                raise CheckpointError(f"{folder / 'modules.json'} names {file}, which is outside of its folder; download it again.")
+            mode = _mode(file)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
@@ -59,6 +63,8 @@ def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
 
 
 def _mode(file: Path) -> PoolingMode:
+    if file.parent.is_dir():
+        check_folder(file.parent)
     config = _object(file)
     chosen = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     named = config.get("pooling_mode")  # in newer files

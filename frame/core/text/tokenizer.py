@@ -18,6 +18,7 @@ import msgspec
 
 from frame.core.errors import CheckpointError
 from frame.core.installation import install_command, is_installed
+from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
 from frame.core.text.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, find_template, read_template
 from frame.core.text.python_tokenizer import PythonTokenizer
@@ -287,6 +288,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:
+    check_folder(folder)
     if not trust_remote_code:
         check_tokenizer_code(folder)
     elif (code := find_tokenizer_code(folder)) is not None:

@@ -23,6 +23,7 @@ from frame.core.config.selection import ResolveError, UnknownPluginError, join_c
 from frame.core.errors import ConfigError, ConfigurationError, PluginError
 from frame.core.installation import install_command
 from frame.core.interfaces.model import ModelCapabilities
+from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.model_config import check_head, find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
 from frame.core.text.chat_template import ChatTemplate, find_template, read_template
@@ -149,6 +150,7 @@ def _chat_template(config: FrameConfig) -> str:
     folder = find_model(config.model.tokenizer or config.model.path)
     if not folder.is_dir():
         raise ConfigError(f"model.tokenizer {config.model.tokenizer!r} is not a folder; name a folder with a tokenizer.json")
+    check_folder(folder)
     named = config.text.chat_template
     source = read_template(named) if named else find_template(folder, read_settings(folder))
     if source:

@@ -144,7 +144,7 @@ def _read_index(index: Path) -> tuple[list[str], list[str]]:
     for shard in shards:
         if Path(shard).name != shard or len(shard) > LONGEST_NAME:
             raise CheckpointError(
-                f"{index} names a file outside of its folder ({shard}), which is not read: download the checkpoint again."
+                f"{index} names a file outside of its folder ({shard:.{LONGEST_NAME}}), which is not read: download the checkpoint again."
             )
     return list(entries), shards
 

@@ -45,7 +45,10 @@ class BitsAndBytes(WeightFormat):
         super().__init__(context, options)
         config = context.checkpoint_config or {}
         kind = config.get("bnb_4bit_quant_type", "fp4")
-        self._plain = tuple(config.get("llm_int8_skip_modules") or ())
+        skipped = config.get("llm_int8_skip_modules") or ()
+        if not isinstance(skipped, list | tuple) or not all(isinstance(name, str) for name in skipped):
+            raise CheckpointError(f"quantization_config.llm_int8_skip_modules is {skipped!r}; a list of strings is expected.")
+        self._plain = tuple(skipped)
         self._unquantized = _list_unquantized(context.folder) if context.folder is not None else frozenset()
         self._layout: LayerFormat = Int8Layer()
         if config.get("load_in_4bit"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
 _STATE = ".quant_state.bitsandbytes__"
+_LARGEST_STATE = 1 << 16  # bytes; usual ones have 200
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
@@ -82,6 +84,8 @@ class BitsAndBytesSource(WeightSource):
         """The JSON text of a layer, checked. Raises CheckpointError that names what is wrong."""
         name = f"{weight}{_STATE}{kind}"
         try:
+            if math.prod(self._files[name].get_slice(name).get_shape()) > _LARGEST_STATE:
+                raise ValueError(f"it is longer than {_LARGEST_STATE} bytes")
             state: dict[str, Any] = json.loads(bytes(self._read(name).tolist()))
             outputs, inputs = state["shape"]
             block, nested = state["blocksize"], f"{weight}.nested_absmax" in self._files
@@ -90,7 +94,7 @@ class BitsAndBytesSource(WeightSource):
                 float(state["nested_offset"])
             if not all(isinstance(size, int) and size > 0 for size in sizes):
                 raise ValueError(f"sizes {sizes}")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{name} is no description of a layer ({error!r}): download the checkpoint again.") from error
         if kind != "nf4" or block % NF4_BLOCK or inputs % NF4_BLOCK:
             raise CheckpointError(
@@ -104,7 +108,11 @@ class BitsAndBytesSource(WeightSource):
         for part, size in wanted.items():
             if part not in self._files:
                 raise CheckpointError(f"the checkpoint lacks {part}: download it again.")
-            shape = list(self._files[part].get_slice(part).get_shape())
+            stored = self._files[part].get_slice(part)
+            shape, dtype = list(stored.get_shape()), stored.get_dtype()
+            bytes_expected = part == weight or (nested and part == f"{weight}.absmax")
+            if dtype != ("U8" if bytes_expected else "F32"):
+                raise CheckpointError(f"{part} is stored as {dtype}, which is not read: {'U8' if bytes_expected else 'F32'} is expected.")
             if shape not in ([size], [size, 1]):
                 raise CheckpointError(f"{part} has the shape {shape}, but {size} entries are expected: download the checkpoint again.")
         if not torch.equal(self._read(f"{weight}.quant_map"), torch.tensor(NF4)):

@@ -84,8 +84,19 @@ def read_places(folder: Path) -> dict[str, Place]:
         raise CheckpointError(f"{files[0]} is no whole GGUF file ({error!r}): download it again.") from error
     if architecture not in ARCHITECTURES:
         raise CheckpointError(f"{files[0]} is of the architecture {architecture!r}; of GGUF's {', '.join(ARCHITECTURES)} are read.")
+    _check_places(reader, files[0])
     permuted = heads if architecture == "llama" else {}
     return {name: place for tensor in reader.tensors for name, place in _place(tensor, permuted, files[0])}
+
+
+def _check_places(reader: GGUFReader, file: Path) -> None:
+    """Raise CheckpointError for tensors that share bytes, or are empty."""
+    end, before = 0, ""
+    for tensor in sorted(reader.tensors, key=lambda each: int(each.data_offset)):
+        if int(tensor.data_offset) < end or not tensor.n_bytes:
+            what = f"begins inside {before}" if tensor.n_bytes else "is empty"
+            raise CheckpointError(f"{file}: {tensor.name} {what}: download it again.")
+        end, before = int(tensor.data_offset) + int(tensor.n_bytes), str(tensor.name)
 
 
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}

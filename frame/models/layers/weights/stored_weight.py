@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, LayerFormat, PackedWeight, StoredTensor
 from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule
 
+_NAMED = 3  # tensors that an error names
 PLAIN = "weight"  # name of an unquantized weight after the layer's name
 
 ROWS_ON_CPU = 256  # that a CPU quantizes at a time, so that intermediate values stay in its caches; a multiple of all blocks
@@ -114,9 +116,23 @@ class StoredWeight:
             if stored.optional:
                 self._get(key).allocate()  # zeros where the checkpoint lacks it
         tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
-        if not any(self._is_by_part(stored) for stored in self.stored.values()):
-            return [self.layout.decode(tensors, self.inputs)]
-        return join([self.layout.decode(self._slice_part(tensors, part), self.inputs) for part in range(len(self.outputs))])
+        if any(self._is_by_part(stored) for stored in self.stored.values()):
+            found = join([self.layout.decode(self._slice_part(tensors, part), self.inputs) for part in range(len(self.outputs))])
+        else:
+            found = [self.layout.decode(tensors, self.inputs)]
+        for weight in found:
+            self._check_scales(weight)
+        return found
+
+    def _check_scales(self, weight: PackedWeight) -> None:
+        """Raise CheckpointError for scales that make all results of a layer NaN."""
+        if all(_is_finite(tensor) for tensor in (weight.scales, weight.outer, weight.minima) if tensor is not None):
+            return
+        kept = [self._get(key) for key in self.keys.values()]
+        wrong = [parameter for parameter in kept if parameter.is_floating_point() and not _is_finite(parameter.data)] or kept
+        names = sorted(source for parameter in wrong for source in parameter.sources)
+        more = f" or another of {len(names)} such tensors" if len(names) > _NAMED else ""
+        raise CheckpointError(f"{' or '.join(names[:_NAMED])}{more} has scales that are not finite numbers: download the checkpoint again.")
 
     def release(self, kept: Sequence[torch.Tensor] = ()) -> None:
         """Free the parameters whose memory none of the `kept` tensors shares."""
@@ -191,6 +207,15 @@ class RoundedParameter(ShardedParameter):
 
     def write(self, part: Part, value: torch.Tensor) -> None:
         self.owner.write_rounded(part, value.to(self.device))
+
+
+def _is_finite(scales: torch.Tensor) -> bool:
+    """Whether all are finite, read without a copy."""
+    if scales.is_meta:
+        return True
+    if scales.dtype == torch.float8_e4m3fn:  # it has NaN, and no infinity
+        return not bool((scales.view(torch.uint8) & 0x7F == 0x7F).any())
+    return bool(scales.sum(dtype=torch.float32).isfinite())
 
 
 def join(weights: Sequence[PackedWeight]) -> list[PackedWeight]:

@@ -1,0 +1,55 @@
+"""`ConfigFields`: config.json as models read it, with an error that names a field that is missing,
+and the types of fields that models compute with.
+
+Used by `model_config` and where models are built. Must not know an architecture.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from frame.core.errors import CheckpointError
+
+_ROPE = ("rope_parameters", "rope_scaling")
+_NUMBERS = (
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
+    "routed_scaling_factor", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+    "embedding_multiplier", "lm_head_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+)  # fmt: skip
+_ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "partial_rotary_factor", "original_max_position_embeddings",
+)  # fmt: skip
+
+
+class ConfigFields(dict[str, Any]):
+    """Raises CheckpointError for a field that a model reads without a default."""
+
+    def __missing__(self, name: str) -> Any:
+        raise CheckpointError(f"config.json has no {name}, which this architecture needs: download the checkpoint again.")
+
+
+def check_fields(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a field that is no number, or no settings of rotary embeddings."""
+    _check_numbers(file, "", config, _NUMBERS)
+    for name in _ROPE:
+        found = config.get(name)
+        if found is None:
+            continue
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{file}: {name} is {reprlib.repr(found)}; a JSON object is expected.")
+        _check_numbers(file, f"{name}.", found, _ROPE_NUMBERS)
+        for kind, each in found.items():  # one entry for each kind of layer
+            if isinstance(each, Mapping):
+                _check_numbers(file, f"{name}.{kind}.", each, _ROPE_NUMBERS)
+
+
+def _check_numbers(file: Path, where: str, config: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+            raise CheckpointError(f"{file}: {where}{name} is {reprlib.repr(value)}; a number is expected.")

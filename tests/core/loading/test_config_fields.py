@@ -1,0 +1,39 @@
+"""Fields of config.json that are missing or of another type are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.core.errors import CheckpointError
+from frame.core.loading.config_fields import ConfigFields, check_fields
+
+
+def test_missing_fields_are_named() -> None:
+    config = ConfigFields({"hidden_size": 64})
+    assert config["hidden_size"] == 64
+    assert config.get("intermediate_size") is None
+    with pytest.raises(CheckpointError, match="has no intermediate_size, which this architecture needs"):
+        config["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"rms_norm_eps": "x"}, "a.json: rms_norm_eps is 'x'; a number"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"logit_scale": True}, "logit_scale is True"),
+        ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; a JSON object"),
+        ({"rope_parameters": {"factor": [2]}}, r"rope_parameters.factor is \[2\]"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": "x"}}}, "rope_parameters.full_attention.rope_theta is 'x'"),
+    ],
+)
+def test_other_types_are_named(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        check_fields(Path("a.json"), config)
+
+
+def test_usual_fields() -> None:
+    check_fields(Path("a.json"), {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4}})
