@@ -72,8 +72,6 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
 	$(PIP) install --quiet --editable .
-# xgrammar without triton, a gigabyte that only its GPU kernels import: it enforces tool calls
-	$(PIP) install --quiet --no-deps 'xgrammar>=0.2,<0.3' apache-tvm-ffi
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package packages/frame-automata/pyproject.toml

@@ -157,3 +157,4 @@ def register_attention_backends(registry: KindRegistry) -> None:
         requires=("sgl-flash-mla>=1.0",),
         summary="DeepSeek's FlashMLA kernels for decode steps of latent attention.",
     )
+    registry.suggest_distribution("avx512", "frame-x86")

@@ -15,11 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
-from frame.core.installation import install_command
+from frame.core.installation import install_command, is_installed
 
 if TYPE_CHECKING:
     from frame.core.config.schema import ServerSection
@@ -46,7 +45,7 @@ def check_tracing(server: ServerSection) -> None:
 
 
 def _is_installed() -> bool:
-    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.exporter") is not None
+    return all(map(is_installed, ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")))
 
 
 def open_tracing(server: ServerSection, process: str) -> Tracing | None:

@@ -240,3 +240,5 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
     ):
         target = f"frame.quantization.gemm.cpu_{name}:{name.capitalize()}CpuKernel"
         registry.add(f"cpu_{name}", target, capabilities=capabilities, rank=70, summary=summary)
+    for name in ("amx", "avx512"):
+        registry.suggest_distribution(name, "frame-x86")

@@ -79,6 +79,26 @@ def test_records_are_ranked_then_named() -> None:
     assert [record.name for record in registry.records(KIND)] == ["best", "a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "package"),
+    [
+        ("launcher", "ray", "frame-ray"),
+        ("gemm_kernel", "amx", "frame-x86"),
+        ("gemm_kernel", "avx512", "frame-x86"),
+        ("attention_backend", "avx512", "frame-x86"),
+        ("weight_source", "gguf", "frame-gguf"),
+        ("weight_format", "bitsandbytes", "frame-bitsandbytes"),
+        ("grammar_backend", "automata", "frame-automata"),
+    ],
+)
+def test_plugins_of_our_packages_are_named_with_their_package(kind: str, name: str, package: str) -> None:
+    registry = load_registry(installed=False)
+    registry.excluded = frozenset()  # some of the packages may be installed
+    with pytest.raises(PluginError) as caught:
+        registry.get(kind, name)
+    assert str(caught.value) == f"{kind} {name!r} is not installed; install its package: {install_command(package)}."
+
+
 def test_a_plugin_of_a_package_that_is_not_installed_is_named_with_its_remedy() -> None:
     registry = registry_with("fcfs")
     part = registry.kind(KIND, "one", "1.0")

@@ -50,7 +50,6 @@ class GrammarSettings:
     """Limits and sizes of the compiler."""
 
     kinds: tuple[str, ...] = GRAMMAR_KINDS  # that the backend compiles
-    upgrade: str | None = None  # a backend that compiles all kinds
     workers: int = 1  # threads that compile
     queue_timeout: float = 10.0  # seconds that a grammar waits behind others that ran into their time limit
     cache_bytes: int = 256 * 1024 * 1024  # of compiled grammars
@@ -201,7 +200,8 @@ class GrammarCompiler:
 
     def _find(self, key: Key, rid: str) -> _Compilation | CompiledGrammar | ValueError:
         if key[1] not in self._settings.kinds:
-            return _refuse_kind(key[1], self._settings)
+            kinds = ", ".join(self._settings.kinds)
+            return ValueError(f"this server's grammar backend compiles no {key[1]}; use one of {kinds}")
         cached = self._cache.get(key)
         if cached is not None:
             return cached
@@ -306,12 +306,6 @@ class GrammarCompiler:
             if self._backend is None:
                 self._backend = self._make()
             return self._backend
-
-
-def _refuse_kind(kind: str, settings: GrammarSettings) -> ValueError:
-    why = ", which enforced tool calls need" if kind == "structural_tag" else ""
-    remedy = f", or serve with sampling.grammar: {settings.upgrade}" if settings.upgrade else ""
-    return ValueError(f"this server's grammar backend compiles no {kind}{why}; use one of {', '.join(settings.kinds)}{remedy}")
 
 
 def _outcome(waiting: _Waiting, budget: float) -> Grammar | Finish | None:

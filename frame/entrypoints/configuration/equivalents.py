@@ -127,7 +127,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("--speculative-num-draft-tokens", (S,), "--speculative-num-steps {}", ""),
     ("--draft-max --draft --draft-n", (L,), "--speculative-num-steps {}", ""),
     ("--speculative-config", (V,), "--speculative-algorithm NAME", "`frame plugins list --kind drafter`"),
-    ("--model-draft -md", (L,), "--speculative-algorithm draft_model --speculative-draft-model-path {}", "a folder"),
+    ("--model-draft -md", (L,), "--speculative-draft-model-path {}", "a folder; --speculative-algorithm names the drafter"),
     # grammars, tools and text
     ("--guided-decoding-backend --structured-outputs-config.backend", (V,), "--grammar-backend {}", ""),
     ("--enable-auto-tool-choice", (V,), "", "leave it out: tool calls are always parsed; --tool-call-parser names the parser"),

@@ -25,7 +25,6 @@ from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSetting
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import Platform, PlatformContext
-from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.results import ResultReceiver
@@ -174,10 +173,9 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
     make = cache(partial(load_backend, resolved, registry))
     if sampling.grammar is not None:
         make()
-    kinds = {record.name: _read_kinds(record) for record in registry.records("grammar_backend")}
+    capabilities = registry.get("grammar_backend", choices[0].name).capabilities
     settings = GrammarSettings(
-        kinds=kinds[choices[0].name],
-        upgrade=next((name for name, able in kinds.items() if set(able) == set(GRAMMAR_KINDS)), None),
+        kinds=capabilities.kinds if isinstance(capabilities, GrammarCapabilities) else GRAMMAR_KINDS,
         workers=max(1, sampling.grammar_workers),
         queue_timeout=sampling.grammar_timeout,
         cache_bytes=sampling.grammar_cache,
@@ -185,11 +183,6 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
         request_timeout=resolved.user.scheduler.request_timeout,
     )
     return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
-
-
-def _read_kinds(record: PluginRecord) -> tuple[str, ...]:
-    able = record.capabilities
-    return able.kinds if isinstance(able, GrammarCapabilities) else GRAMMAR_KINDS
 
 
 @blaming("at start")

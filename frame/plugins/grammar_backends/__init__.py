@@ -36,9 +36,9 @@ def register_grammar_backends(registry: KindRegistry) -> None:
     registry.add(
         "llguidance",
         "frame.plugins.grammar_backends.llguidance:LLGuidanceBackend",
-        capabilities=GrammarCapabilities(("json_schema", "json_object", "regex", "ebnf", "choice")),
+        capabilities=GrammarCapabilities(),
         options=GrammarOptions,
         requires=("llguidance>=1.8",),
-        summary="JSON schema, JSON, regular expressions, EBNF and choices, by llguidance: compiles in a millisecond.",
+        summary="All kinds, by llguidance: compiles in a millisecond.",
     )
     registry.suggest_distribution("automata", "frame-automata")

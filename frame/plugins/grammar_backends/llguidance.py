@@ -1,4 +1,5 @@
-"""The grammar backend `llguidance`: JSON schema, JSON objects, regular expressions, EBNF, choices.
+"""The grammar backend `llguidance`: JSON schema, JSON objects, regular expressions, EBNF, choices,
+structural tags.
 
 A grammar compiles in about a millisecond; masks are computed at run time, each under the library's
 own work limits. Knows one tokenizer and one vocabulary.
@@ -18,7 +19,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from frame.core.interfaces.sampling import GrammarBackend
-from frame.plugins.grammar_backends import ebnf
+from frame.plugins.grammar_backends import ebnf, structural_tags
 from frame.plugins.grammar_backends.closed_schema import close_schema
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
@@ -217,6 +218,8 @@ class LLGuidanceBackend(GrammarBackend):
         stops = [int(token) for token in getattr(tokenizer, "eos_token_ids", ()) if token < vocab_size]
         self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None, slices=SLICES)
         self._stops = frozenset(self._tokenizer.eos_tokens)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = {token.content: number for number, token in added.items() if token.special}
         self._batch = LLMaskBatch()
 
     def compile(self, kind: str, source: str) -> LLCompiled:
@@ -225,7 +228,8 @@ class LLGuidanceBackend(GrammarBackend):
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         try:
             translated = self._translate(kind, source)
-            compiled = LLCompiled(lambda: self._make_matcher(translated, kind == "ebnf"), source, self._stops, self._batch)
+            has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)
+            compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch)
         except Exception as error:  # the library's translation from EBNF raises many types
             raise ValueError(one_sentence(kind, str(error))) from error
         matcher = compiled.matcher
@@ -233,9 +237,9 @@ class LLGuidanceBackend(GrammarBackend):
             raise ValueError(f"{kind} allows no text at all")
         return compiled
 
-    def _make_matcher(self, translated: str, is_ebnf: bool) -> Any:
+    def _make_matcher(self, translated: str, has_ebnf: bool) -> Any:
         """A matcher whose first mask is computed, so that its copies need not compute it."""
-        limits = LLParserLimits(max_items_in_row=MAX_EBNF_ITEMS if is_ebnf else None, max_lexer_states=MAX_LEXER_STATES)
+        limits = LLParserLimits(max_items_in_row=MAX_EBNF_ITEMS if has_ebnf else None, max_lexer_states=MAX_LEXER_STATES)
         matcher, first = LLMatcher(self._tokenizer, translated, log_level=0, limits=limits), np.zeros(self._words, np.int32)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("<state>")[0])
@@ -245,11 +249,10 @@ class LLGuidanceBackend(GrammarBackend):
     def _translate(self, kind: str, source: str) -> str:
         """The source in the library's own format."""
         if kind in ("json_schema", "json_object"):
-            overrides: Any = {"whitespace_flexible": False}
-            if self._options.any_whitespace:
-                overrides = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{self._options.max_whitespace}}}"}
             schema = json.dumps(close_schema(json.loads(source))) if kind == "json_schema" else '{"type": "object"}'
-            return str(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=self._whitespace()))
+        if kind == "structural_tag":
+            return structural_tags.to_lark(source, self._special_ids, self._write_schema)
         if kind == "choice":
             return str(grammar_from("choice", json.dumps(json.loads(source), ensure_ascii=False)))
         if kind == "regex":
@@ -260,6 +263,19 @@ class LLGuidanceBackend(GrammarBackend):
             except (ebnf.UnsupportedSyntaxError, RecursionError):
                 return str(grammar_from("ebnf", source))  # the library supports more syntax, or says what is wrong
         raise ValueError(f"grammar kind {kind!r} is unknown")
+
+
+    def _whitespace(self, limit: int | None = None) -> dict[str, Any]:
+        """The library's settings for whitespace between the parts of JSON; `limit` characters in
+        one place, by default those of the options."""
+        if limit is None and self._options.any_whitespace:
+            limit = self._options.max_whitespace
+        return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{limit}}}"} if limit else {"whitespace_flexible": False}
+
+    def _write_schema(self, schema: Any, max_whitespace: int | None) -> str:
+        if not isinstance(schema, dict):
+            raise ValueError("json_schema must be an object")
+        return json.dumps({**close_schema(schema), "x-guidance": self._whitespace(max_whitespace)})
 
 
 def read_cost(matcher: Any) -> int:

@@ -27,3 +27,4 @@ def register_launchers(registry: KindRegistry) -> None:
         capabilities=LauncherCapabilities(several_hosts=True),
         summary="Processes of several hosts, one `frame serve` on each, over authenticated TCP.",
     )
+    registry.suggest_distribution("ray", "frame-ray")
