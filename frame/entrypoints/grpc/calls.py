@@ -114,7 +114,7 @@ class CallHandlers:
                     try:
                         reply = await run_call(self._services, caller, name, method(request, caller))
                     finally:
-                        self._reader.release(size)
+                        self._reader.release(size, tenant)
                 if reply is not None:
                     await context.write(reply)
 

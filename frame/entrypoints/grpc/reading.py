@@ -58,19 +58,19 @@ class MessageReader:
     async def decode(self, data: bytes, tenant: str, kind: Any) -> tuple[Any, int]:
         """(the message, the bytes of the pool that it holds). Raises ApiError."""
         size, most = len(data), self._bodies.most_values
-        self._bodies.take(size)
+        self._bodies.take(size, tenant)
         try:
             if size <= INLINE_BYTES:
                 return _decode(kind, data, most), size
             async with self._decoding.hold_slot(tenant):  # one at a time, so that others run between them
                 return await asyncio.to_thread(_decode, kind, data, most), size
         except BaseException:
-            self._bodies.give_back(size)
+            self._bodies.give_back(size, tenant)
             raise
 
-    def release(self, size: int) -> None:
-        """Give the bytes of a message back to the pool."""
-        self._bodies.give_back(size)
+    def release(self, size: int, tenant: str) -> None:
+        """Give the bytes of a tenant's message back to the pool."""
+        self._bodies.give_back(size, tenant)
 
 
 class OpenReader:

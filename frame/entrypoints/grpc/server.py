@@ -143,7 +143,7 @@ def _reflection(calls: CallHandlers, reader: MessageReader) -> Any:
                 async for response in servicer.ServerReflectionInfo(_once(each), caller.context):
                     await caller.context.write(response)
             finally:
-                reader.release(size)
+                reader.release(size, caller.tenant)
 
     handler = grpc.stream_stream_rpc_method_handler(calls.wrap_stream(run, request), response_serializer=reply.SerializeToString)
     return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})

@@ -34,7 +34,7 @@ MAX_REPLIES = 64  # queued for a slow reader of GenerateStream; later output is 
 class Service:
     """The methods raise ApiError; `CallHandlers` wraps them."""
 
-    def __init__(self, services: Services, schema: Schema, release: Callable[[int], None]) -> None:
+    def __init__(self, services: Services, schema: Schema, release: Callable[[int, str], None]) -> None:
         self._services = services
         self._schema = schema
         self._release = release  # gives the bytes of a message back to the pool
@@ -155,7 +155,7 @@ class Service:
 class Session:
     """One GenerateStream call: its requests, one task each, and the queue of replies to write."""
 
-    def __init__(self, service: Service, caller: GrpcCaller, release: Callable[[int], None]) -> None:
+    def __init__(self, service: Service, caller: GrpcCaller, release: Callable[[int, str], None]) -> None:
         self.replies: asyncio.Queue[Any] = asyncio.Queue(MAX_REPLIES)  # None: the call is over
         self.failure: ApiError | None = None
         self._service = service
@@ -170,7 +170,7 @@ class Session:
         try:
             async for command, size in commands:
                 with ExitStack() as held:
-                    held.callback(self._release, size)
+                    held.callback(self._release, size, caller.tenant)
                     await self._run_command(command, held)
             await asyncio.gather(*self._tasks.values())
         except ApiError as error:
