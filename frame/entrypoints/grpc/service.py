@@ -170,7 +170,7 @@ class Session:
         try:
             async for command, size in commands:
                 with ExitStack() as held:
-                    held.callback(self._release, size, caller.tenant)
+                    held.callback(self._release, size, self._caller.tenant)
                     await self._run_command(command, held)
             await asyncio.gather(*self._tasks.values())
         except ApiError as error:
