@@ -3,7 +3,7 @@
 A file of a client reaches C code there only, and what libsndfile and mpg123 print is dropped.
 `AudioProcess` is the server's side; `main` is the process. Its standard input is the file; it
 writes a head and then the samples, as the other side reads them. Used by `frame.entrypoints.audio`.
-Imports neither numpy nor other modules of frame, because each file starts a process.
+Imports neither numpy nor much of frame, because each file starts a process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from frame.core.ipc.interpreter import child_environment, python_command
+
 HEAD = struct.Struct("<qii")  # frames by the file's head (0: unknown), samples a second, channels
 BLOCK = 16 * 1024  # frames that are decoded at a time
 MAX_MEMORY = 512 << 20  # address space of the process, in bytes; Python and libsndfile take 60 MB
 MAX_CPU_SECONDS = 120  # half an hour of MP3 takes 6
 TIMEOUT = 60.0  # seconds to wait for a part
-COMMAND = (sys.executable, "-P", "-m", "frame.entrypoints.audio_process")
+MODULE = "frame.entrypoints.audio_process"  # this one
 PIECE = 1 << 20  # bytes that are read at a time
 EXIT_UNREADABLE, EXIT_DAMAGED = 3, 4
 
@@ -42,12 +44,18 @@ class DamagedError(Exception):
 class AudioProcess:
     """One file that is being decoded; a context manager. Raises UnreadableError, DamagedError."""
 
-    def __init__(self, data: bytes, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, data: bytes, command: Sequence[str] | None = None) -> None:
         with _open_memory() as file:
             file.write(data)
             file.flush()
             file.seek(0)
-            self._process = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command or python_command("-m", MODULE),
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=child_environment(),
+            )
         self._lock = threading.Lock()  # held while a thread reads
         try:
             self.num_frames, self.rate, self.channels = HEAD.unpack(self._read(HEAD.size))
