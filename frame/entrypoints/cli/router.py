@@ -15,7 +15,18 @@ import click
 @click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, help="Seconds between health checks.")
 @click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, help="Largest body of a request.")
 @click.option("--max-connections", type=click.IntRange(min=1), default=4096, help="Most connections of clients.")
-def command(replicas: tuple[str, ...], host: str, port: int, health_interval: float, max_body_bytes: int, max_connections: int) -> None:
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="Least severe messages.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log messages, as of frame serve.")
+def command(
+    replicas: tuple[str, ...],
+    host: str,
+    port: int,
+    health_interval: float,
+    max_body_bytes: int,
+    max_connections: int,
+    log_level: str,
+    log_format: str,
+) -> None:
     from frame.entrypoints.processes.start_signals import StartSignals
 
     signals = StartSignals()  # before the other imports, which take most of the start
@@ -30,7 +41,7 @@ def command(replicas: tuple[str, ...], host: str, port: int, health_interval: fl
     urls = tuple(check_url(url) for url in replicas)
     if len({*urls}) < len(urls):
         raise ConfigError("--replica names a server twice")
-    logs.configure("router", LogSection(), logs.LogWriter())
+    logs.configure("router", LogSection.model_validate({"level": log_level, "format": log_format}), logs.LogWriter())
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each request
     if not is_local(host):
         logging.getLogger(__name__).warning(

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.request_context import BODY_PAUSE, RequestContext
-from frame.entrypoints.logs import request_id_of
+from frame.entrypoints.logs import REQUEST_ID, request_id_of
 from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted
 from frame.entrypoints.router.requests import BROADCAST, hash_prompt, is_pinned, is_repeatable, is_stored
 
@@ -109,6 +109,7 @@ class Proxy:
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         name = scope["request_id"] = request_id_of(scope["headers"])
+        REQUEST_ID.set(name)  # in the context of this request's task alone
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         headers = [pair for pair in _kept(scope["headers"]) if pair[0] != b"x-request-id"]
@@ -148,7 +149,7 @@ class Proxy:
                     num_lost += error.was_sent
                     if error.was_sent and not is_repeatable(request.method, request.path):
                         self.metrics.count("lost")
-                        log.warning("request %s was sent to %s, which is lost: it is not repeated", request.request_id, backend.url)
+                        log.warning("the request was sent to %s, which is lost: it is not repeated", backend.url)
                         raise ApiError(502, f"{reason}; it may have taken request {request.request_id}, which is not repeated") from None
                     if num_lost == MOST_LOST:  # the request may be the cause
                         self.metrics.count("lost")
@@ -191,7 +192,7 @@ class Proxy:
         except httpx.LocalProtocolError as error:
             raise ApiError(400, f"the request cannot be passed on to a replica: {error}; send valid HTTP/1.1") from None
         except (httpx.HTTPError, OSError) as error:  # its text may quote bytes of another answer
-            log.warning("request %s: replica %s: %s %s", request.request_id, backend.url, type(error).__name__, error)
+            log.warning("replica %s: %s %s", backend.url, type(error).__name__, error)
             await self.backends.check(backend, is_suspect=True)
             raise LostError(type(error).__name__, was_sent=True) from None
         if answer.status_code not in STATUSES or any(_CONTROL.search(value) for _, value in answer.headers.raw):
@@ -216,9 +217,9 @@ class Proxy:
             except (LostError, httpx.HTTPError, OSError) as error:
                 self.metrics.count("broken")
                 await self.backends.check(backend, is_suspect=True)
-                log.warning("request %s breaks off: replica %s is lost: %s", request.request_id, backend.url, error)
+                log.warning("the response breaks off: replica %s is lost: %s", backend.url, error)
                 if has_length or not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    return  # the server closes the connection of an answer without an end
+                    raise ResponseCutError from None
                 event = (b"" if last in (b"", b"\n\n") else b"\n\n") + _error_event(request, backend)  # not a part of a half event
                 await request.send({"type": "http.response.body", "body": event, "more_body": False})
                 return

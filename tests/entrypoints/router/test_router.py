@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -115,7 +116,7 @@ def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
     run(main)
 
 
-def test_an_answer_without_events_breaks_off() -> None:
+def test_an_answer_without_events_breaks_off(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with routed(FakeReplica()) as (client, _, metrics):
             with pytest.raises(httpx.RemoteProtocolError):
@@ -124,6 +125,9 @@ def test_an_answer_without_events_breaks_off() -> None:
             assert b'frame_router_requests_total{outcome="broken"} 1.0' in found and b"client_gone" not in found
 
     run(main)
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not [text for text in errors if "completing response" in text]  # the replica, which is cancelled, logs one
+    assert sum("breaks off" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("half", [b"", b'data: {"tok'])

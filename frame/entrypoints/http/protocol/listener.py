@@ -20,8 +20,8 @@ from frame.entrypoints.http.protocol.connections import ConnectionLimits
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-MAX_ACCEPTED = 64  # connections accepted in one turn of the loop
-MAX_OPENED, MAX_HANDSHAKES = 8, 3  # of them that are served; over TLS, where each costs a signature
+MAX_ACCEPTED = 512  # connections accepted in one turn of the loop: those that have left cost 10 us
+MAX_OPENED, MAX_HANDSHAKES = 16, 3  # of them that are served; over TLS, where each costs a signature
 PAUSE = 1.0  # seconds without accepting when the process has no descriptor left
 
 
