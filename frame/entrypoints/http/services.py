@@ -19,7 +19,7 @@ from frame.core.interfaces.model import Task
 from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
 from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.engine_client.quotas import PlaceShares, TenantQuotas
+from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
 from frame.entrypoints.http.errors import ApiError, quoted
@@ -75,6 +75,8 @@ class Services:
     batches: BatchJobRunner | None = field(init=False, default=None)
     # Held while an audio file is decoded, which may need some hundred megabytes
     audio_decoding: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(2))
+    # The place of the large responses that are being formatted
+    formatting: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
     # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on
     fingerprint: str = field(init=False)
