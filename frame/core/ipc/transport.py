@@ -25,6 +25,7 @@ from frame.core.messages import AnyMessage, Message, decode, encode
 log = logging.getLogger(__name__)
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding arbitrary bytes may raise
+MAX_RECEIVED = 1 << 20  # bytes of messages after which `receive` returns before it has all of them
 FLUSH_MS = 2000  # how long a closing socket may still deliver sent messages
 
 
@@ -33,8 +34,8 @@ class Transport(Protocol):
     one thread only."""
 
     def receive(self, timeout: float | None = 0.0) -> list[AnyMessage]:
-        """Return all messages that have arrived, in order. Waits up to `timeout` seconds for the
-        first one (None: without limit)."""
+        """Return messages that have arrived, in order: all, or the first ones where they are large.
+        Waits up to `timeout` seconds for the first one (None: without limit)."""
         ...
 
     def send(self, message: Message) -> None:
@@ -152,8 +153,11 @@ class ZmqTransport:
                 self._append_decoded(pull.recv(), messages)
             except zmq.Again:
                 return []
-        while int(pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # polling costs less than an exception at the end
-            self._append_decoded(pull.recv(zmq.NOBLOCK), messages)
+        size = 0
+        while size < MAX_RECEIVED and int(pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # costs less than an exception at the end
+            data = pull.recv(zmq.NOBLOCK)
+            self._append_decoded(data, messages)
+            size += len(data) if messages else 0
         return messages
 
     @staticmethod

@@ -9,6 +9,7 @@ servers and by the supervisor. Must not know HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -232,8 +233,16 @@ class EngineClient:
     # receive --------------------------------------------------------------------------------------
 
     def receive_messages(self) -> None:
-        """Handle all messages that have arrived; called when the link is readable."""
-        self.handle_messages(self.link.receive(0.0))
+        """Handle all messages that have arrived."""
+        while messages := self.link.receive(0.0):
+            self.handle_messages(messages)
+
+    def receive_in_turns(self) -> None:
+        """Handle messages that have arrived; called when the link is readable. Large ones are
+        handled in several passes of the event loop."""
+        if messages := self.link.receive(0.0):
+            asyncio.get_running_loop().call_soon(self.receive_in_turns)  # the link reports changes only
+            self.handle_messages(messages)
 
     def handle_messages(self, messages: Iterable[AnyMessage]) -> None:
         """Handle messages. An error in one is logged and ends its requests only."""

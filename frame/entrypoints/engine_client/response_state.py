@@ -136,6 +136,11 @@ class RequestState:
         """The first sequence of each prompt, which counts once in usage."""
         return list({sequence.prompt_index: sequence for sequence in reversed(self.sequences)}.values())
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens, and alternatives of log-probabilities, that wait for the reader."""
+        return self._num_unread
+
     def set_backpressure_limit(self, max_unread: int, on_overrun: Callable[[], None]) -> None:
         """Bound the output that waits for the reader of a streamed response: above `max_unread`
         tokens (each alternative logprob counts as one more) `on_overrun` is called, once; it should
@@ -167,14 +172,18 @@ class RequestState:
             sequence.has_update = False
         return changed
 
-    async def wait_until_complete(self, most_logprobs: float = math.inf) -> None:
+    async def wait_until_complete(
+        self, most_logprobs: float = math.inf, read: Callable[[SequenceState], None] | None = None
+    ) -> None:
         """Return when every sequence has ended, the client has disconnected, or more than
         `most_logprobs` log-probabilities are held. The output stays in the sequences for one
-        `take_output`."""
+        `take_output`; `read` is called for each that has new output, and may take it."""
         held: dict[int, int] = {}  # by index of the sequence
         total = 0
         while self.num_unfinished and not self.is_disconnected and total <= most_logprobs:
             for sequence in await self.wait():
+                if read is not None:
+                    read(sequence)
                 if number := sequence.num_logprobs:
                     total += number - held.get(sequence.index, 0)
                     held[sequence.index] = number

@@ -12,6 +12,7 @@ from frame.entrypoints.http.native.classify import ClassifyRequest, classify_tex
 from frame.entrypoints.http.native.rerank import RerankRequest, ScoreRequest, rank_documents, score_pairs
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
 from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, moderate_texts
+from frame.entrypoints.http.paced_json import run_turns
 from frame.entrypoints.http.services import Services
 
 
@@ -30,8 +31,9 @@ class Pooling:
             input=given, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_options(request, caller)
         )
         vectors, count = await compute_embeddings(caller, self._services, body)
-        made = self._schema["Vector"]
-        return self._schema["EmbedReply"](vectors=[made(values=row) for row in vectors.tolist()], prompt_tokens=count)
+        reply = self._schema["EmbedReply"](prompt_tokens=count)
+        await run_turns(self._services.formatting, caller.tenant, (reply.vectors.add(values=row.tolist()) for row in vectors))
+        return reply
 
     async def rerank(self, request: Any, caller: GrpcCaller) -> Any:
         body = RerankRequest(
@@ -53,9 +55,11 @@ class Pooling:
     async def classify(self, request: Any, caller: GrpcCaller) -> Any:
         body = ClassifyRequest(input=list(request.texts), **_options(request, caller))
         vectors, count = await classify_texts(caller, self._services, body)
-        names, made = get_labels(self._services), self._schema["Class"]
-        classes = [made(label=names[int(row.argmax())], probabilities=row.tolist()) for row in vectors]
-        return self._schema["ClassifyReply"](classes=classes, labels=names, prompt_tokens=count)
+        names = get_labels(self._services)
+        reply = self._schema["ClassifyReply"](labels=names, prompt_tokens=count)
+        steps = (reply.classes.add(label=names[int(row.argmax())], probabilities=row.tolist()) for row in vectors)
+        await run_turns(self._services.formatting, caller.tenant, steps)
+        return reply
 
     async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
         body = ModerationRequest(input=list(request.texts), **_options(request, caller))

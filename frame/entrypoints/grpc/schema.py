@@ -3,6 +3,7 @@ any protobuf version works. Converts messages to plain values and back. Must not
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -52,17 +53,14 @@ def chat_of(chat: Any) -> Chat:
     return Chat([{"role": message.role, "content": message.content} for message in chat.messages])
 
 
-def logprobs_of(schema: Schema, parts: list[TokenLogprobs]) -> Any:
-    """Consecutive log-probabilities as one message; None if there are none."""
-    if not parts:
-        return None
-    made = schema["Logprobs"]()
+def add_logprobs(message: Any, parts: Iterable[TokenLogprobs]) -> Iterator[None]:
+    """Add consecutive log-probabilities to a `Logprobs`, one token at a time."""
     for part in parts:
-        made.token_ids.extend(part.token_ids)
-        made.logprobs.extend(float("nan") if value is None else value for value in part.logprobs)
+        message.token_ids.extend(part.token_ids)
+        message.logprobs.extend(float("nan") if value is None else value for value in part.logprobs)
         for top in part.top:
-            made.top.add(token_ids=[token for token, _ in top], logprobs=[value for _, value in top])
-    return made
+            message.top.add(token_ids=[token for token, _ in top], logprobs=[value for _, value in top])
+            yield
 
 
 def finish_of(schema: Schema, finish: Finish, status: str = "") -> Any:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from copy import copy
+from itertools import chain
 from typing import Any
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.grpc.calls import GrpcCaller, run_call, status_of
-from frame.entrypoints.grpc.schema import Schema, chat_of, finish_of, logprobs_of, plain
+from frame.entrypoints.grpc.schema import Schema, add_logprobs, chat_of, finish_of, plain
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_ids, to_sampling_params
+from frame.entrypoints.http.paced_json import INLINE_VALUES, run_turns
 from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import countable_tokens, encode_prompt, limit_unread_tokens, start_request
@@ -133,23 +136,31 @@ class Service:
             for sequence in await state.wait():
                 if len(state.sequences) == 1:
                     raise_failed([sequence])  # several sequences have one last reply each
-                await put(self._reply(name, sequence))
+                count = sequence.num_logprobs
+                reply, steps = self._reply(name, sequence)
+                if count > INLINE_VALUES:
+                    await run_turns(self._services.formatting, caller.tenant, steps)
+                else:
+                    deque(steps, 0)
+                await put(reply)
                 if overrun:
                     raise overrun[0]
 
-    def _reply(self, name: str, sequence: SequenceState) -> Any:
+    def _reply(self, name: str, sequence: SequenceState) -> tuple[Any, Iterator[None]]:
+        """The reply with new output of a sequence, and steps that add log-probabilities to it."""
         text, ids, parts = sequence.take_output()
         reply = self._schema["GenerateReply"](
             id=name, index=sequence.index, text=text, token_ids=ids, prompt_tokens=len(sequence.prompt),
-            completion_tokens=sequence.num_tokens, cached_tokens=sequence.cached, logprobs=logprobs_of(self._schema, parts),
+            completion_tokens=sequence.num_tokens, cached_tokens=sequence.cached,
         )  # fmt: skip
+        steps = [add_logprobs(reply.logprobs, parts)] if parts else []
         if sequence.prompt_logprobs is not None:
-            reply.prompt_logprobs.CopyFrom(logprobs_of(self._schema, [sequence.prompt_logprobs]))
+            steps.append(add_logprobs(reply.prompt_logprobs, [sequence.prompt_logprobs]))
             sequence.prompt_logprobs = None
         if sequence.finish is not None:
             status = status_of(failure(sequence.finish)).name if sequence.finish.reason == "error" else ""
             reply.finish.CopyFrom(finish_of(self._schema, sequence.finish, status))
-        return reply
+        return reply, chain.from_iterable(steps)
 
 
 class Session:

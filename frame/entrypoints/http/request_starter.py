@@ -32,6 +32,7 @@ from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLeas
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
+from frame.entrypoints.http.paced_json import Event
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
@@ -271,9 +272,10 @@ async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) 
     return [made.get(id(own), own) for own in params]
 
 
-async def wait_complete(answer: RequestState) -> list[SequenceState]:
-    """Wait for all sequences of a request. Raises ApiError for a failure, DisconnectedError."""
-    await answer.wait_until_complete(MAX_LOGPROBS_HELD)
+async def wait_complete(answer: RequestState, read: Callable[[SequenceState], None] | None = None) -> list[SequenceState]:
+    """Wait for all sequences of a request; `read` may take new output before. Raises ApiError for a
+    failure, DisconnectedError."""
+    await answer.wait_until_complete(MAX_LOGPROBS_HELD, read)
     if answer.is_disconnected:
         raise DisconnectedError
     if answer.num_unfinished:
@@ -287,7 +289,7 @@ async def stream_response(
     context: RequestContext,
     services: Services,
     answer: RequestState,
-    write: Callable[[SequenceState], bytes],
+    write: Callable[[SequenceState], Event],
     close: Callable[[], bytes],
     media_type: bytes = EVENT_STREAM,
 ) -> None:
@@ -296,7 +298,7 @@ async def stream_response(
     A failure before the first token is an ordinary error response; a later one is an event of
     its sequence. A client that reads too slowly gets an error event, and its request ends.
     """
-    pump = EventPump(context, answer, write)
+    pump = EventPump(context, answer, write, services.formatting)
     limit_unread_tokens(services, answer, pump.give_up)
     changed = await answer.wait()
     if answer.is_disconnected:

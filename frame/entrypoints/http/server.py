@@ -227,8 +227,8 @@ class Server:
         loop = asyncio.get_running_loop()
         self._signals.forward(self._on_signal, lambda: self._services.run(self._reload.run()))
         for replica in self._replicas:
-            loop.add_reader(replica.deployment.transport.fd, replica.client.receive_messages)
-            replica.client.receive_messages()  # the descriptor reports changes only
+            loop.add_reader(replica.deployment.transport.fd, replica.client.receive_in_turns)
+            replica.client.receive_in_turns()  # the descriptor reports changes only
         serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
         await self._http.listening.wait()

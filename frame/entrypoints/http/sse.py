@@ -4,12 +4,14 @@ socket."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
+from frame.entrypoints.http.paced_json import Event, encode_steps
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
@@ -40,14 +42,27 @@ class ChunkWriter:
     def full(
         self, index: int, delta: dict[str, Any] | str, finish: str | None = None, logprobs: Any = None, usage: dict[str, Any] | None = None,
         choice: dict[str, Any] | None = None, chunk: dict[str, Any] | None = None,
-    ) -> bytes:  # fmt: skip
+    ) -> Event:  # fmt: skip
         """Any chunk: a chat delta or a text, with logprobs, a finish reason, running usage, and
-        further fields of the choice and the chunk."""
+        further fields of the choice and the chunk. In steps where one of them has `Entries`."""
         body = {"delta" if self._is_chat else "text": delta, "logprobs": logprobs, "finish_reason": finish, **(choice or {})}
         tail = self._null_usage if usage is None else b',"usage":' + _encode(usage)
-        if chunk:
-            tail += b"," + _encode(chunk)[1:-1]
-        return self._open + b"%d," % index + _encode(body)[1:] + b"]" + tail + b"}\n\n"
+        try:
+            if chunk:
+                tail += b"," + _encode(chunk)[1:-1]
+            return self._open + b"%d," % index + _encode(body)[1:] + b"]" + tail + b"}\n\n"
+        except TypeError:  # msgspec's for `Entries`
+            return self._encode_steps(index, body, tail, chunk or {})
+
+    def _encode_steps(self, index: int, body: dict[str, Any], tail: bytes, chunk: dict[str, Any]) -> Iterator[bytes]:
+        steps = encode_steps(body)
+        yield self._open + b"%d," % index + next(steps)[1:]
+        yield from steps
+        yield b"]" + tail
+        for name, value in chunk.items():
+            yield b"," + _encode(name) + b":"
+            yield from encode_steps(value)
+        yield b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The last chunk before [DONE]: no choices, the numbers of the whole response."""

@@ -9,24 +9,32 @@ not depend on a dialect.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from functools import partial
 from types import coroutine
 from typing import Any
 
+from frame.entrypoints.engine_client.quotas import FairSemaphore
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import DisconnectedError
+from frame.entrypoints.http.paced_json import Event, collect_pieces, each_piece, join_events
 from frame.entrypoints.http.request_context import CLOSED, RequestContext
+
+MAX_UNREAD = 1024  # tokens and alternatives that are written as soon as the connection takes them
 
 
 class EventPump:
     """One streamed response, from its first output to its last."""
 
-    __slots__ = ("_answer", "_call", "_done", "_waiting", "_write")
+    __slots__ = ("_answer", "_call", "_done", "_turns", "_waiting", "_write")
 
-    def __init__(self, call: RequestContext, answer: RequestState, write: Callable[[SequenceState], bytes]) -> None:
+    def __init__(
+        self, call: RequestContext, answer: RequestState, write: Callable[[SequenceState], Event], turns: FairSemaphore | None = None
+    ) -> None:
         self._call = call
         self._answer = answer
         self._write = write
+        self._turns = turns or FairSemaphore(1)  # the place of large output
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: asyncio.Task[None] | None = None  # writes to a full connection
 
@@ -55,7 +63,10 @@ class EventPump:
     def _send(self, changed: Sequence[SequenceState]) -> None:
         sending: Any = None
         try:
-            body = b"".join([self._write(sequence) for sequence in changed])
+            body = join_events([self._write(sequence) for sequence in changed])
+            if not isinstance(body, bytes):
+                self._waiting = asyncio.get_running_loop().create_task(self._finish(partial(self._send_steps, body)))
+                return
             if body and not self._answer.is_disconnected:
                 sending = self._call.send({"type": "http.response.body", "body": body, "more_body": True})
                 try:
@@ -63,7 +74,7 @@ class EventPump:
                 except StopIteration:
                     pass
                 else:
-                    self._waiting = asyncio.get_running_loop().create_task(self._finish(sending, first))
+                    self._waiting = asyncio.get_running_loop().create_task(self._finish(partial(_resume, sending, first)))
                     return
         except Exception as error:  # noqa: BLE001 - raised again in `run`, whose request it concerns
             if sending is not None and isinstance(error, CLOSED):
@@ -73,16 +84,30 @@ class EventPump:
         if self._answer.is_disconnected or not (self._answer.num_unfinished or self._answer.changed):
             self._done.set_result(None)
 
-    async def _finish(self, sending: Coroutine[Any, Any, None], first: Any) -> None:
+    async def _send_steps(self, steps: Iterator[bytes]) -> None:
+        """Send output that is made in steps. Raises DisconnectedError."""
+        pieces = await collect_pieces(self._turns, self._call.tenant, steps, lambda: self._answer.is_disconnected)
+        async for piece in each_piece(pieces):
+            await self._call.event(piece)
+
+    async def _finish(self, send: Callable[[], Awaitable[None]]) -> None:
         """Wait until the connection takes more, then write the output that arrived meanwhile."""
         try:
-            await _resume(sending, first)
+            await send()
+            if self._answer.num_unread > MAX_UNREAD:  # many streams may be read again at once
+                async with self._turns.hold_slot(self._call.tenant):
+                    await asyncio.sleep(0)
+                    self._write_rest()
+                return
         except Exception as error:  # noqa: BLE001 - as above
             if isinstance(error, CLOSED):
                 error = DisconnectedError()
             if not self._done.done():
                 self._done.set_exception(error)
             return
+        self._write_rest()
+
+    def _write_rest(self) -> None:
         self._waiting = None
         if not self._done.done():
             self._send(self._answer.take_changed())

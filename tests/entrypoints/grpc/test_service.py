@@ -104,7 +104,8 @@ async def test_replies_are_those_of_the_http_api() -> None:
 def test_schema_of_logprobs_and_stops() -> None:
     from frame.core.messages import Finish, TokenLogprobs
 
-    made = schema_module.logprobs_of(S, [TokenLogprobs([1, 2], [None, -0.5], [[], [(2, -0.5), (3, -1.0)]])])
+    made = S["Logprobs"]()
+    assert len(list(schema_module.add_logprobs(made, [TokenLogprobs([1, 2], [None, -0.5], [[], [(2, -0.5), (3, -1.0)]])]))) == 2
     assert math.isnan(made.logprobs[0])
     assert (made.logprobs[1], list(made.top[1].token_ids), len(made.top[0].token_ids)) == (-0.5, [2, 3], 0)
     assert schema_module.finish_of(S, Finish("stop", 7)).token_id == 7

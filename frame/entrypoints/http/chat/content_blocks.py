@@ -27,8 +27,8 @@ class ContentBlock:
     name: str = ""  # of the called function
     call_id: str = ""
     pieces: list[str] = field(default_factory=list)  # of its text; of a call: of the JSON arguments
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of all its tokens, if requested
-    last_logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the last piece's tokens
+    logprobs: list[Any] = field(default_factory=list)  # of all its tokens, if requested, in JSON
+    last_logprobs: list[Any] = field(default_factory=list)  # of the last piece's tokens
 
     @property
     def text(self) -> str:

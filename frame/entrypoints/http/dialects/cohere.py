@@ -10,7 +10,7 @@ import msgspec
 from frame.entrypoints.http.chat.request_fields import check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
-from frame.entrypoints.http.native.pooling import CUT_FIELD
+from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
 from frame.entrypoints.http.native.rerank import RerankRequest, ranking_of
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
@@ -86,13 +86,15 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     names = {"the input": f"a text of {name}", "input": name, CUT_FIELD: "truncate: END"}
     with sent_as({**names, "truncate_prompt_tokens": "max_tokens", "dimensions": "output_dimension"}):
         vectors, count = await compute_embeddings(context, services, request.to_embedding_request(services))
-    return {
+    forms = dict.fromkeys(request.embedding_types or ("float",))
+    reply = {
         "id": uuid.uuid4().hex,
         "response_type": "embeddings_by_type",
-        "embeddings": {form: encode_vectors(vectors, form) for form in dict.fromkeys(request.embedding_types or ("float",))},
+        "embeddings": {form: value_array(encode_vectors(vectors, form), vectors.size) for form in forms},
         "texts": request.input_texts(),
         "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
     }
+    return paced(reply, vectors.size)
 
 
 @router.post("/v2/rerank", responses=responds_with(Ranking))

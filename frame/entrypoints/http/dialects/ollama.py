@@ -17,8 +17,8 @@ from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dialects.ollama_schema import ChatBody, EmbedBody, GenerateBody, ShowBody, name_option, served_name
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure, sent_as
-from frame.entrypoints.http.native.pooling import CUT_FIELD
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
+from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
@@ -193,8 +193,9 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
     with sent_as({CUT_FIELD: "truncate: true"}):
         vectors, count = await compute_embeddings(context, services, request)
     duration = int((time.perf_counter() - started) * 1e9)
-    rows: list[Any] = vectors.tolist()
-    return {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
+    rows = value_array(encode_vectors(vectors, None), vectors.size)
+    reply = {"model": body.model, "embeddings": rows, "total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
+    return paced(reply, vectors.size)
 
 
 @router.get("/api/tags", responses=responds_with(OllamaTags))

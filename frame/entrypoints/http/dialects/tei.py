@@ -11,9 +11,9 @@ from pydantic import Field
 
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
-from frame.entrypoints.http.native.pooling import CUT_FIELD
+from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
 from frame.entrypoints.http.native.rerank import Document, RerankRequest, rank_documents, ranking_of
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
+from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import TeiErrorResponse, TeiScore
@@ -66,7 +66,7 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
         vectors, _ = await compute_embeddings(context, services, given)
     if request.normalize is not False:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
-    return vectors.tolist()
+    return paced(value_array(encode_vectors(vectors, None), vectors.size), vectors.size)
 
 
 @rerank_router.post("/rerank", responses=responds_with(list[TeiScore] | Ranking))

@@ -102,8 +102,8 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
     else:
         vectors, count = await compute_embeddings(context, services, request)
     encoded = enumerate(encode_vectors(vectors, request.encoding_format))
-    data = [{"index": index, "object": "pooling", "data": vector} for index, vector in encoded]
-    return list_reply(services, f"pool-{uuid.uuid4().hex}", data, count)
+    data = ({"index": index, "object": "pooling", "data": vector} for index, vector in encoded)
+    return list_reply(services, f"pool-{uuid.uuid4().hex}", data, count, vectors.size)
 
 
 @router.get("/version", responses=responds_with(Version))

@@ -27,11 +27,11 @@ async def classify(request: ClassifyRequest, context: ContextDep, services: Serv
     """Classify texts."""
     vectors, count = await classify_texts(context, services, request)
     names = get_labels(services)
-    data = [
+    data = (
         {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
         for index, row in enumerate(vectors)
-    ]
-    return {**list_reply(services, f"classify-{uuid.uuid4().hex}", data, count), "labels": names}
+    )
+    return list_reply(services, f"classify-{uuid.uuid4().hex}", data, count, vectors.size, {"labels": names})
 
 
 async def classify_texts(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:

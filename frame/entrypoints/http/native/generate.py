@@ -6,18 +6,23 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import encode_chat
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.openai.logprobs import count_logprobs
+from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
@@ -137,6 +142,8 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
         await stream_response(context, services, state, builder.write_events, lambda: DONE)
         return None
     await wait_complete(state)
+    if sum(sequence.num_logprobs for sequence in state.sequences) > INLINE_VALUES:
+        return PacedBody(builder.build_results_in_steps(state.sequences))
     results = await paced_map(builder.build_result, state.sequences)
     return results[0] if builder.is_single else results
 
@@ -156,14 +163,52 @@ class ResultBuilder:
         self._logprobs: dict[int, list[list[Any]]] = {}
         self._tops: dict[int, list[Any]] = {}
 
-    def write_events(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> Event:
         if (failed := error_event(sequence)) is not None:
             return failed
         if self._request.return_logprob and sequence.num_logprobs > self._most_repeated:
             sentence = f"each event has all log-probabilities so far, and the last one more than {self._most_repeated} of this sequence"
             raise ApiError(400, f"{sentence}; ask for fewer, or leave stream out", "top_logprobs_num")
         result = self.build_result(sequence)
-        return b"data: " + msgspec.json.encode(result if self.is_single else {**result, "index": sequence.index}) + b"\n\n"
+        if not self.is_single:
+            result["index"] = sequence.index
+        if sequence.num_logprobs > INLINE_VALUES:
+            return chain([b"data: "], encode_steps(in_steps(result)), [b"\n\n"])
+        return b"data: " + msgspec.json.encode(result) + b"\n\n"
+
+    def build_results_in_steps(self, sequences: Sequence[SequenceState]) -> Any:
+        """The results of finished sequences, as `PacedBody` has them."""
+        results = map(self._build_last_result, sequences)
+        return next(results) if self.is_single else Entries(results, is_nested=True)
+
+    def _build_last_result(self, sequence: SequenceState) -> dict[str, Any]:
+        """`build_result` of a sequence without earlier results, with large arrays in steps."""
+        text, ids, parts = sequence.take_output()
+        if sequence.prompt_index in self._prompts_only:
+            text, ids, parts = "", [], []
+        meta = self._meta(sequence)
+        if self._request.return_logprob:
+            array = array_type(count_logprobs(parts))
+            meta["output_token_logprobs"] = array(self._entries_of(parts))
+            meta["output_top_logprobs"] = array(self._tops_of(parts))
+            meta |= self._prompt_fields(sequence)
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+    def _entries_of(self, parts: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
+        for part in parts:
+            yield from map(self._logprob_entry, part.token_ids, part.logprobs)
+
+    def _tops_of(self, parts: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
+        for part in parts:
+            yield from ([self._logprob_entry(i, p) for i, p in top] for top in part.top)
+
+    def _prompt_fields(self, sequence: SequenceState) -> dict[str, Any]:
+        prompt, start = sequence.prompt_logprobs, max(self._request.logprob_start_len, 0)
+        if prompt is None:
+            return {}
+        scored = [TokenLogprobs(prompt.token_ids[start:], prompt.logprobs[start:], prompt.top[start:])]
+        array = array_type(count_logprobs(scored))
+        return {"input_token_logprobs": array(self._entries_of(scored)), "input_top_logprobs": array(self._tops_of(scored))}
 
     def build_result(self, sequence: SequenceState) -> dict[str, Any]:
         text, ids, parts = sequence.take_output()
@@ -174,18 +219,11 @@ class ResultBuilder:
         self._ids.setdefault(index, []).extend(ids)
         meta = self._meta(sequence)
         if self._request.return_logprob:
-            for part in parts:
-                self._logprobs.setdefault(index, []).extend(
-                    self._logprob_entry(i, p) for i, p in zip(part.token_ids, part.logprobs, strict=True)
-                )
-                self._tops.setdefault(index, []).extend([self._logprob_entry(i, p) for i, p in top] for top in part.top)
-            meta["output_token_logprobs"] = self._logprobs.get(index, [])
-            meta["output_top_logprobs"] = self._tops.get(index, [])
-            start = max(self._request.logprob_start_len, 0)
-            if (prompt := sequence.prompt_logprobs) is not None:
-                scored = zip(prompt.token_ids[start:], prompt.logprobs[start:], strict=True)
-                meta["input_token_logprobs"] = [self._logprob_entry(i, p) for i, p in scored]
-                meta["input_top_logprobs"] = [[self._logprob_entry(i, p) for i, p in top] for top in prompt.top[start:]]
+            meta["output_token_logprobs"] = self._logprobs.setdefault(index, [])
+            meta["output_token_logprobs"].extend(self._entries_of(parts))
+            meta["output_top_logprobs"] = self._tops.setdefault(index, [])
+            meta["output_top_logprobs"].extend(self._tops_of(parts))
+            meta |= self._prompt_fields(sequence)
         return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
 
     def _meta(self, sequence: SequenceState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Used by all routes that embed, classify, score or rerank. Must not depend on a r
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from frame.core.interfaces.model import Task
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import aborted
+from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, PacedBody
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import Caller, Prompt, start_request, wait_complete
 from frame.entrypoints.http.services import Services
@@ -78,10 +79,23 @@ async def compute_vectors(
     return vectors, sum(len(s.prompt) for s in sequences)
 
 
-def list_reply(services: Services, rid: str, data: list[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """The response of a route with one entry for each input, in OpenAI's shape."""
+def list_reply(
+    services: Services, rid: str, data: Iterable[dict[str, Any]], num_tokens: int, num_values: int, more: dict[str, Any] | None = None
+) -> Any:
+    """The response of a route with one entry for each input, in OpenAI's shape. `num_values`: the
+    numbers in all of `data`."""
     head = {"id": rid, "object": "list", "created": int(time.time()), "model": services.resolved.served_name}
-    return {**head, "data": data, "usage": usage(num_tokens)}
+    return paced({**head, "data": value_array(data, num_values), "usage": usage(num_tokens), **(more or {})}, num_values)
+
+
+def value_array(rows: Iterable[Any], num_values: int) -> Any:
+    """The rows of a response with so many numbers."""
+    return list(rows) if num_values <= INLINE_VALUES else Entries(rows, batch=1)
+
+
+def paced(reply: Any, num_values: int) -> Any:
+    """The response, whose `value_array`s have so many numbers."""
+    return reply if num_values <= INLINE_VALUES else PacedBody(reply)
 
 
 def usage(num_tokens: int) -> dict[str, int]:

@@ -99,7 +99,7 @@ async def score(request: ScoreRequest, context: ContextDep, services: ServicesDe
     """Score pairs of texts by relevance or similarity."""
     scores, count = await score_pairs(context, services, request)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())]
-    return list_reply(services, f"score-{uuid.uuid4().hex}", data, count)
+    return list_reply(services, f"score-{uuid.uuid4().hex}", data, count, len(data))
 
 
 async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:

@@ -19,6 +19,7 @@ from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.failures import error_event
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, token_namer
+from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, join_events
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import check_sequence_count, paced_map, start_request, stream_response, wait_complete
@@ -99,12 +100,15 @@ class Response(ABC):
         name = token_namer(self.services.need_tokenizer(), self.request.return_tokens_as_token_ids)
         return {"prompt_logprobs": prompt_logprobs(found, name)}
 
-    async def send(self, context: RequestContext) -> dict[str, Any] | None:
+    async def send(self, context: RequestContext) -> dict[str, Any] | PacedBody | None:
         """The response, or None where it was streamed. Raises ApiError, DisconnectedError."""
         if self.request.stream:
             await stream_response(context, self.services, self.state, self.write_events, self.closing_events)
             return None
         await wait_complete(self.state)
+        if sum(sequence.num_logprobs for sequence in self.state.sequences) > INLINE_VALUES:
+            built = Entries(map(self.build_choice, self.state.sequences), is_nested=True)
+            return PacedBody({**self._head, "choices": built, **self.extra_fields(), "usage": self.final_usage})
         choices = await paced_map(self.build_choice, self.state.sequences)
         return {**self._head, "choices": choices, "usage": self.final_usage(), **self.extra_fields()}
 
@@ -113,7 +117,7 @@ class Response(ABC):
         return {}
 
     @abstractmethod
-    def write_events(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> Event:
         """The events of the new output of a sequence."""
 
     @abstractmethod
@@ -147,27 +151,27 @@ class ChatResponse(Response):
         found = [count_reasoning(self.services, self.request, s, self._parsers.get(s.index)) for s in self.state.sequences]
         return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found), **self.drafted_tokens()}}
 
-    def write_events(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> Event:
         text, ids, logprobs = sequence.take_output()
         index = sequence.index
         if sequence.finish is None and self._is_plain and index in self._opened:
             return self.chunks.text(index, text) if text else b""
-        return self._opening_events(sequence) + self._delta_events(sequence, text, ids, logprobs)
+        return join_events([*self._opening_events(sequence), *self._delta_events(sequence, text, ids, logprobs)])
 
-    def _opening_events(self, sequence: SequenceState) -> bytes:
+    def _opening_events(self, sequence: SequenceState) -> list[Event]:
         index = sequence.index
         if index in self._opened:
-            return b""
+            return []
         self._opened.add(index)
         delta = {"role": self.request.response_role, "content": "", "refusal": None}
         opening = self.chunks.full(index, delta, usage=self.running_usage(), choice=self._prompt_ids(sequence), chunk=self.extra_fields())
         echoed = self.request.echoed_text()
-        return opening + self.chunks.full(index, {"content": echoed}, usage=self.running_usage()) if echoed else opening
+        return [opening, self.chunks.full(index, {"content": echoed}, usage=self.running_usage())] if echoed else [opening]
 
-    def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> bytes:
+    def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> list[Event]:
         finish = sequence.finish
         if (failed := error_event(sequence)) is not None:
-            return failed
+            return [failed]
         parser = self._parsers.get(sequence.index)
         deltas: list[dict[str, Any]] = parser.feed(text, finish) if parser else [{"content": text}] if text else []
         if finish is not None and not deltas:
@@ -188,7 +192,7 @@ class ChatResponse(Response):
                     {**ends, **self.token_fields(ids)} if is_last else None,
                 )
             )
-        return b"".join(events)
+        return events
 
     def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
         text, ids, parts = sequence.take_output()
@@ -270,7 +274,7 @@ class CompletionResponse(Response):
         # The engine generates one token, which is not returned
         return 0 if self._is_prompt_only else super().num_generated()
 
-    def write_events(self, sequence: SequenceState) -> bytes:
+    def write_events(self, sequence: SequenceState) -> Event:
         finish = sequence.finish
         if finish is None and self._is_plain:
             text, _, _ = sequence.take_output()

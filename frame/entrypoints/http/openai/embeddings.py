@@ -4,6 +4,7 @@ by the embedding routes of Cohere, Ollama, TEI and vLLM. Must not depend on the 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -35,8 +36,8 @@ async def embeddings(request: EmbeddingRequest, context: ContextDep, services: S
     """Create embeddings."""
     vectors, count = await compute_embeddings(context, services, request)
     encoded = enumerate(encode_vectors(vectors, request.encoding_format))
-    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded]
-    return list_reply(services, context.answer.rid if context.answer is not None else "", data, count)
+    data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded)
+    return list_reply(services, context.answer.rid if context.answer is not None else "", data, count, vectors.size)
 
 
 async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
@@ -68,9 +69,8 @@ def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
     return [f"{lead}{text}" for text in several] if kind is str and lead else several
 
 
-def encode_vectors(vectors: np.ndarray, form: str | None) -> list[Any]:
+def encode_vectors(vectors: np.ndarray, form: str | None) -> Iterator[Any]:
     """Vectors as lists of numbers or, with form `base64`, as base64 of little-endian float32."""
     if form == "base64":
-        return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
-    rows: list[Any] = vectors.tolist()
-    return rows
+        return (base64.b64encode(vector.tobytes()).decode() for vector in vectors)
+    return (vector.tolist() for vector in vectors)

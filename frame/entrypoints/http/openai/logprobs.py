@@ -4,11 +4,14 @@ Used by the OpenAI routes. Must not depend on the engine."""
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import msgspec
 
 from frame.core.messages import TokenLogprobs
 from frame.core.text.tokenizer import Tokenizer
+from frame.entrypoints.http.paced_json import array_type
 
 LEAST = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 
@@ -57,18 +60,25 @@ def _unique_namer(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
     return name
 
 
-def chat_logprobs(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
-    """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
+def count_logprobs(parts: list[TokenLogprobs]) -> int:
+    """The log-probabilities of the tokens and of their alternatives."""
+    return sum(len(part.token_ids) * (1 + len(part.top[-1] if part.top else ())) for part in parts)
+
+
+def chat_logprobs(parts: list[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
+    """`{"content": [{token, logprob, bytes, top_logprobs}]}`. Large arrays are `Entries`."""
+    return {"content": array_type(count_logprobs(parts))(chat_entries(parts, tokenizer, name))}
+
+
+def chat_entries(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> Iterator[dict[str, Any]]:
+    """The entries of `chat_logprobs`."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         value = LEAST if logprob is None else max(logprob, LEAST)
         return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.get_token_bytes(token_id))}
 
-    content = []
-    for part in parts:
-        for token_id, logprob, top in zip(part.token_ids, part.logprobs, part.top, strict=True):
-            content.append({**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in top]})
-    return {"content": content}
+    for token_id, logprob, top in _tokens_of(parts):
+        yield {**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in top]}
 
 
 class TextLogprobs:
@@ -77,69 +87,81 @@ class TextLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pending: list[dict[str, Any]] = []  # entries as in `chat_logprobs`
+        self._pending: list[tuple[str, msgspec.Raw]] = []  # text, and the entry as in `chat_logprobs`, in JSON
 
     def add(self, parts: Iterable[TokenLogprobs]) -> None:
         """Add the tokens since the last call."""
-        self._pending += chat_logprobs(parts, self._tokenizer, self._tokenizer.get_token_text)["content"]
+        entries = chat_entries(parts, self._tokenizer, self._tokenizer.get_token_text)
+        self._pending += ((entry["token"], msgspec.Raw(msgspec.json.encode(entry))) for entry in entries)
 
-    def take_logprobs(self, piece: str) -> list[dict[str, Any]]:
+    def take_logprobs(self, piece: str) -> list[msgspec.Raw]:
         """Remove and return the entries of the tokens that `piece` was made of. All pending entries
         where the piece is not found among them, as inside a multi-byte character."""
-        start, offset = "".join(entry["token"] for entry in self._pending).find(piece), 0
+        pending, self._pending = self._pending, []
+        start, offset = "".join(text for text, _ in pending).find(piece), 0
         if start < 0:
-            found, self._pending = self._pending, []
-            return found
-        found, rest = [], []
-        for entry in self._pending:
-            after = offset + len(entry["token"])
+            return [entry for _, entry in pending]
+        taken: list[msgspec.Raw] = []
+        for text, entry in pending:
+            after = offset + len(text)
             if offset >= start + len(piece):
-                rest.append(entry)
+                self._pending.append((text, entry))
             elif after > start:
-                found.append(entry)
+                taken.append(entry)
             offset = after
-        self._pending = rest
-        return found
+        return taken
 
 
 def completion_logprobs(
-    parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool | None, text_offsets: TextOffsets
+    parts: list[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool | None, text_offsets: TextOffsets
 ) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the
-    sequence's earlier tokens. `as_ids`: see `token_namer`."""
-    name = _unique_namer(tokenizer, as_ids)
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
+    sequence's earlier tokens. `as_ids`: see `token_namer`. Large arrays are `Entries`."""
+    name, array = _unique_namer(tokenizer, as_ids), array_type(count_logprobs(parts))
+    if array is list:  # one pass, for the few tokens of an event
+        rows = [(name(i), logprob, top, text_offsets.next_offset(i)) for i, logprob, top in _tokens_of(parts)]
+        return {
+            "tokens": [text for text, _, _, _ in rows],
+            "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _, _ in rows],
+            "top_logprobs": [None if logprob is None else _alternatives(text, logprob, top, name) for text, logprob, top, _ in rows],
+            "text_offset": [offset for _, _, _, offset in rows],
+        }
+    return {
+        "tokens": array(name(token_id) for token_id, _, _ in _tokens_of(parts)),
+        "token_logprobs": array(None if logprob is None else max(logprob, LEAST) for _, logprob, _ in _tokens_of(parts)),
+        "top_logprobs": array(
+            None if logprob is None else _alternatives(name(token_id), logprob, top, name) for token_id, logprob, top in _tokens_of(parts)
+        ),
+        "text_offset": array(text_offsets.next_offset(token_id) for token_id, _, _ in _tokens_of(parts)),
+    }
+
+
+def _tokens_of(parts: Iterable[TokenLogprobs]) -> Iterator[tuple[int, float | None, list[tuple[int, float]]]]:
+    """(id, log-probability, alternatives) of each token."""
     for part in parts:
-        for token_id, logprob, top in zip(part.token_ids, part.logprobs, part.top, strict=True):
-            text = name(token_id)
-            tokens.append(text)
-            values.append(None if logprob is None else max(logprob, LEAST))
-            tops.append(None if logprob is None else _alternatives(text, logprob, top, name))
-            offsets.append(text_offsets.next_offset(token_id))
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        yield from zip(part.token_ids, part.logprobs, part.top, strict=True)
 
 
-def prompt_logprobs(found: TokenLogprobs, name: Name) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(found: TokenLogprobs, name: Name) -> Any:
     """vLLM's `prompt_logprobs`: for each prompt token the entries of itself and of the most likely
-    tokens.
+    tokens. A large array is `Entries`.
 
     An entry is `{id: {logprob, rank, decoded_token}}`; `rank` counts from 1. The first prompt token
     has None.
     """
-    entries: list[dict[str, dict[str, Any]] | None] = []
+    return array_type(count_logprobs([found]))(_prompt_entries(found, name))
+
+
+def _prompt_entries(found: TokenLogprobs, name: Name) -> Iterator[dict[str, dict[str, Any]] | None]:
     ranks = found.ranks or [None] * len(found.token_ids)
     for token_id, logprob, top, own in zip(found.token_ids, found.logprobs, found.top, ranks, strict=True):
         if logprob is None:
-            entries.append(None)
+            yield None
             continue
         ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
         if all(other != token_id for other, _ in top):
             ranked.append((token_id, logprob, own))
-        entries.append({str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": name(i)} for i, p, r in ranked})
-    return entries
+        yield {str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": name(i)} for i, p, r in ranked}
 
 
 def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:

@@ -62,6 +62,12 @@ class ResponseBuilder:
         self._blocks.read(self._sequence, self._parser, BlockEventWriter())
         return self._finished()
 
+    def read(self, sequence: SequenceState) -> None:
+        """Read new output of a response that is not streamed, so that its log-probabilities are not
+        all formatted at its end."""
+        if sequence.finish is None:
+            self._blocks.read(sequence, self._parser, BlockEventWriter())
+
     def build_initial(self) -> dict[str, Any]:
         """The response before its first token."""
         return self._body("in_progress")

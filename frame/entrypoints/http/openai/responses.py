@@ -48,7 +48,7 @@ async def create(request: ResponsesRequest, context: ContextDep, services: Servi
         if request.stream:
             await stream_response(context, services, state, response.write_events, lambda: b"")
         else:
-            await wait_complete(state)
+            await wait_complete(state, response.read if request.wants_logprobs else None)
             return response.build_response()
     finally:
         response.delete_unfinished()

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 from frame.core.blame import explain
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.paced_json import PacedBody, collect_pieces, each_piece, encode_steps
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
 from frame.entrypoints.http.services import Services
@@ -175,7 +176,9 @@ class ApiRoute(APIRoute):
                 finally:
                     if context.answer is not None:  # nothing reads its output any more
                         app.services.client.abandon_request(context.answer)
-                if found is not None:
+                if isinstance(found, PacedBody):
+                    await _respond_paced(context, app.services, found)
+                elif found is not None:
                     await context.respond(msgspec.json.encode(found))
             except ApiError as error:
                 await context.fail(error)
@@ -198,6 +201,14 @@ class ApiRoute(APIRoute):
             return None
         body, context.ignored = parse_body(self.body_model, value)
         return body
+
+
+async def _respond_paced(context: RequestContext, services: Services, body: PacedBody) -> None:
+    """Send a large response. Raises DisconnectedError."""
+    state = context.answer
+    is_over = None if state is None else lambda: state.is_disconnected
+    pieces = await collect_pieces(services.formatting, context.tenant, encode_steps(body.value), is_over)
+    await context.respond_pieces(each_piece(pieces), sum(map(len, pieces)))
 
 
 def scope_readers(dependant: Dependant) -> list[tuple[str, Callable[[Scope], Any]]] | None:
