@@ -141,6 +141,22 @@ def test_variants_of_the_config(
     check(open_session(folder), reference(folder))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "words"),
+    [
+        ("MixtralForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented here for experts, only silu"),
+        ("Qwen3_5ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "is not implemented here for recurrent layers, only silu"),
+        ("NemotronHForCausalLM", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not implemented here"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "with use_bidirectional_attention"),
+    ],
+)
+def test_options_that_are_not_computed_are_refused(
+    architecture: str, overrides: dict[str, Any], words: str, checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        open_session(checkpoint(architecture, **overrides))
+
+
 def test_head_sizes_as_published_files_name_them(checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
     """transformers writes the sizes of each layer. Gemma 4's own files name those of full
     attention."""
