@@ -254,13 +254,21 @@ CONFIGS = [
         Case(f"{name} 0", configure(name, to=0), (".",))
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     ),
-    *(Case(f"{name} large", configure(name, to=2**31 - 1), (".",)) for name in (*SIZES[:6], "head_dim")),
+    *(Case(f"{name} large", configure(name, to=2**31 - 1), (CONFIG, name)) for name in (*SIZES[:6], "head_dim")),
+    Case(
+        "labels",
+        lambda folder: (
+            configure("architectures", to=["LlamaForSequenceClassification"])(folder),
+            configure("num_labels", to=2**31 - 1)(folder),
+        ),
+        (CONFIG, "num_labels"),
+    ),
     Case(
         "all large",
-        lambda folder: [configure(name, to=2**31 - 1)(folder) for name in ("hidden_size", "intermediate_size", "vocab_size")],
-        (".",),
+        lambda folder: [configure(name, to=2**24)(folder) for name in ("hidden_size", "intermediate_size", "vocab_size")],
+        (CONFIG, "cannot be allocated"),
     ),
-    Case("1000 layers", configure("num_hidden_layers", to=1000), ("lacks", r"model\.layers\.\d")),
+    Case("300 layers", configure("num_hidden_layers", to=300), ("lacks", r"model\.layers\.\d")),
     Case("long number", write(CONFIG, '{"architectures": ["LlamaForCausalLM"], "vocab_size": ' + "9" * 100_000 + "}"), (CONFIG,)),
     Case("no architecture", configure("architectures", to=[{"a": 1}]), (CONFIG, "architecture")),
     Case("python class", configure("architectures", to=["os.system"]), ("os.system",)),

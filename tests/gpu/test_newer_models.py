@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse attention with shared indexers": ("GlmMoeDsaForCausalLM", {}),
     "experts with biases": ("GptOssForCausalLM", {}),
     "experts without gates": ("NemotronHForCausalLM", {}),
+    "attention beside Mamba-2": ("FalconH1ForCausalLM", {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32}),
 }  # fmt: skip
 PROMPTS = random_prompts((41, 7, 30, 58, 3, 80))
 

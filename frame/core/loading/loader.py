@@ -74,7 +74,15 @@ def load_model(
     if context.attention is not None and layers:  # starts compiling kernels while the weights are read
         context.attention.prepare(layers)
     with report.measure_phase("allocate_parameters"):
-        allocate_parameters(model, context.device)
+        try:
+            allocate_parameters(model, context.device)
+        except torch.OutOfMemoryError:  # of a GPU, which has a sentence of its own
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{checkpoint.folder}: the sizes in config.json make a model of {report.planned / 2**30:,.0f} GiB, which cannot be "
+                "allocated: check that config.json belongs to this checkpoint."
+            ) from error
     allocated = count_bytes(model)
     with report.measure_phase("load"):
         load_weights(model, checkpoint, progress=context.tp.rank == 0, platform=context.platform)

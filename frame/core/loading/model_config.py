@@ -42,7 +42,9 @@ _OTHER_SIZES = (
     "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "kv_lora_rank", "q_lora_rank",
     "qk_rope_head_dim", "num_nextn_predict_layers",
 )  # fmt: skip
-_MOST = 2**31 - 1  # of any size
+_MOST = 2**31 - 1  # of any count
+_MOST_ENTRIES = 2**24  # of a vector, a vocabulary or a layer's heads; products of two fit into an address space
+_MOST_HEAD = 2**16  # entries of an attention head, whose rotary tables have as many for each position; labels
 _MOST_LAYERS = 1_000  # each is an object, built before weights are looked for
 _MOST_EXPERTS = 200_000  # of all layers; the same holds for them
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -133,15 +135,15 @@ class _Reader:
                 self._count((name,))
         check_fields(self.file, config)
         for name in _OTHER_SIZES:
-            self._count((name,), default=0)
-        heads = self._count(_HEADS)
-        hidden = self._count(_HIDDEN, least=1)
+            self._count((name,), default=0, most=_MOST_ENTRIES)
+        heads = self._count(_HEADS, most=_MOST_ENTRIES)
+        hidden = self._count(_HIDDEN, least=1, most=_MOST_ENTRIES)
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)
         return ModelConfig(
             architecture=self._architecture(),
             num_layers=self._num_layers(),
             hidden_size=hidden,
-            vocab_size=self._count(("vocab_size",)),
+            vocab_size=self._count(("vocab_size",), most=_MOST_ENTRIES),
             num_heads=heads,
             num_kv_heads=heads if kind == "mla" else self._kv_heads(heads),
             head_dim=head_dim,
@@ -190,19 +192,19 @@ class _Reader:
         names = self.config.get("id2label")
         if isinstance(names, Mapping) and names:
             return tuple(str(names[key]) for key in sorted(names, key=lambda key: int(key) if str(key).isdigit() else 0))
-        return tuple(f"LABEL_{number}" for number in range(self._count(("num_labels",), default=2)))
+        return tuple(f"LABEL_{number}" for number in range(self._count(("num_labels",), default=2, most=_MOST_HEAD)))
 
     def _kv_heads(self, heads: int) -> int:
         if self.config.get("multi_query") is True and not self.config.get("new_decoder_architecture"):
             return 1
-        return self._count(_KV_HEADS, default=heads)
+        return self._count(_KV_HEADS, default=heads, most=_MOST_ENTRIES)
 
     def _head_sizes(self, hidden: int, heads: int) -> tuple[Literal["mha", "mla"], tuple[int, int] | None, int, int]:
         rank, rope = self.config.get("kv_lora_rank"), self.config.get("qk_rope_head_dim")
         if rank and rope:
             nope, value = self._count(("qk_nope_head_dim",)), self._count(("v_head_dim",))
             return "mla", (int(rank), int(rope)), nope + int(rope), value
-        size = self._count(("head_dim", "kv_channels", "attention_head_size"), default=0)
+        size = self._count(("head_dim", "kv_channels", "attention_head_size"), default=0, most=_MOST_HEAD)
         if not size:
             if not heads or hidden % heads:
                 raise CheckpointError(f"{self.file}: hidden size {hidden} is not a multiple of {heads} heads, and there is no head_dim.")
