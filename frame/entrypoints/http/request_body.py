@@ -4,7 +4,8 @@ decoded JSON. Used by the routes. Must not depend on a route or the engine."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from math import isfinite
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
@@ -14,40 +15,48 @@ from frame.entrypoints.http.protocol.fields import check_fields
 from frame.entrypoints.http.validation_errors import validation_error
 
 MAX_PAIRS = 4096  # entries of an object whose values are validated one by one
-_NESTED = ("schema", "items_schema", "values_schema", "keys_schema")
+_NESTED = ("schema", "items_schema", "values_schema")  # keys are texts
 
 
-def bounded_schema(schema: Any, in_container: bool = False) -> Any:
-    """A core schema, changed in place, with the bounds and number rules of bodies."""
+def bounded_schema(schema: Any, is_form: bool = False, in_container: bool = False) -> Any:
+    """A core schema, changed in place, with the bounds and number rules of bodies. is_form: values
+    come as text."""
     kind = schema.get("type")
     if kind in ("int", "float"):
         if in_container:
             schema["strict"] = True
             return schema
-        return core_schema.no_info_before_validator_function(partial(_refuse_bool, f"{kind}_type"), schema)
+        refused = (bool,) if is_form else (bool, str)
+        return core_schema.no_info_before_validator_function(partial(_check_number, refused, f"{kind}_type"), schema)
+    if kind == "bool":
+        schema["strict"] = not is_form
     if kind in ("list", "tuple"):
         schema["fail_fast"] = True
     is_container = in_container or kind in ("list", "tuple", "dict")
     for name in _NESTED:
         if isinstance(schema.get(name), dict):
-            schema[name] = bounded_schema(schema[name], is_container and name != "keys_schema")
+            schema[name] = bounded_schema(schema[name], is_form, is_container)
     if isinstance(schema.get("items_schema"), list):
-        schema["items_schema"] = [bounded_schema(each, True) for each in schema["items_schema"]]
+        schema["items_schema"] = [bounded_schema(each, is_form, True) for each in schema["items_schema"]]
     if kind == "union":
-        schema["choices"] = [bounded_schema(each, in_container) for each in schema["choices"]]
+        schema["choices"] = [bounded_schema(each, is_form, in_container) for each in schema["choices"]]
     if kind == "model-fields":
         for field in schema["fields"].values():
-            field["schema"] = bounded_schema(field["schema"])
+            field["schema"] = bounded_schema(field["schema"], is_form)
     if kind == "definitions":
-        schema["definitions"] = [bounded_schema(each) for each in schema["definitions"]]
+        schema["definitions"] = [bounded_schema(each, is_form) for each in schema["definitions"]]
     if kind == "dict" and schema.get("values_schema", {}).get("type", "any") != "any":
         return core_schema.no_info_before_validator_function(_limit_pairs, schema)
     return schema
 
 
-def _refuse_bool(error_type: Any, value: Any) -> Any:
-    if value is True or value is False:
+def _check_number(refused: tuple[type, ...], error_type: Any, value: Any) -> Any:
+    if isinstance(value, refused):
         raise PydanticKnownError(error_type)
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        raise PydanticCustomError("too_large", "is out of range; it must fit in 64 bits")
+    if type(value) is float and not isfinite(value):
+        raise PydanticCustomError("not_finite", "is not finite; send a finite number")
     return value
 
 
@@ -61,15 +70,17 @@ class RequestBody(BaseModel):
     """A JSON object that a client sends. Unknown fields are left to `fields.check_fields`.
 
     Validation runs on the event loop, so its time is bounded: lists stop at their first error,
-    objects with typed values have at most `MAX_PAIRS` entries. Numbers may come as strings, as in
-    the OpenAI API; true and false are no numbers.
+    objects with typed values have at most `MAX_PAIRS` entries. As in the OpenAI API, a string is
+    neither a number nor true or false, and true and false are no numbers; 5.0 is the whole number
+    5. `is_form`: the fields of a form, whose values are texts.
     """
 
+    is_form: ClassVar[bool] = False
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return bounded_schema(handler(source))
+        return bounded_schema(handler(source), cls.is_form)
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -61,7 +61,7 @@ def _sentence(error: Mapping[str, Any]) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind in ("too_long", "string_too_long"):
         return f" has more than {context['max_length']} {_COUNTED.get(type(error['input']), 'entries')}; send fewer"
-    if kind == "too_many_pairs":
+    if kind in ("too_many_pairs", "too_large", "not_finite"):
         return f" {error['msg']}"
     if kind == "literal_error":
         return f" is {quoted(error['input'])}; it must be {context['expected']}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
@@ -42,7 +42,9 @@ class Body(RequestBody):
         ('{"parts": [{}]}', "parts[0].name is missing; send it", "parts[0].name"),
         ('{"ratio": false}', "ratio is false; send a number", "ratio"),
         ('{"ratio": -1}', "ratio is -1; it must be at least 0", "ratio"),
-        ('{"ratio": "1.5"}', "ratio is '1.5'; it must be at most 1", "ratio"),
+        ('{"ratio": "1.5"}', "ratio is a string; send a number", "ratio"),
+        ('{"ratio": 1.5}', "ratio is 1.5; it must be at most 1", "ratio"),
+        ('{"size": 18446744073709551616}', "size is out of range; it must fit in 64 bits", "size"),
         ('{"form": "int8"}', "form is 'int8'; it must be 'float' or 'base64'", "form"),
         ('{"biases": {"5": "high"}}', "biases.5 is a string; send a number", "biases.5"),
         ('{"names": {"a": "", "b": "", "c": ""}}', "names has more than 2 pairs; send fewer", "names"),

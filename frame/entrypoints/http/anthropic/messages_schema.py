@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
@@ -69,7 +71,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int
     stream: bool = False
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None

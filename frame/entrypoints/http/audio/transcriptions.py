@@ -7,7 +7,7 @@ Must not depend on the engine.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, model_validator
@@ -35,6 +35,7 @@ FIELDS = "file, model, language, prompt, response_format, temperature, timestamp
 class SpeechFields(RequestOptions):
     """The fields of a form besides its file."""
 
+    is_form: ClassVar[bool] = True
     model: str = ""
     language: str | None = None
     prompt: str = ""

@@ -30,6 +30,18 @@ NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1
            "penalize_newline": True}  # fmt: skip
 
 
+class OllamaChat(ChatRequest):
+    """A chat request without OpenAI's bound of the temperature, which Ollama does not have."""
+
+    temperature: float | None = None
+
+
+class OllamaCompletion(CompletionRequest):
+    """A completion request, likewise."""
+
+    temperature: float | None = None
+
+
 class Body(RequestBody):
     """Fields of both kinds of request. `think`: whether to reason, or the effort. `keep_alive` is
     ignored, because the model stays loaded."""
@@ -74,7 +86,7 @@ class ChatBody(Body):
     def to_chat_request(self, name: str) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400."""
         messages = _messages(self.messages)
-        made: ChatRequest = _made(ChatRequest, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
+        made: ChatRequest = _made(OllamaChat, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
         return made
 
 
@@ -94,13 +106,13 @@ class GenerateBody(Body):
         self._check()
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        made: ChatRequest = _made(ChatRequest, messages=messages, **self.thinking(), **self.common(name))
+        made: ChatRequest = _made(OllamaChat, messages=messages, **self.thinking(), **self.common(name))
         return made
 
     def to_completion_request(self, name: str) -> CompletionRequest:
         """The completion request of a raw prompt. Raises ApiError 400."""
         self._check()
-        made: CompletionRequest = _made(CompletionRequest, prompt=self.prompt, add_special_tokens=False, **self.common(name))
+        made: CompletionRequest = _made(OllamaCompletion, prompt=self.prompt, add_special_tokens=False, **self.common(name))
         return made
 
     def _check(self) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.chat.structured_outputs import GRAMMAR_PARAMS, constraint_params, sent_constraint
@@ -50,7 +50,7 @@ class GenerationRequest(SamplingFields):
 
     model: str = ""
     max_tokens: int | None = None
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2)  # OpenAI's range; /generate takes more
     top_p: float | None = None
     n: int | None = None
     stream: bool | None = False

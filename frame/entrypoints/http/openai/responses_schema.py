@@ -61,7 +61,7 @@ class ResponsesRequest(ExtensionFields):
     background: bool | None = None
     stream: bool | None = False
     max_output_tokens: int | None = None
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
