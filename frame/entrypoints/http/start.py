@@ -22,7 +22,7 @@ from frame.entrypoints.http.protocol.listening import bound_port
 from frame.entrypoints.logs import report
 from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
-from frame.entrypoints.processes.launch import load_tokenizer, wait_ready
+from frame.entrypoints.processes.launch import find_process_start, load_tokenizer, wait_ready
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.tls import load_certificate
 
@@ -36,7 +36,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     start; `reread` reads the configuration again; `signals` that come during the start."""
     signals.hold()
     resolved = prepared.resolved
-    started = time.perf_counter()
+    started = find_process_start()  # the engine's process starts before this function is called
     certificate = load_certificate(resolved.user.server)
     if (folder := resolved.user.batches.folder) is not None:
         make_folder(Path(folder))
@@ -63,7 +63,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
         extensions = load_extensions(resolved, prepared.registry)
         with StartingServer(listener, resolved.user.server.max_connections, certificate):
             tokenizer = load_tokenizer(resolved)
-            infos = [wait_ready(deployment, replica_report(deployment), signals.check, spawned) for deployment in deployments]
+            infos = [wait_ready(deployment, replica_report(deployment), signals.check, started) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned
         parts = ServerParts((listener, admin), tokenizer, extensions, started, start_seconds)
         return uvloop.run(create_server(prepared, deployments, infos, parts, reread, signals).run())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError, PluginError
+from frame.core.garbage_collection import paused_collection
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Control, Heartbeat, Message, Ready
 from frame.core.text.detokenizer import Detokenizer
@@ -26,7 +28,6 @@ from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
-from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.processes.deployment import Deployment, Layout
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
@@ -199,7 +200,8 @@ def wait_ready(
                 waiting.discard(message.process)
                 info = message.data or info
                 if report is not None:
-                    report(f"{message.process} ready after {time.perf_counter() - started:.1f} s{_phases(message.data)}")
+                    seconds = time.perf_counter() - started
+                    report(f"{message.process} ready after {seconds:.1f} s{_phases(message.data, seconds)}")
         check()
         error = deployment.get_start_error()
         if error is not None:
@@ -207,9 +209,23 @@ def wait_ready(
     return info
 
 
-def _phases(data: dict[str, Any]) -> str:
-    phases = data.get("phases") or {}
-    parts = [f"{name} {seconds:.1f} s" for name, seconds in phases.items()]
+def find_process_start() -> float:
+    """The `time.perf_counter()` at which this process was started; now, where /proc does not say
+    it. To 0.01 s: psutil rounds the time of boot to seconds."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        age = 0.0
+    return time.perf_counter() - max(0.0, age)
+
+
+def _phases(data: dict[str, Any], total: float) -> str:
+    """The phases of the engine's start, which follow each other, and the rest of `total` seconds:
+    as printed, they add up to it."""
+    phases = {name: round(seconds, 1) for name, seconds in (data.get("phases") or {}).items()}
+    rest = round(round(total, 1) - sum(phases.values()), 1)
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in {**phases, "other": rest}.items()]
     if kernels := data.get("kernels"):
         parts.append(f"{kernels['cache']} kernel cache: {kernels['loaded']} loaded, {kernels['compiled']} compiled")
     return f" ({', '.join(parts)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""
