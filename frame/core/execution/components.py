@@ -35,7 +35,7 @@ from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_group
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.config_fields import ConfigFields
-from frame.core.loading.loader import Checkpoint, load_model
+from frame.core.loading.loader import Checkpoint, load_model, plan_bytes
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
 from frame.core.parallel.collectives import is_true_on_all_ranks
@@ -207,8 +207,10 @@ def build_runner(
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
+    check_memory = partial(plan_rank, resolved, context, before=before)  # before anything is read
     named = replace(model_config, config=ConfigFields(model_config.config))
-    model, report = load_model(partial(parts.model.build, ModelContext.from_build(context, named)), context, checkpoint)
+    make = partial(parts.model.build, ModelContext.from_build(context, named))
+    model, report = load_model(make, context, checkpoint, check_memory)
     phases.update(report.seconds)
     clock = time.perf_counter()
     drafter = _build_drafter(resolved, parts, model, context)
@@ -238,8 +240,8 @@ def build_runner(
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
         processors = Processors(build_processors(parts, model_config, slots, device), slots)
-        make = TorchModelRunner if pipeline is None else StageRunner
-        runner = make(model, model_config, context, pool, processors, capacity)
+        kind = TorchModelRunner if pipeline is None else StageRunner
+        runner = kind(model, model_config, context, pool, processors, capacity)
         if drafter is not None:
             runner.set_drafter(drafter.model, resolved.most_drafted, drafter.attention, resolved.tree)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
@@ -358,6 +360,21 @@ def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext,
         return transit
     is_quantized = resolved.kv_dtype != resolved.dtype
     return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, total, is_quantized=is_quantized)
+
+
+def plan_rank(
+    resolved: Resolved, context: BuildContext, model: Model, draft: DraftModel | None = None, *, before: DeviceMemory
+) -> MemoryPlan | None:
+    """The memory of a rank with these models, which are on the meta device; None for one that
+    builds its layers while it loads. Raises CapacityError if the KV cache does not fit."""
+    if not (weights := plan_bytes(model)):  # type: ignore[arg-type]
+        return None
+    draft_bytes = 0 if draft is None else plan_bytes(draft)  # type: ignore[arg-type]
+    uniform = kv_geometry(resolved.model, context.tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, uniform, draft)
+    further = count_further_bytes(resolved, model, context, before.total)
+    planned = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, before, further)
+    return replace(planned, drafter=draft_bytes)
 
 
 def _plan_memory(

@@ -27,7 +27,7 @@ from frame.core.interfaces.device_drafter import DraftModel
 from frame.core.interfaces.model import Model
 from frame.core.interfaces.platform import HOST, Platform
 from frame.core.interfaces.weights import WeightSource, WeightSourceContext
-from frame.core.loading.weight_reader import ReadAhead, read_weights
+from frame.core.loading.weight_reader import ReadAhead, read_headers, read_weights
 
 M = TypeVar("M", bound=Model | DraftModel)
 
@@ -60,16 +60,18 @@ class Checkpoint:
 
 
 def load_model(
-    make: Callable[[], M], context: BuildContext, checkpoint: Checkpoint
+    make: Callable[[], M], context: BuildContext, checkpoint: Checkpoint, on_built: Callable[[M], object] = lambda model: None
 ) -> tuple[M, LoadReport]:
-    """Build and load a model on `context.device`, ready to run. `make` constructs it. Raises
-    CheckpointError, one sentence, if the checkpoint does not fit."""
+    """Build and load a model on `context.device`, ready to run. `make` constructs it; `on_built` is
+    called with it while it is on the meta device. Raises CheckpointError, one sentence, if the
+    checkpoint does not fit."""
     report = LoadReport()
     with report.measure_phase("build"), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
     report.planned = plan_bytes(model)
+    on_built(model)
     layers = attention_layers(model)
     if context.attention is not None and layers:  # starts compiling kernels while the weights are read
         context.attention.prepare(layers)
@@ -121,9 +123,12 @@ def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, checkpoint: Checkpoint, progress: bool = False, platform: Platform = HOST) -> None:
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, progress: bool = False, platform: Platform = HOST, *, is_dry: bool = False
+) -> None:
     """Load every parameter; call `finish_modules` afterwards. Raises CheckpointError if tensors are
-    missing. `progress`: show a bar."""
+    missing. `progress`: show a bar. is_dry: of a model on the meta device, compare the names and
+    shapes, and read no values."""
     context = WeightSourceContext(
         checkpoint.folder,
         *_device_and_dtype(model),
@@ -132,7 +137,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, progress: bool = Fals
         integer_dtypes=partial(_integer_dtypes, model),
     )
     with contextlib.closing(checkpoint.open_source(context)) as source:
-        loaded = model.load_weights(read_weights(source, progress, _plan_read_ahead(model, platform)))  # type: ignore[operator]
+        tensors = read_headers(source) if is_dry else read_weights(source, progress, _plan_read_ahead(model, platform))
+        loaded = model.load_weights(tensors)  # type: ignore[operator]
     missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
     if missing:
         rest = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""

@@ -60,6 +60,28 @@ def read_weights(source: WeightSource, progress: bool = False, ahead: ReadAhead 
             advance()
 
 
+class HeaderTensor:
+    """A tensor of a checkpoint without its values: slices are on the meta device. A scalar has its
+    value."""
+
+    def __init__(self, stored: LazyTensor, dtype: torch.dtype | None) -> None:
+        self.shape = stored.shape
+        self._stored, self._dtype = stored, dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if not self.shape:
+            return self._stored[index]
+        dtype = self._dtype or self._stored[0:0].dtype  # which raises the error of an unreadable tensor
+        return torch.empty(self.shape, dtype=dtype, device="meta")[index]
+
+
+def read_headers(source: WeightSource) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors of a source without their values."""
+    for name in source.list_names():
+        place = source.find_range(name)
+        yield name, HeaderTensor(source.open_tensor(name), None if place is None else place.dtype)
+
+
 def _plan_ranges(source: WeightSource, names: Sequence[str], ahead: ReadAhead) -> dict[str, FileRange]:
     """The ranges of the wanted rows, by tensor name, in the order of `names`."""
     found = {name: source.find_range(name) for name in names if name in ahead.rows}

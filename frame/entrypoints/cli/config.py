@@ -1,6 +1,5 @@
 """`frame config check | explain | schema | show`: checks and prints the configuration, its sources
-and the reasons of resolved values. Loads no weights; only `check`
-imports plugins, in a process of their own."""
+and the reasons of resolved values. Loads no weights; only `check` imports plugins."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from frame.core.config.resolve import pinned
 from frame.core.config.resolved import Resolved
 from frame.core.config.schema import PluginsSection
 from frame.core.errors import ConfigError, ConfigurationError, did_you_mean
+from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.explain import Explained, as_yaml, options
 from frame.entrypoints.configuration.explain import explain as explain_one
@@ -28,14 +28,29 @@ def command() -> None:
     pass
 
 
-@config_command(help="Resolve the configuration for this machine. Prints the model, device and plugins that would run, or the error.")
-def check(loaded: LoadedConfig) -> None:
-    prepared = prepare(loaded.config, is_served=True)
+@config_command(help="Check all that `frame serve` checks at its start: settings, ports, tokenizer, plugins, headers of weights, memory.")
+@click.pass_context
+def check(ctx: click.Context, loaded: LoadedConfig) -> None:
+    is_served = not loaded.config.parallel.node_rank
+    prepared = prepare(loaded.config, is_served=is_served)
     resolved = prepared.resolved
+    with paused_collection():
+        import frame.entrypoints.processes.build_engine  # noqa: F401 - torch, once for both processes
     load_apart(prepared.registry, resolved)
+    checked: list[str] = []
+    if is_served:
+        from frame.entrypoints.http.check_start import check_start
+
+        try:
+            check_start(prepared, checked.append)
+        except RuntimeError as error:
+            click.echo(f"frame: the start would fail: {error}", err=True)
+            ctx.exit(1)
     click.echo(f"ok: {resolved.served_name} ({resolved.model.architecture}) on {resolved.device} in {resolved.dtype}")
     for kind, choices in sorted(resolved.plugins.items()):
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
+    click.echo("\n".join(["checked:", *(f"  {line}" for line in ("settings, and the imports of plugins", *checked))]))
+    click.echo("not checked: values of weights, and what a step computes")
 
 
 @config_command(help="Print value, source and reason of settings. Also lists rejected plugins. KEY: a setting or a section.")

@@ -7,6 +7,7 @@ torch and load the model. Used by the command. Must not know a route. Imports no
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,10 +39,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     resolved = prepared.resolved
     started = find_process_start()  # the engine's process starts before this function is called
     certificate = load_certificate(resolved.user.server)
-    if (folder := resolved.user.batches.folder) is not None:
-        make_folder(Path(folder))
-    admin = AdminListener(resolved.user.server)
-    listener = bound_port(resolved.user.server.host, resolved.user.server.port, "--host and --port")
+    listener, admin = open_listeners(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
     raise_file_limit(resolved.user.server.max_connections)
     deployments: list[Deployment] = []
@@ -74,6 +72,22 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
             deployment.kill()
         listener.close()
         admin.close()
+
+
+def open_listeners(resolved: Resolved) -> tuple[socket.socket, AdminListener]:
+    """The sockets of the API and of operators, bound before slow steps of the start. Raises
+    ConfigurationError for an address or a folder that cannot be used."""
+    server = resolved.user.server
+    if (folder := resolved.user.batches.folder) is not None:
+        make_folder(Path(folder))
+    if server.grpc_port:  # the gRPC library binds it itself, after the model is loaded
+        bound_port(server.host, server.grpc_port, "--host and --grpc-port").close()
+    admin = AdminListener(server)
+    try:
+        return bound_port(server.host, server.port, "--host and --port"), admin
+    except BaseException:
+        admin.close()
+        raise
 
 
 def configured_layout(resolved: Resolved, module: str, early: EarlyProcess | None = None) -> Layout:

@@ -13,34 +13,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from frame.core.config.resolve_platform import get_capabilities
 from frame.core.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.execution.components import Loaded, Parts, build_context, count_further_bytes, prepare_drafter
-from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
-from frame.core.interfaces.collective import CollectiveContext, LocalGroup
-from frame.core.interfaces.model import ModelContext
-from frame.core.interfaces.moe import MoERunner
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
-from frame.core.interfaces.rank_context import Pipeline, RankContext
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
-from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
-from frame.core.loading.loader import plan_bytes
+from frame.core.kv_cache.memory_plan import MemoryPlan
 from frame.core.loading.model_config import find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format, load_kernels
+from frame.entrypoints.processes.planned_rank import PlannedRank
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 
 if TYPE_CHECKING:
-    from torch import nn
 
     from frame.core.config.resolved import Resolved
-    from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.moe import DispatchOutput
-    from frame.plugins.registry import Registry
 
 PUBLISHED = Path(__file__).with_name("published")  # folders with the config.json of known checkpoints
 CONTEXT_BYTES = 640 << 20  # of a process on a CUDA device, before its first tensor
@@ -48,41 +33,6 @@ SUM_SECONDS = 5e-6  # of the smallest all-reduce
 DECODE_ROWS = (1, 8, 64, 256)
 DECODE_CONTEXT = 1024  # tokens of a sequence in the table of phases
 _SUMS_A_LAYER = 2
-
-
-class PlannedPlatform(HostPlatform):
-    """The meta device: tensors have sizes and no memory."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("meta")
-
-
-class PlannedAttention(AttentionBackend):
-    """A backend of which the layers read the capabilities alone."""
-
-    def __init__(self, context: RankContext, capabilities: Any) -> None:
-        super().__init__(context)
-        self.capabilities = capabilities  # type: ignore[misc]
-
-    def plan(self, batch: ForwardBatch) -> Any:
-        raise NotImplementedError
-
-    def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class PlannedRunner(MoERunner):
-    """A MoE runner that is never called."""
-
-    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class PlannedGpuRunner(PlannedRunner):
-    """Multiplies float8 experts as they are stored."""
-
-    takes_fp8 = ("block", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,57 +209,8 @@ def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator
 
 def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryPlan:
     """The memory of a rank of one stage."""
-    resolved, registry = prepared.resolved, prepared.registry
-    plan = resolved.plan
-    parts, context = _build_context(prepared, stage)
-    with torch.device("meta"):
-        model: Any = parts.model.build(ModelContext.from_build(context, resolved.model))
-    if not (weights := plan_bytes(model)):
-        name = registry.get("model", resolved.choice("model").name).name
+    found = PlannedRank(prepared.resolved, prepared.registry, stage).plan_memory(memory)
+    if found is None:
+        name = prepared.resolved.choice("model").name
         raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
-    draft: Any = None
-    if (drafter := prepare_drafter(resolved, parts, model, context)) is not None:
-        with torch.device("meta"):
-            draft = drafter[0]()
-    draft_bytes = 0 if draft is None else plan_bytes(draft)
-    uniform = kv_geometry(resolved.model, plan.attention_tp, resolved.page_size, resolved.kv_dtype)
-    geometry = model_geometry(model, uniform, draft)
-    further = count_further_bytes(resolved, model, context, memory.total)
-    found = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, memory, further)
-    return replace(found, drafter=draft_bytes)
-
-
-def _build_context(prepared: Prepared, stage: int) -> tuple[Parts, Any]:
-    """The plugins that decide the sizes of a model, and a rank's context on the meta device."""
-    resolved, plan = prepared.resolved, prepared.resolved.plan
-    parts = _load_parts(resolved, prepared.registry)
-    tp = LocalGroup(CollectiveContext(0, plan.attention_tp))
-    experts = LocalGroup(CollectiveContext(0, plan.tp)) if plan.num_groups > 1 else None
-    pipeline = None
-    if plan.pp > 1:
-        others = LocalGroup(CollectiveContext(stage, plan.pp))
-        layers = plan.find_layers(stage, resolved.model.num_layers)
-        pipeline = Pipeline(index=stage, size=plan.pp, layers=layers, hidden=others, tokens=others)
-    return parts, build_context(resolved, parts, tp, PlannedPlatform(PlatformContext()), pipeline, experts)
-
-
-def _load_parts(resolved: Resolved, registry: Registry) -> Parts:
-    """The plugins that decide the sizes of a model."""
-
-    def load(kind: str) -> Any:
-        return Loaded(*registry.choose(resolved.choice(kind))) if resolved.plugins.get(kind) else None
-
-    runner = PlannedRunner if get_capabilities(registry.get("platform", resolved.choice("platform").name)).is_host else PlannedGpuRunner
-    capabilities = registry.get("attention_backend", resolved.choice("attention_backend").name).capabilities
-    return Parts(
-        model=load("model"),
-        weight_source=load("weight_source"),
-        attention=Loaded(lambda context, _: PlannedAttention(context, capabilities)),
-        weight_format=load("weight_format"),
-        gemm_kernels=load_kernels(resolved, registry),
-        moe_runner=Loaded(runner) if resolved.plugins.get("moe_runner") else None,
-        moe_dispatcher=load("moe_dispatcher"),
-        drafter=load_device_drafter(resolved, registry),
-        head_format=load_head_format(registry),
-        draft=None if resolved.draft is None else _load_parts(resolved.draft, registry),
-    )
+    return found
