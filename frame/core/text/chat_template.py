@@ -8,7 +8,6 @@ as options.
 from __future__ import annotations
 
 import json
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from frame.core.errors import CheckpointError
 from frame.core.text.named_file import read_named
+from frame.core.text.template_sandbox import LARGEST_TEXT, TemplateSandbox, TemplateTimeoutError
 from frame.core.text.tool_prompt import as_plain_messages
 
-LARGEST_TEXT = 64 * 1024 * 1024  # characters of a rendered prompt
-LARGEST_POWER = 1000
+LARGEST_INDENT = 64  # characters
 LONGEST_TIME = 20.0  # seconds of rendering
 TEMPLATE = "chat_template"  # the argument with a template of the request; callers allow it for trusted clients only
 RESERVED = frozenset({"messages", "tools", TEMPLATE})
@@ -47,31 +45,14 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox without operations that turn a small input into a large one: templates and their
-    variables are untrusted."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        numbers = [value for value in (left, right) if isinstance(value, int | float)]
-        if operator == "**" and any(abs(value) > LARGEST_POWER for value in numbers):
-            raise SecurityError(f"it raises a number above {LARGEST_POWER} to a power")
-        sized = next((value for value in (left, right) if isinstance(value, str | list | tuple)), None)
-        if sized is not None and numbers and len(sized) * numbers[0] > LARGEST_TEXT:
-            raise SecurityError(f"it repeats a text or list to more than {LARGEST_TEXT} parts")
-        return super().call_binop(context, operator, left, right)
-
-
 class ChatTemplate:
     """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. Raises
     CheckpointError if it is invalid."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
         self.source = source
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self._sandbox = environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals.pop("lipsum")  # generates unbounded text
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
@@ -120,16 +101,21 @@ class ChatTemplate:
         return text.rpartition(CUT)[0] if continues else text
 
     def _write(self, **variables: Any) -> str:
-        """The template's output. Size and time are checked at each piece of it."""
+        """The template's output, whose size and time are limited."""
         pieces: list[str] = []
-        size, until = 0, time.monotonic() + LONGEST_TIME
-        for piece in self._template.generate(**variables):
-            pieces.append(piece)
-            size += len(piece)
-            if size > LARGEST_TEXT:
-                raise ChatTemplateError(f"the chat template renders these messages to more than {LARGEST_TEXT} characters; send less")
-            if time.monotonic() > until:
-                raise ChatTemplateError(f"the chat template took more than {LONGEST_TIME:g} s for these messages; send less")
+        size = 0
+        try:
+            with self._sandbox.limit_time(LONGEST_TIME):
+                for piece in self._template.generate(**variables):
+                    _ = self._sandbox.tick
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > LARGEST_TEXT:
+                        raise ChatTemplateError(
+                            f"the chat template renders these messages to more than {LARGEST_TEXT} characters; send less"
+                        )
+        except TemplateTimeoutError:
+            raise ChatTemplateError(f"the chat template took more than {LONGEST_TIME:g} s for these messages; send less") from None
         return "".join(pieces)
 
 
@@ -171,6 +157,9 @@ def read_template(file: str) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
     # Jinja's own filter escapes for HTML, which is wrong in a prompt.
+    spaces = [len(each) if isinstance(each, str) else each for each in (indent or 0, *(separators or ()))]
+    if max(spaces) > LARGEST_INDENT:
+        raise jinja2.TemplateError(f"tojson indents by more than {LARGEST_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
