@@ -6,7 +6,7 @@ by `MessageReader`. Must not know a method.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class _Counter:
         raise ValueError("a number has more than 10 bytes")
 
 
-@cache
+@lru_cache(maxsize=128)  # more than frame.proto has messages
 def _fields_of(descriptor: Descriptor) -> Fields:
     """The fields of a message that may have a length, texts aside. frame.proto has no message that
     contains itself."""
