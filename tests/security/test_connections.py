@@ -450,6 +450,19 @@ async def test_a_body_earns_its_time_by_bytes(rate: float, monkeypatch: pytest.M
     assert left[0] > 0
 
 
+@pytest.mark.parametrize("sizes", [[5], [70_000], [0, 0], [70_000] * 9, [700] * 90, [1, 70_000, 2, 16_384, 16_383, 1]])
+async def test_pieces_of_a_body_are_joined(sizes: list[int]) -> None:
+    pieces = [bytes([i % 251]) * size for i, size in enumerate(sizes)]
+    left = iter(pieces)
+
+    async def receive() -> Any:
+        piece = next(left, None)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    context = RequestContext({"headers": []}, receive, receive, 1 << 20, bodies=Bodies(1 << 24, 10.0))
+    assert await context.body() == b"".join(pieces)
+
+
 async def test_bytes_of_bodies_are_released() -> None:
     async with serving({"server": {"max_body_bytes": 2048}}) as server:
         for _ in range(40):  # many times the limit of all bodies
