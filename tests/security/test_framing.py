@@ -29,6 +29,7 @@ from tests.security.test_connections import listening, status, talk, tell
 WAIT = 30.0  # seconds
 SENT = 1 << 18  # bytes of all connections
 MAX_CALLS = 6_000  # of the parser in one turn; 256 KiB of chunks of one byte make 43,000
+MAX_COPIED = 18 << 20  # bytes of bodies in one turn; 128 reads are 32 MiB
 REQUEST_CALLS = 64  # that a request counts as
 
 
@@ -87,6 +88,35 @@ async def test_one_turn_of_the_loop_parses_a_bounded_amount(pattern: str, connec
             await asyncio.gather(*(send() for _ in range(connections)))
     assert found[0] <= MAX_CALLS, found
     assert found[1] > 0 or pattern == "empty lines"
+
+
+async def test_one_turn_of_the_loop_copies_a_bounded_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 clients upload at once, each as fast as it can."""
+    copied, size = [0], 1 << 20
+    on_body = GuardedProtocol.on_body
+
+    def counted(self: Any, body: bytes) -> None:
+        copied[0] += len(body)
+        on_body(self, body)
+
+    monkeypatch.setattr(GuardedProtocol, "on_body", counted)
+    async with listening(read_all, connections=256) as connect, most_calls(copied) as found:
+        clients = [await connect() for _ in range(128)]
+        for _, writer in clients:
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        async with asyncio.timeout(WAIT):
+            for reader, writer in clients:
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                writer.close()
+    assert found[1] == 128 * size
+    assert found[0] <= MAX_COPIED, found
+
+
+async def read_all(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive())["more_body"]:
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def test_chunks_smaller_than_their_framing_end_the_connection() -> None:

@@ -20,11 +20,11 @@ from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProto
 UNIT = 2e-6  # seconds
 REQUEST_UNITS = 64  # for a request's head
 PORTION_UNITS = 128  # after which a connection's other bytes wait
-MAX_FIRST_UNITS = 4096  # of first portions in `WINDOW`
+MAX_FIRST_UNITS = 4096  # of first portions in one turn
 MAX_REST_UNITS = 1024  # of later portions in one turn
-WINDOW = 0.004  # seconds
 HEAD_SLICE, SLICE = 16 * 1024, 2 * 1024  # bytes that the parser gets at once; 128 headers are refused, chunks are many
 MAX_CHUNKS = 64  # of a slice
+UNIT_BYTES = 2048  # of a body, which are copied three times, into fresh memory
 MAX_SIZE_LINE = 20  # bytes of the line before a chunk's data, with its end
 _LINE, _END = b"\r\n", b"\r\n\r\n"  # the end of a line; of a head, and of a chunked body
 
@@ -34,21 +34,23 @@ class ParsingQueue:
     `MAX_REST_UNITS` of later portions is followed by a pause of the same time."""
 
     def __init__(self) -> None:
-        self._units = 0  # of first portions since `_since`
-        self._since = 0.0
+        self._units = 0  # of first portions in this turn
         self._is_scheduled = False  # `_run_turn`
         self._first: deque[PacedProtocol] = deque()  # connections that have parsed nothing of what they received
         self._rest: deque[PacedProtocol] = deque()
 
-    def is_open(self, now: float) -> bool:
-        """Whether one more first portion may be parsed. `now`: the event loop's time."""
-        if now - self._since > WINDOW:
-            self._units, self._since = 0, now
+    def is_open(self) -> bool:
+        """Whether one more first portion may be parsed in this turn."""
         return self._units < MAX_FIRST_UNITS
 
     def count_units(self, units: int) -> None:
         """Count a first portion."""
+        if not self._units:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
         self._units += units
+
+    def _begin_turn(self) -> None:
+        self._units = 0
 
     def add(self, connection: PacedProtocol, *, is_first: bool) -> None:
         """Call `parse_portion` in a later turn. `is_first`: ahead of later portions."""
@@ -60,7 +62,7 @@ class ParsingQueue:
     def _run_turn(self) -> None:
         self._units = 0
         while self._first and self._units < MAX_FIRST_UNITS:
-            self._units += self._first.popleft().parse_portion()
+            self.count_units(self._first.popleft().parse_portion())
         units = 0
         while self._rest and units < MAX_REST_UNITS:
             units += self._rest.popleft().parse_portion()
@@ -119,7 +121,7 @@ class PacedProtocol(UpgradeRefusingProtocol):
         self._position = 0
         if self._is_queued:
             return
-        if self._parsing.is_open(self.loop.time()):
+        if self._parsing.is_open():
             self._parsing.count_units(self.parse_portion())
         else:
             self._wait(is_first=True)
@@ -165,7 +167,7 @@ class PacedProtocol(UpgradeRefusingProtocol):
     def count_body(self, size: int) -> None:
         """So many bytes of the body came at once."""
         self._body_left = max(0, self._body_left - size)
-        self._units += 1
+        self._units += 1 + size // UNIT_BYTES
 
     def begin_head(self) -> None:
         """A head begins, or may."""
@@ -247,7 +249,7 @@ class PacedProtocol(UpgradeRefusingProtocol):
                 self.transport.resume_reading()
         elif self._is_queued:
             return
-        elif self._parsing.is_open(self.loop.time()):
+        elif self._parsing.is_open():
             self._parsing.count_units(self.parse_portion())
         else:
             self._wait(is_first=False)
