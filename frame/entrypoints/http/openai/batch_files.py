@@ -118,7 +118,7 @@ class FileStore:
             file.is_complete = True
             self.save(file.id, msgspec.json.encode(file))
         except OSError as error:  # a full or read-only disk; the next start tries again
-            _log.warning("%s could not be recovered or deleted: %s", file.filename, error.strerror)
+            _log.warning("%s was not saved again or deleted: %s", file.filename, error.strerror)
         return file.is_complete
 
     def close(self) -> None:
