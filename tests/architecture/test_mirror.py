@@ -36,6 +36,8 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.cli.eval",
             "frame.entrypoints.cli.serve",
             "frame.entrypoints.http.app",
+            "frame.entrypoints.http.operations.check_start",  # and frame config check, by tests/entrypoints/test_refusals.py
+            "frame.entrypoints.processes.planned_rank",  # likewise
             "frame.entrypoints.http.request_context",
             "frame.entrypoints.http.errors",
             "frame.entrypoints.http.openai.logprobs",

@@ -155,7 +155,7 @@ def test_other_files_are_read_by_soundfile(monkeypatch: pytest.MonkeyPatch, capf
         read_audio(b"unknown")
     assert capfd.readouterr().err == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidRequestError, match="install soundfile on the server"):
+    with pytest.raises(InvalidRequestError, match="install soundfile, the extra audio, on the server"):
         read_audio(b"fLaC")
 
 

@@ -19,7 +19,7 @@ AMBIGUOUS = "root ::= s\ns ::= s s s | s s | [a-z ]"
 LEVELS = "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1} a{i + 1} a{i + 1}" for i in range(12)) + "\na12 ::= [a-z]?"
 GRAMMARS = {
     "llguidance": {"ebnf": AMBIGUOUS},
-    "xgrammar": {"structural_tag": {"type": "structural_tag", "format": {"type": "grammar", "grammar": LEVELS}}},
+    "structural_tag": {"structural_tag": {"type": "structural_tag", "format": {"type": "grammar", "grammar": LEVELS}}},
 }
 
 
@@ -39,8 +39,7 @@ def generate(server: RunningServer, **fields: Any) -> httpx.Response:
 def test_a_hostile_grammar_ends_by_its_budget(server: RunningServer, name: str) -> None:
     answer = generate(server, max_new_tokens=400, seed=1, **GRAMMARS[name])
     assert answer.status_code == 400, answer.text[:300]
-    budget = "takes more work for one token than the budget of its backend" if name == "llguidance" else "than its budget of 2 s"
-    assert budget in answer.text
+    assert "takes more work for one token than the budget of its backend" in answer.text
     assert generate(server, max_new_tokens=8, regex="[ab]{3}").status_code == 200  # and the next grammar is served
 
 

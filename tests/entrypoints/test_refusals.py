@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,15 +221,18 @@ def run_command(command: str, flags: list[str]) -> tuple[int, str]:
     return done.returncode, say(done.stderr)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+def sample(names: Iterable[str]) -> list[Any]:
+    """Each sixth name; `make soak` runs the others. Each case starts two processes."""
+    return [pytest.param(name, marks=[pytest.mark.soak] if index % 6 else [pytest.mark.slow]) for index, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", sample(SETTINGS))
 def test_both_commands_refuse_settings_alike(name: str, checkpoint: Path, tmp_path: Path) -> None:
     with filled(SETTINGS[name], checkpoint, tmp_path) as flags:
         assert run_command("config check", flags) == run_command("serve", flags)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", FOLDERS, indirect=True)
+@pytest.mark.parametrize("broken", sample(FOLDERS), indirect=True)
 def test_both_commands_refuse_folders_alike(broken: Path) -> None:
     flags = ["--model", str(broken), "--device", "cpu", "--port", "0"]
     checked = run_command("config check", flags)

@@ -266,7 +266,7 @@ CONFIGS = [
     Case(
         "all large",
         lambda folder: [configure(name, to=2**24)(folder) for name in ("hidden_size", "intermediate_size", "vocab_size")],
-        (CONFIG, "cannot be allocated"),
+        ("the KV cache does not fit", "GiB weights"),
     ),
     Case("300 layers", configure("num_hidden_layers", to=300), ("lacks", r"model\.layers\.\d")),
     Case("long number", write(CONFIG, '{"architectures": ["LlamaForCausalLM"], "vocab_size": ' + "9" * 100_000 + "}"), (CONFIG,)),

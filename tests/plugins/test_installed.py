@@ -183,7 +183,7 @@ def test_a_manifest_that_is_broken_is_harmless_until_an_unknown_name_is_asked_fo
 
 def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: Environment, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    check = ("config", "check", "--model", str(tmp_path), "--schedule-policy", "lof")
+    check = ("config", "check", "--model", str(tmp_path), "--schedule-policy", "lof", "--skip-tokenizer-init", "--load-format", "dummy")
     done = environment.frame(*check)
     assert done.returncode == 78
     assert "registered by frame-serve" in done.stderr

@@ -208,8 +208,7 @@ def build_runner(
     user = resolved.user
     checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
     check_memory = partial(plan_rank, resolved, context, before=before)  # before anything is read
-    named = replace(model_config, config=ConfigFields(model_config.config))
-    make = partial(parts.model.build, ModelContext.from_build(context, named))
+    make = partial(parts.model.build, ModelContext.from_build(context, replace(model_config, config=ConfigFields(model_config.config))))
     model, report = load_model(make, context, checkpoint, check_memory)
     phases.update(report.seconds)
     clock = time.perf_counter()

@@ -28,7 +28,7 @@ def command() -> None:
     pass
 
 
-@config_command(help="Check all that `frame serve` checks at its start: settings, ports, tokenizer, plugins, headers of weights, memory.")
+@config_command(help="Check what `frame serve` checks at its start. These are settings, ports, tokenizer, plugins, weights, memory.")
 @click.pass_context
 def check(ctx: click.Context, loaded: LoadedConfig) -> None:
     is_served = not loaded.config.parallel.node_rank
@@ -39,7 +39,7 @@ def check(ctx: click.Context, loaded: LoadedConfig) -> None:
     load_apart(prepared.registry, resolved)
     checked: list[str] = []
     if is_served:
-        from frame.entrypoints.http.check_start import check_start
+        from frame.entrypoints.http.operations.check_start import check_start
 
         try:
             check_start(prepared, checked.append)

@@ -63,9 +63,10 @@ class ConfigCommand(click.Command):
         return [title.removeprefix(_SETTINGS) for title in titles if title.startswith(_SETTINGS)]
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        if self._help is None:
+        names = self.get_help_option_names(ctx)
+        if self._help is None or set(self._help.opts) != set(names):  # a context may have other names
             self._help = click.Option(
-                self.get_help_option_names(ctx), is_flag=False, flag_value=COMMON, is_eager=True, expose_value=False, callback=_show_help,
+                names, is_flag=False, flag_value=COMMON, is_eager=True, expose_value=False, callback=_show_help,
                 metavar="[SECTION|all]", help="Show this message, the flags of a section of the settings, or all flags.",
             )  # fmt: skip
         return self._help

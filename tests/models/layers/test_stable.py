@@ -42,6 +42,7 @@ ARGUMENTS = {
     "Decoder.get_attention_options": "self layer",
     "Decoder.get_ignored": "self",
     "Decoder.get_rotary": "self layer",
+    "Decoder.has_bias": "self key",
     "Decoder.map_weights": "self weights",
     "Decoder.rename_weights": "weights",
     "DecoderLayer": "input_norm attention post_norm mlp",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from frame.entrypoints.audio import RATE, AudioFile
-from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, TenantQuotas
+from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.audio import transcriptions
 from frame.entrypoints.http.audio.transcriptions import _decode, _decode_while_connected
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
@@ -96,7 +96,7 @@ async def test_sequences_are_counted_before_a_file_is_decoded(monkeypatch: pytes
     files = Files(monkeypatch)
     with pytest.raises(ApiError, match="100 sequences"):
         await _decode(Context("a"), make_services(50), b"a 1000")  # type: ignore[arg-type]
-    with TenantQuotas(None, 50).open_lease("a") as lease, pytest.raises(QuotaExceededError, match="100 sequences"):
+    with TenantQuotas(None, PlaceShares(100, 2)).open_lease("a") as lease, pytest.raises(QuotaExceededError, match="100 sequences"):
         await _decode(Context("a", lease), make_services(), b"a 1000")  # type: ignore[arg-type]
     assert (files.order, files.num_open) == ([], 0)
 
