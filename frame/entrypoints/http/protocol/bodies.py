@@ -33,7 +33,7 @@ AT_ONCE = 16  # bodies of the largest size that are held together
 PATIENCE = 10  # the longest time of a whole body, in longest pauses between two pieces
 MIN_RATE = 8 * 1024  # bytes a second that a body needs once the first pause is used up
 TRIM_BYTES = 64 * 1024 * 1024  # after this many, freed memory is returned to the system, which the C library keeps
-TRIM_DELAY = 1.0  # seconds in which the last of them is freed
+TRIM_DELAY = 5.0  # seconds without such an amount: returning it stops the server for some 20 ms, and new memory is slow
 _SLICE = 64 * 1024
 _QUOTE, _COMMA = b'",'
 _STEPS = np.zeros(256, np.int8)
@@ -55,7 +55,8 @@ class Bodies:
     most_values: int = MOST_VALUES
     held: int = 0
     held_by: dict[str, int] = field(default_factory=dict)
-    peak: int = 0  # of `held`, since memory was returned to the system
+    peak: int = 0  # of `held`, since it fell to a quarter
+    _trim: asyncio.TimerHandle | None = None
 
     def take(self, size: int, owner: str) -> None:
         """Hold `size` bytes more. Raises ApiError 503 beyond `most`, and 429 beyond the owner's
@@ -76,8 +77,10 @@ class Bodies:
             self.held_by[owner] = owned
         if self.peak >= TRIM_BYTES and self.held <= self.peak // 4:
             self.peak = self.held
+            if self._trim is not None:
+                self._trim.cancel()
             loop = asyncio.get_running_loop()
-            loop.call_later(TRIM_DELAY, loop.run_in_executor, None, return_freed_memory)
+            self._trim = loop.call_later(TRIM_DELAY, loop.run_in_executor, None, return_freed_memory)
 
 
 def prompt_limit(max_context: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -24,20 +24,22 @@ MAX_FIRST_UNITS = 4096  # of first portions in one turn
 MAX_REST_UNITS = 1024  # of later portions in one turn
 HEAD_SLICE, SLICE = 16 * 1024, 2 * 1024  # bytes that the parser gets at once; 128 headers are refused, chunks are many
 MAX_CHUNKS = 64  # of a slice
-UNIT_BYTES = 2048  # of a body, which are copied three times, into fresh memory
+UNIT_BYTES = 256  # of a body, which are copied twice, into memory that the kernel has to map and zero
 MAX_SIZE_LINE = 20  # bytes of the line before a chunk's data, with its end
 _LINE, _END = b"\r\n", b"\r\n\r\n"  # the end of a line; of a head, and of a chunked body
 
+Waiting: TypeAlias = "dict[str, deque[PacedProtocol]]"  # by client address, in the order of their turns
+
 
 class ParsingQueue:
-    """The connections of one event loop with bytes to parse, first come, first served. A turn with
-    `MAX_REST_UNITS` of later portions is followed by a pause of the same time."""
+    """The connections of one event loop with bytes to parse, round-robin by client address. A turn
+    with `MAX_REST_UNITS` of later portions is followed by a pause of the same time."""
 
     def __init__(self) -> None:
         self._units = 0  # of first portions in this turn
         self._is_scheduled = False  # `_run_turn`
-        self._first: deque[PacedProtocol] = deque()  # connections that have parsed nothing of what they received
-        self._rest: deque[PacedProtocol] = deque()
+        self._first: Waiting = {}  # connections that have parsed nothing of what they received
+        self._rest: Waiting = {}
 
     def is_open(self) -> bool:
         """Whether one more first portion may be parsed in this turn."""
@@ -54,7 +56,8 @@ class ParsingQueue:
 
     def add(self, connection: PacedProtocol, *, is_first: bool) -> None:
         """Call `parse_portion` in a later turn. `is_first`: ahead of later portions."""
-        (self._first if is_first else self._rest).append(connection)
+        address = connection.client[0] if connection.client else ""
+        (self._first if is_first else self._rest).setdefault(address, deque()).append(connection)
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._run_turn)
@@ -62,14 +65,23 @@ class ParsingQueue:
     def _run_turn(self) -> None:
         self._units = 0
         while self._first and self._units < MAX_FIRST_UNITS:
-            self.count_units(self._first.popleft().parse_portion())
+            self.count_units(_pop_next(self._first).parse_portion())
         units = 0
         while self._rest and units < MAX_REST_UNITS:
-            units += self._rest.popleft().parse_portion()
+            units += _pop_next(self._rest).parse_portion()
         self._is_scheduled = bool(self._first or self._rest)
         if self._is_scheduled:
             delay = units * UNIT if units >= MAX_REST_UNITS and not self._first else 0.0
             asyncio.get_running_loop().call_later(delay, self._run_turn)
+
+
+def _pop_next(waiting: Waiting) -> PacedProtocol:
+    address = next(iter(waiting))
+    connections = waiting.pop(address)
+    connection = connections.popleft()
+    if connections:
+        waiting[address] = connections  # behind the other addresses
+    return connection
 
 
 class _PacedFlow(FlowControl):

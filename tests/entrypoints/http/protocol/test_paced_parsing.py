@@ -3,11 +3,13 @@ request, wherever the reads are cut."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 
 from frame.entrypoints.http.protocol.connections import GuardedProtocol
+from frame.entrypoints.http.protocol.paced_parsing import PORTION_UNITS, ParsingQueue
 from tests.security.test_connections import listening, talk, tell
 
 HOST = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -52,3 +54,22 @@ async def test_requests_are_parsed_one_by_one(size: int, slices: list[tuple[int,
         answer = await talk(connect, *(sent[at : at + size] for at in range(0, len(sent), size)))
     assert answer.count(b"HTTP/1.1 200") == 25
     assert max(begun for _, begun in slices) == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_client_with_many_connections_delays_another_by_one_portion(is_first: bool) -> None:
+    queue, order = ParsingQueue(), list[str]()
+
+    class Connection:
+        def __init__(self, address: str) -> None:
+            self.client = (address, 1)
+
+        def parse_portion(self) -> int:
+            order.append(self.client[0])
+            return PORTION_UNITS
+
+    for _ in range(100):
+        queue.add(cast("Any", Connection("10.0.0.1")), is_first=is_first)
+    queue.add(cast("Any", Connection("10.0.0.2")), is_first=is_first)
+    await asyncio.sleep(0.01)
+    assert order[:3] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
