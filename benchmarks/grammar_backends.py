@@ -35,8 +35,8 @@ from structured_output import PERSON
 
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.loader import load_registry
+from frame.text.tokenizer import Tokenizer
 from tests.plugins.grammar_backends import random_grammars
 
 LARGE = 128_000

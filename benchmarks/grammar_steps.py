@@ -22,7 +22,6 @@ import numpy as np
 from made_tokenizer import MadeTokenizer, RankedTokenizer
 from structured_throughput import PROMPT, kinds
 
-from frame.core.grammars.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
@@ -30,6 +29,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.testing.contexts import SCHEDULING
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import SchedulerRig

@@ -24,7 +24,7 @@ import httpx
 
 BY_TURNS = """
 import itertools
-from frame.core.parallel.replica_choice import ReplicaChooser
+from frame.parallel.replica_choice import ReplicaChooser
 turns = itertools.count()
 ReplicaChooser.choose_by_blocks = lambda self, blocks, loads: sorted(loads)[next(turns) % len(loads)]
 from frame.entrypoints.cli.main import main

@@ -20,7 +20,7 @@ from collections import defaultdict
 
 import torch
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
 from frame.entrypoints.configuration.prepare import prepare

@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.tools.eval.tasks import make_examples
 from frame.testing.local_loop import LocalLoop
+from frame.text.tokenizer import Tokenizer
 
 TASKS = ("copy", "recall", "python")
 OUTPUT = {"copy": 160, "recall": 32, "python": 96}  # most tokens of an answer

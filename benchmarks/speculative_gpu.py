@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps
 from frame.core.interfaces.drafter import MAX_STEPS, Drafter
 from frame.core.interfaces.sampling_params import SamplingParams

@@ -29,14 +29,14 @@ import numpy as np
 from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
-from frame.core.grammars.grammar_calls import accept_token, get_grammar_state
-from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.loader import load_registry
+from frame.structured_output.grammar_calls import accept_token, get_grammar_state
+from frame.structured_output.grammar_masks import GrammarCalls
+from frame.text.tokenizer import Tokenizer
 
 BATCH = 32
 LARGE = 128_000

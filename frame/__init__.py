@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from frame.core.config.schema import FrameConfig
+    from frame.config.schema import FrameConfig
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.entrypoints.offline.engine import Engine
     from frame.entrypoints.offline.remote_client import Client
@@ -21,7 +21,7 @@ _MODULES = MappingProxyType(
     {
         "Client": "frame.entrypoints.offline.remote_client",
         "Engine": "frame.entrypoints.offline.engine",
-        "FrameConfig": "frame.core.config.schema",
+        "FrameConfig": "frame.config.schema",
         "SamplingParams": "frame.core.interfaces.sampling_params",
         "hookimpl": "frame.plugins.hookspecs",
     }

@@ -35,7 +35,7 @@ def code(text: object) -> str:
 
 def configuration() -> str:
     """Every setting with its key, flag, variable, default and meaning."""
-    from frame.core.config.schema import FrameConfig
+    from frame.config.schema import FrameConfig
     from frame.entrypoints.configuration.flat_settings import ALIASES, settings
 
     parts = [
@@ -76,8 +76,8 @@ def _default(setting: Any) -> str:
 
 
 def _has_auto(setting: Any) -> bool:
-    from frame.core.config.schema import FrameConfig
-    from frame.core.config.section import Auto
+    from frame.config.schema import FrameConfig
+    from frame.config.section import Auto
 
     section, name = setting.key.split(".")
     field = FrameConfig.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]

@@ -21,15 +21,15 @@ from frame.core.interfaces.runner import DeviceLost, ProfileError, ProfileReques
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, StepTokens
 
 if TYPE_CHECKING:
-    from frame.core.grammars.grammar_compiler import GrammarCompiler
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import ModelRunner, PendingStep
     from frame.core.interfaces.sampling import Grammar
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.ipc.transport import Transport
     from frame.core.messages import AnyMessage
-    from frame.core.parallel.grouped_scheduler import GroupedScheduler
     from frame.core.scheduling.scheduler import Scheduler
+    from frame.parallel.grouped_scheduler import GroupedScheduler
+    from frame.structured_output.grammar_compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
-from frame.core.config.schema import LogSection
+from frame.config.schema import LogSection
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task handles
 PROGRESS = logging.getLogger("frame.progress")  # start and stop; shown at every level

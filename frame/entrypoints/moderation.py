@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from frame.core.text.named_file import read_named
+from frame.text.named_file import read_named
 
 DEFAULT = "default"
 

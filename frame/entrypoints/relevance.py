@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
-from frame.core.text.named_file import read_named
+from frame.text.named_file import read_named
 
 Form = Literal["vectors", "pair", "text", "chat"]
 

@@ -20,8 +20,8 @@ from frame.entrypoints.engine_client.limits import InvalidRequestError
 if TYPE_CHECKING:
     import numpy as np
 
-    from frame.core.config.resolved import Resolved
-    from frame.core.text.tokenizer import Tokenizer
+    from frame.config.resolved import Resolved
+    from frame.text.tokenizer import Tokenizer
 
 STAMP_SECONDS = 0.02  # between two timestamp tokens
 

@@ -21,7 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.installation import install_command, is_installed
 
 if TYPE_CHECKING:
-    from frame.core.config.schema import ServerSection
+    from frame.config.schema import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.ipc.transport import Traced
     from frame.core.messages import Finish, StartDetokenize, StepText, Tokenize

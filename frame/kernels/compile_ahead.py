@@ -3,8 +3,8 @@
 
 A cold start runs its warm-up steps in such a block first: compiled one after another, the kernels
 of a large model take a minute. Threads suffice, because the passes of Triton and LLVM release the
-interpreter's lock and ptxas is a process. Used by `frame.core.execution.components`. Must not know
-a kernel. Importing this module does not import Triton.
+interpreter's lock and ptxas is a process. Used by `processes.components`. Must not know a kernel.
+Importing this module does not import Triton.
 """
 
 from __future__ import annotations

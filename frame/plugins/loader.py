@@ -18,8 +18,8 @@ from typing import Any
 
 import pluggy
 
-from frame.core.config.resolve_plugins import OWN_DISTRIBUTION
-from frame.core.config.schema import PluginsSection
+from frame.config.resolve_plugins import OWN_DISTRIBUTION
+from frame.config.schema import PluginsSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs

@@ -1,7 +1,7 @@
 """The plugin registry: open (any name), lazy (a target is imported when it is selected) and typed
 (one interface class per kind).
 
-Filled by `frame.plugins.loader`, used by `frame.core.config.resolve` and by the processes that
+Filled by `frame.plugins.loader`, used by `frame.config.resolve` and by the processes that
 build plugins. Must not know entry points or hooks, and does not select.
 """
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel
 
+from frame.config.resolve_plugins import plugin_options
 from frame.core.blame import note_origin
-from frame.core.config.resolve_plugins import plugin_options
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS, Kind
@@ -29,7 +29,7 @@ from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, R
 from frame.plugins.renames import describe_import, describe_missing, describe_renames
 
 if TYPE_CHECKING:
-    from frame.core.config.resolved import PluginChoice
+    from frame.config.resolved import PluginChoice
 
 __all__ = ["BrokenPlugin", "KindRegistry", "PluginError", "PluginRecord", "Registry", "cause_chain"]
 
@@ -178,7 +178,7 @@ class Registry:
         return sorted(found, key=lambda record: (-record.rank, record.name, record.distribution))
 
     def all_records(self) -> dict[str, list[PluginRecord]]:
-        """Return the records of every kind, the input of `frame.core.config.resolve`."""
+        """Return the records of every kind, the input of `frame.config.resolve`."""
         return {kind: self.records(kind) for kind in KINDS}
 
     def get(self, kind: str, name: str) -> PluginRecord:

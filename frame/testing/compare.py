@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from frame.config.schema import FrameConfig, PluginsSection
+from frame.config.selection import ResolveError
 from frame.core.blame import blaming
-from frame.core.config.schema import FrameConfig, PluginsSection
-from frame.core.config.selection import ResolveError
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities

@@ -21,8 +21,8 @@ from frame.core.messages import Generate, StepTokens
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import ModelRunner, PendingStep
-    from frame.core.parallel.grouped_scheduler import GroupedScheduler
     from frame.core.scheduling.scheduler import Scheduler
+    from frame.parallel.grouped_scheduler import GroupedScheduler
 
 MAX_STEPS = 100_000
 

@@ -37,7 +37,7 @@ COUNTS = {"M", "num_rows", "num_tokens", "num_pairs", "tokens", "pairs"}  # how 
 EXCEPTIONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "clock frame/core/text/chat_template.py",
+            "clock frame/text/chat_template.py",
             "clock frame/entrypoints/http/native/pooling.py",
             "clock frame/entrypoints/http/openai/conversations.py",
             "clock frame/entrypoints/http/openai/completions.py",

@@ -18,25 +18,25 @@ DATA = (
     "frame.core.interfaces.sampling_params",
 )
 CONFIGURATION = (
-    "frame.core.config.schema",
-    "frame.core.config.section",
-    "frame.core.config.hardware",
+    "frame.config.schema",
+    "frame.config.section",
+    "frame.config.hardware",
     "frame.core.loading.config_defaults",
     "frame.core.loading.checkpoint_folder",
     "frame.core.loading.config_fields",
     "frame.core.loading.model_config",
-    "frame.core.config.resolve",
-    "frame.core.config.resolve_drafter",
-    "frame.core.config.resolve_machine",
-    "frame.core.config.resolve_attention",
-    "frame.core.config.resolve_moe",
-    "frame.core.config.resolve_moves",
-    "frame.core.config.resolve_parallel",
-    "frame.core.config.resolve_platform",
-    "frame.core.config.resolve_plugins",
-    "frame.core.config.resolve_task",
-    "frame.core.config.resolved",
-    "frame.core.config.selection",
+    "frame.config.resolve",
+    "frame.config.resolve_drafter",
+    "frame.config.resolve_machine",
+    "frame.config.resolve_attention",
+    "frame.config.resolve_moe",
+    "frame.config.resolve_moves",
+    "frame.config.resolve_parallel",
+    "frame.config.resolve_platform",
+    "frame.config.resolve_plugins",
+    "frame.config.resolve_task",
+    "frame.config.resolved",
+    "frame.config.selection",
     "frame.core.loading.sentence_transformers",
 )
 SMALL_FAMILIES = (
@@ -71,22 +71,27 @@ SHARED = (
 # What launchers in packages of their own may use of the in-tree family.
 RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.rendezvous_node")
 
+# What a server is made of beside the core; each may use the core alone.
+ROOMS = ("frame.config", "frame.parallel", "frame.speculation", "frame.structured_output", "frame.text")
+
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((name, DATA) for name in DATA),
     *((name, (*DATA, *CONFIGURATION)) for name in CONFIGURATION),
-    ("frame.core", ("frame.core", KERNELS)),
+    ("frame.core", ("frame.core", KERNELS, *ROOMS)),
+    *((room, ("frame.core", KERNELS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
     ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.core.ipc.socket_directory", MARKER)),
-    ("frame.plugins.platforms", (*DATA, "frame.core.execution.host_memory", MARKER)),
+    ("frame.plugins.platforms", (*DATA, "frame.core.host_memory", MARKER)),
     ("frame.plugins.http_extensions", (*DATA, MARKER, "frame.entrypoints.http")),  # the routers of the server's own APIs
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
-    ("frame.plugins", ("frame.core", "frame.plugins")),
-    ("frame.testing", ("frame.core", "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
-    ("frame.entrypoints.tools.bench", ("frame.core", "frame.plugins", "frame.entrypoints", "frame.testing", LAYERS)),  # the suites' batches
-    ("frame.entrypoints", ("frame.core", "frame.plugins", KERNELS)),
+    ("frame.plugins", ("frame.core", "frame.config", "frame.plugins")),
+    ("frame.testing", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
+    # the suites' batches
+    ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", "frame.testing", LAYERS)),
+    ("frame.entrypoints", ("frame.core", *ROOMS, "frame.plugins", KERNELS)),
     ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),
     ("frame_quantize", DATA),
@@ -236,7 +241,7 @@ def test_no_cycles_but_those_that_remain() -> None:
     ("name", "text"),
     [
         ("frame.core.interfaces.example", "from frame.core.scheduling.scheduler import Scheduler"),
-        ("frame.core.config.resolve", "from frame.core import scheduler"),
+        ("frame.config.resolve", "from frame.core import scheduler"),
         ("frame.core.engine", "import frame.plugins.loader"),
         ("frame.core.engine", "def f():\n    from frame.attention_backends.example import Example"),
         ("frame.models.llama", "from frame.quantization.plain import Plain"),
@@ -262,7 +267,7 @@ def test_direction_finds(name: str, text: str) -> None:
     [
         ("frame.core.interfaces.example", "if TYPE_CHECKING:\n    from frame.core.scheduling.request import Request"),
         ("frame.core.interfaces.example", "from frame.core.interfaces.plugin import Reason"),
-        ("frame.core.config.resolve", "from frame.core.config.schema import FrameConfig"),
+        ("frame.config.resolve", "from frame.config.schema import FrameConfig"),
         ("frame.core.engine", "from frame.core.scheduling.scheduler import Scheduler"),
         ("frame.models.llama", "from frame.models.layers.linear import Linear"),
         ("frame.quantization.example", "from frame.models.layers.parameter import Parameter"),
@@ -282,7 +287,7 @@ def test_library_checks_find() -> None:
     assert forbidden_libraries([module("def f():\n    import pluggy", "frame.core.engine")])
     assert forbidden_libraries([module("from fastapi import FastAPI", "frame.core.engine")])
     assert forbidden_libraries([module("import torch.nn", "frame.core.scheduling.scheduler")])
-    assert not forbidden_libraries([module("def f():\n    import torch", "frame.core.config.resolve")])
+    assert not forbidden_libraries([module("def f():\n    import torch", "frame.config.resolve")])
 
 
 def test_cycles_finds() -> None:

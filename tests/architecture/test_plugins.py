@@ -38,8 +38,8 @@ ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a
 ORDINARY |= {"single", "local", "suffix"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
-    "frame/core/config/section.py: fp8": "the type of a KV cache, which users may write so",
-    "frame/core/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
+    "frame/config/section.py: fp8": "the type of a KV cache, which users may write so",
+    "frame/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
     "packages/frame-automata/frame_automata/backend.py: combined": "the backend that compiles what the automata do not",
     **dict.fromkeys(
         (
@@ -56,7 +56,7 @@ NAMED_ELSEWHERE = {
     },
     "frame/kernels/__init__.py: triton": "the library, after which one of the backends is named",
     "frame/kernels/cache.py: triton": "the library, whose cache it is",
-    "frame/core/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
+    "frame/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
     **{
         f"frame/core/loading/model_config.py: {name}": "a model_type of config.json, whose silence on sliding windows has a meaning"
         for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")

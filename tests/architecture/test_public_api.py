@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 import frame
-from frame.core.config.schema import FrameConfig
-from frame.core.config.section import Section, setting
+from frame.config.schema import FrameConfig
+from frame.config.section import Section, setting
 
 MOST_FIELDS = 126
 

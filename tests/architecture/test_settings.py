@@ -7,8 +7,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-from frame.core.config.resolve_plugins import KEYS
-from frame.core.config.schema import FrameConfig
+from frame.config.resolve_plugins import KEYS
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.gemm_kernel import GemmRequirements
 from frame.core.interfaces.model import ModelRequirements
@@ -21,7 +21,7 @@ from tests.architecture.source import Module, module, package
 SECTIONS = {name: str(getattr(field.annotation, "__name__", "")) for name, field in FrameConfig.model_fields.items()}
 BY_CLASS = {cls: name for name, cls in SECTIONS.items()}
 CONFIGURATIONS = ("config", "user")  # what a whole configuration is called where a section is taken from it
-SCHEMA = "frame.core.config.schema"
+SCHEMA = "frame.config.schema"
 
 # What looks like a setting in a string and is none -> what it is.
 OTHER_NAMES: dict[str, str] = {

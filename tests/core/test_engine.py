@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.grammars.grammar_compiler import GrammarCompiler
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
@@ -25,6 +24,7 @@ from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
+from frame.structured_output.grammar_compiler import GrammarCompiler
 from frame.testing.contexts import EVICTION, SCHEDULING
 
 VOCAB = 64

@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from frame.core.config.resolve_drafter import MAX_PADDING
-from frame.core.config.schema import FrameConfig
+from frame.config.resolve_drafter import MAX_PADDING
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.grammars import grammar_calls
-from frame.core.grammars.draft_masks import fill_draft_masks
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.plugins.loader import load_registry
+from frame.structured_output import grammar_calls
+from frame.structured_output.draft_masks import fill_draft_masks
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.drafters import Script, ScriptedDrafter, ScriptedTreeDrafter, TreeScript
 from frame.testing.local_loop import LocalLoop
+from frame.text.tokenizer import Tokenizer
 from tests.core.greedy import Case, on_two_ranks
 
 FOLDER = str(find_model(EMBEDDED))

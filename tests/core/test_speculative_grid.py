@@ -28,12 +28,12 @@ from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.messages import Generate, TokenLogprobs
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.limits import get_child_params
 from frame.plugins.loader import load_registry
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.local_loop import LocalLoop
+from frame.text.tokenizer import Tokenizer
 from tests.core.greedy import Case, make_loop, on_two_ranks
 from tests.plugins.drafters.test_heads import make_eagle, make_medusa
 

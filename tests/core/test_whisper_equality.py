@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
-from tests.core.drafting.test_draft_graphs import CapturableAttention
 from tests.core.greedy import greedy, make_loop, on_two_ranks, prepared_for
+from tests.speculation.test_draft_graphs import CapturableAttention
 from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, load_whisper, make_whisper
 
 GREEDY = greedy(64)

@@ -27,19 +27,19 @@ from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import ModelRunner, WrappedRunner
 from frame.core.ipc.inflight_file import INFLIGHT
 from frame.core.messages import Ready
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.incremental_decoder import TextStream
 from frame.entrypoints.processes import worker
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.tracing import open_tracing
 from frame.plugins.loader import load_configured
 from frame.testing.fake_runner import DoneStep, FakeRunner
+from frame.text.detokenizer import Detokenizer
+from frame.text.incremental_decoder import TextStream
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from frame.core.config.resolved import Resolved
+    from frame.config.resolved import Resolved
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import PendingStep
     from frame.core.interfaces.sampling_params import SamplingParams

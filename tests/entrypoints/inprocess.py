@@ -17,12 +17,11 @@ from urllib.parse import unquote
 
 import msgspec
 
-from frame.core.config.hardware import Hardware
-from frame.core.config.schema import FrameConfig
+from frame.config.hardware import Hardware
+from frame.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import AnyMessage, Control
-from frame.core.text.detokenizer import Detokenizer
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
@@ -34,6 +33,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
 from frame.testing.fake_runner import FakeRunner
+from frame.text.detokenizer import Detokenizer
 
 CPU = Hardware(cpu_cores=1, memory_bytes=8 << 30)
 TIMEOUT = 60.0  # seconds

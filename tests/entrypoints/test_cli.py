@@ -13,8 +13,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from frame.core.config.hardware import Hardware
-from frame.core.config.schema import FrameConfig
+from frame.config.hardware import Hardware
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.cli.main import COMMANDS, cli
 from frame.entrypoints.cli.options import config_command

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.launcher import LauncherContext
 from frame.core.interfaces.platform import PlatformCapabilities

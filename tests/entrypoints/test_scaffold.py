@@ -52,7 +52,7 @@ for package in sys.argv[2:]:
 # The configuration of each README, resolved, with the plugins of the kind that it chooses.
 RESOLVE = """
 import json, pathlib, re, sys, yaml
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.entrypoints.configuration.prepare import prepare
 for kind, checkpoint, readme in zip(*[iter(sys.argv[1:])] * 3):
     text = re.search("```yaml\\n(.*?)```", pathlib.Path(readme).read_text(), re.DOTALL)[1]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from frame import Engine
-from frame.core.config.schema import FrameConfig
-from frame.core.text.tokenizer import Tokenizer
+from frame.config.schema import FrameConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.speech import Segment, Speech, format_subtitles
+from frame.text.tokenizer import Tokenizer
 from tests.core.greedy import make_loop
 from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, STAMPS, load_whisper, make_whisper
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from frame.core.config.hardware import Accelerator, Hardware
-from frame.core.config.resolve import resolve
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import FrameConfig
+from frame.config.hardware import Accelerator, Hardware
+from frame.config.resolve import resolve
+from frame.config.resolved import Resolved
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.loading.model_config import read_model_config

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.launch import load_tokenizer

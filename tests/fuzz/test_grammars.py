@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frame.core.config.hardware import Hardware
-from frame.core.config.schema import FrameConfig
-from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.core.grammars.jump_forward import LookaheadGrammar
+from frame.config.hardware import Hardware
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams
 from frame.core.messages import Finish, Generate
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.grammar_process import GRACE, GrammarProcess, load_backend
 from frame.plugins.loader import load_registry
+from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSettings
+from frame.structured_output.jump_forward import LookaheadGrammar
 from tests.fuzz.mutations import TEXTS, mutated, spoiled
 from tests.plugins.grammar_backends import random_grammars
 

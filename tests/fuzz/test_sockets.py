@@ -37,8 +37,6 @@ from frame.core.messages import (
     encode,
 )
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.tokenizing import tokenize
@@ -48,6 +46,8 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import FakeRunner
 from frame.testing.scheduler_rig import OldestFirst
+from frame.text.detokenizer import Detokenizer
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.submitting import submit_request
 from tests.fuzz.mutations import mutated, spoiled
 

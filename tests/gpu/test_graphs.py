@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from frame.core.drafting.token_ranking import rank_tokens, rank_with_torch
 from frame.core.sampling.sampling_metadata import draw_keys
 from frame.kernels import INTERPRETED
+from frame.speculation.token_ranking import rank_tokens, rank_with_torch
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KEYS = torch.from_numpy(draw_keys(np.arange(2), np.arange(2)))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from frame import kernels
-from frame.core.drafting.tree_choice import Branches, begin_branches, choose_branches, choose_nodes
 from frame.kernels import INTERPRETED
+from frame.speculation.tree_choice import Branches, begin_branches, choose_branches, choose_nodes
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.engine import Engine
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport

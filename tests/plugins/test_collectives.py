@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from frame import Engine
-from frame.core.config.resolve import ResolveError
-from frame.core.config.schema import FrameConfig
+from frame.config.resolve import ResolveError
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.collective import Collective, CollectiveContext, LocalGroup
 from frame.core.interfaces.platform import HostPlatform

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from frame.core.errors import PluginError
+from frame.core.execution.finite_check import check_finite
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.finite_check import check_finite
 from frame.core.messages import Fatal
 from frame.entrypoints.processes import worker
 from frame.plugins.loader import load_registry

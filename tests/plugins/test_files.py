@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from frame import Engine
-from frame.core.config.schema import FrameConfig, PluginsSection
+from frame.config.schema import FrameConfig, PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy

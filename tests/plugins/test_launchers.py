@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from frame import Engine
-from frame.core.config.resolve import ResolveError
-from frame.core.config.schema import FrameConfig
+from frame.config.resolve import ResolveError
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.launcher import LauncherCapabilities, LauncherContext, LauncherRequirements
 from frame.entrypoints.configuration.prepare import prepare
 from frame.plugins.loader import load_registry
@@ -47,8 +47,8 @@ def test_records_refuse_more_ranks_and_hosts_than_they_can_start() -> None:
 
 
 def raise_for(name: str) -> None:
-    from frame.core.config.hardware import Hardware
-    from frame.core.config.resolve import resolve
+    from frame.config.hardware import Hardware
+    from frame.config.resolve import resolve
     from frame.core.loading.model_config import EMBEDDED, read_model_config
 
     config = FrameConfig.model_validate({"parallel": {"launcher": name}})

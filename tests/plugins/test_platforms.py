@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from frame import Engine
-from frame.core.config.resolve import ResolveError
-from frame.core.config.schema import FrameConfig
-from frame.core.config.selection import UnknownPluginError
+from frame.config.resolve import ResolveError
+from frame.config.schema import FrameConfig
+from frame.config.selection import UnknownPluginError
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities

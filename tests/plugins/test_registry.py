@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from frame.core.config.resolved import PluginChoice
+from frame.config.resolved import PluginChoice
 from frame.core.installation import install_command
 from frame.core.interfaces.cache import PrefixCacheCapabilities
 from frame.core.interfaces.kinds import KINDS, Kind

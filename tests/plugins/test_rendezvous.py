@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from frame import Engine
-from frame.core.config.resolve import ResolveError
-from frame.core.config.schema import FrameConfig
+from frame.config.resolve import ResolveError
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import LauncherContext
 from frame.entrypoints.configuration.prepare import prepare

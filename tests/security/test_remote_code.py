@@ -17,9 +17,9 @@ import pytest
 
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.loading.remote_code import load_class
-from frame.core.text.python_tokenizer import PythonTokenizer
-from frame.core.text.tokenizer import Tokenizer
 from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.text.python_tokenizer import PythonTokenizer
+from frame.text.tokenizer import Tokenizer
 from tests.architecture.source import package
 from tests.entrypoints.serving import RunningServer
 from tests.models.harness import open_session

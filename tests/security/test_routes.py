@@ -15,7 +15,7 @@ import pytest
 from fastapi import Depends
 
 import frame.entrypoints.http.app as app_module
-from frame.core.config.schema import ServerSection
+from frame.config.schema import ServerSection
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.extensions.loading import CORE_ROUTES

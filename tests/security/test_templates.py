@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from frame.core.text import chat_template
-from frame.core.text.chat_template import ChatTemplate, ChatTemplateError
+from frame.text import chat_template
+from frame.text.chat_template import ChatTemplate, ChatTemplateError
 from tests.entrypoints.inprocess import serving
 
 MESSAGES = [{"role": "user", "content": "x"}]

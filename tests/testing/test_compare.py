@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.parsing import ToolDelta
 from frame.core.interfaces.plugin import PluginRecord

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from frame import kernels
-from frame.core.drafting.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
 from frame.core.execution.staging import make_staging
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
@@ -28,6 +27,7 @@ from frame.core.sampling.draft_plan import plan_drafting
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
 from frame.core.sampling.verification import make_extensions, plan_rounds, plan_verification
+from frame.speculation.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend

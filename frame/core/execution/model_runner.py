@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from frame import kernels
-from frame.core.drafting.draft_passes import DraftPasses
-from frame.core.drafting.draft_runner import DraftRunner
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
@@ -30,10 +28,12 @@ from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.parallel.collectives import is_true_on_all_ranks
 from frame.core.sampling.prompt_logprobs import PromptScores
 from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
 from frame.core.sampling.verification import RoundSampler, verify_drafts
+from frame.parallel.collectives import is_true_on_all_ranks
+from frame.speculation.draft_passes import DraftPasses
+from frame.speculation.draft_runner import DraftRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
-    from frame.core.parallel.expert_moves import ExpertBalancer
-    from frame.core.parallel.rank_watch import RankWatch
     from frame.core.sampling.logits_pipeline import Processors
+    from frame.parallel.expert_moves import ExpertBalancer
+    from frame.parallel.rank_watch import RankWatch
 
 _log = logging.getLogger(__name__)
 

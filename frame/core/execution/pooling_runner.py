@@ -22,7 +22,7 @@ from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 
 if TYPE_CHECKING:
-    from frame.core.config.resolved import Resolved
+    from frame.config.resolved import Resolved
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
@@ -107,7 +107,7 @@ def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
         return []
     if resolved.tokenizer_path is None:
         raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
-    from frame.core.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
+    from frame.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
 
     tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
     ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]

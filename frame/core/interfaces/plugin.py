@@ -1,6 +1,6 @@
 """`PluginRecord`: what a plugin registers. It is readable without importing the plugin.
 
-`frame.plugins` makes records and `frame.core.config.resolve` chooses among them. Must not know
+`frame.plugins` makes records and `frame.config.resolve` chooses among them. Must not know
 pluggy or entry points.
 """
 

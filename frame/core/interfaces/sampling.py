@@ -200,7 +200,7 @@ class GrammarContext:
     `compile` that needs a library which is slow to load imports it there.
     """
 
-    tokenizer: Any  # frame.core.text.tokenizer.Tokenizer.backend; its `eos_token_ids` may end an output
+    tokenizer: Any  # frame.text.tokenizer.Tokenizer.backend; its `eos_token_ids` may end an output
     vocab_size: int  # tokens in a mask; may exceed the tokenizer's
     without_limits: Callable[[], AbstractContextManager[None]] = nullcontext
 

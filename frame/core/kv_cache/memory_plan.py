@@ -17,7 +17,7 @@ from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, Memory
 if TYPE_CHECKING:
     import torch
 
-    from frame.core.config.resolved import Resolved
+    from frame.config.resolved import Resolved
     from frame.core.interfaces.platform import DeviceMemory
     from frame.core.kv_cache.geometry import KVGeometry
 

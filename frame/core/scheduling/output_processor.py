@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import PromptLogprobs, StepResult
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, StepTokens, TokenLogprobs
@@ -21,6 +20,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.scheduling.running import RunningSet, StepRecord
 from frame.core.scheduling.speculation import Speculation
+from frame.structured_output.grammar_masks import GrammarCalls
 
 NON_FINITE = Finish(
     "error", error="the model's logits were not finite; the request was ended, others are not affected", code="non_finite_logits"

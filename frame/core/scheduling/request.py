@@ -21,7 +21,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 
 if TYPE_CHECKING:
-    from frame.core.grammars.grammar_threads import ThreadedCall
+    from frame.structured_output.grammar_threads import ThreadedCall
 
 
 def timed_out(seconds: float) -> Finish:

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.grammars.grammar_masks import GrammarCalls
-from frame.core.grammars.jump_forward import JumpForward
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
 from frame.core.interfaces.cache import PageAllocator, PrefixCache
 from frame.core.interfaces.drafter import Drafter, TreeShape
@@ -37,6 +35,8 @@ from frame.core.scheduling.running import RunningSet, StepRecord
 from frame.core.scheduling.speculation import Speculation
 from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
+from frame.structured_output.grammar_masks import GrammarCalls
+from frame.structured_output.jump_forward import JumpForward
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from frame.core.blame import describe, remedy
-from frame.core.drafting.draft_lengths import DraftLengths
-from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import DraftOrder, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts, TreeShape
 from frame.core.scheduling.request_slots import GRAMMAR, RequestTable
 from frame.core.scheduling.running import StepRecord
+from frame.speculation.draft_lengths import DraftLengths
+from frame.structured_output.grammar_masks import GrammarCalls
 
 log = logging.getLogger(__name__)
 

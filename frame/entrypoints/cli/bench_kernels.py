@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from frame.core.config.selection import ResolveError
+from frame.config.selection import ResolveError
 from frame.core.errors import ConfigError
 from frame.core.installation import install_command
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, join_options, parse_output
@@ -143,8 +143,8 @@ def _records(registry: Registry, kind: str, names: tuple[str, ...]) -> list[Plug
 
 def _choose_device(wanted: str | None) -> str:
     """The platform that is named, or the best-ranked one that has a device. Raises ConfigError."""
-    from frame.core.config.resolve_platform import choose_platform
-    from frame.core.config.schema import FrameConfig
+    from frame.config.resolve_platform import choose_platform
+    from frame.config.schema import FrameConfig
     from frame.entrypoints.configuration.hardware_probe import probe
 
     platforms = load_registry().records("platform")

@@ -27,7 +27,7 @@ def list_help(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
     found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
     if not found and not paths:
         return []
-    from frame.core.config.schema import PluginsSection
+    from frame.config.schema import PluginsSection
     from frame.entrypoints.configuration.sources import load_config
     from frame.plugins.loader import load_commands
 

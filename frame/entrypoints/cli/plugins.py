@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from frame.core.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
-from frame.core.config.schema import PluginsSection
+from frame.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
+from frame.config.schema import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS

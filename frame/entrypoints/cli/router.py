@@ -31,7 +31,7 @@ def command(
 
     signals = StartSignals()  # before the other imports, which take most of the start
 
-    from frame.core.config.schema import LogSection
+    from frame.config.schema import LogSection
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
     from frame.entrypoints.http.protocol.listening import bound_port

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from frame.core.config.resolve import pinned
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import FrameConfig
+from frame.config.resolve import pinned
+from frame.config.resolved import Resolved
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.configuration.flat_settings import by_key
 from frame.entrypoints.configuration.sources import SECRETS, LoadedConfig

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from frame.core.config.schema import FrameConfig
-from frame.core.config.section import Auto
+from frame.config.schema import FrameConfig
+from frame.config.section import Auto
 
 OPTIONS_KEY = ("plugins", "options")
 

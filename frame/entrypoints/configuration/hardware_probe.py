@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from frame.core.config.hardware import BF16_FEATURES, Hardware
-from frame.core.execution.host_memory import measure_host_memory
+from frame.config.hardware import BF16_FEATURES, Hardware
+from frame.core.host_memory import measure_host_memory
 from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.plugins.registry import Registry

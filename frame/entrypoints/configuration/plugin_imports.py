@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.errors import PluginError
 from frame.plugins.registry import Registry
 

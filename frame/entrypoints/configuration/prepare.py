@@ -13,21 +13,19 @@ from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 
-from frame.core.config.hardware import Hardware
-from frame.core.config.resolve import resolve
-from frame.core.config.resolve_drafter import find_drafter, resolve_draft_model
-from frame.core.config.resolve_moves import find_moves
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import BatchesSection, FrameConfig, ServerSection
-from frame.core.config.selection import ResolveError, UnknownPluginError, join_conflicts
+from frame.config.hardware import Hardware
+from frame.config.resolve import resolve
+from frame.config.resolve_drafter import find_drafter, resolve_draft_model
+from frame.config.resolve_moves import find_moves
+from frame.config.resolved import Resolved
+from frame.config.schema import BatchesSection, FrameConfig, ServerSection
+from frame.config.selection import ResolveError, UnknownPluginError, join_conflicts
 from frame.core.errors import ConfigError, ConfigurationError, PluginError
 from frame.core.installation import install_command
 from frame.core.interfaces.model import ModelCapabilities
 from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.model_config import check_head, find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
-from frame.core.text.chat_template import ChatTemplate, find_template, read_template
-from frame.core.text.tokenizer import read_settings
 from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.http.protocol.origin import read_cors
 from frame.entrypoints.keys import check_exposure
@@ -36,6 +34,8 @@ from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tracing import check_tracing
 from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
+from frame.text.chat_template import ChatTemplate, find_template, read_template
+from frame.text.tokenizer import read_settings
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, did_you_mean, nearest_word
 from frame.entrypoints.configuration.equivalents import suggest_keyword
 from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, by_key, by_keyword

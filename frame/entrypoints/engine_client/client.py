@@ -36,7 +36,6 @@ from frame.core.messages import (
     Tokenized,
 )
 from frame.core.scheduling.request import timed_out
-from frame.core.text.detokenizer import Detokenizer
 from frame.entrypoints.engine_client.commands import EngineCommands
 from frame.entrypoints.engine_client.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, get_child_params
 from frame.entrypoints.engine_client.request_recovery import RequestRecovery, build_generate, build_start_detokenize
@@ -44,6 +43,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.engine_client.stats import ClientStats, Outstanding
 from frame.entrypoints.engine_client.token_router import TokenRouter
 from frame.entrypoints.tracing import TRACE
+from frame.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import ControlReply, Heartbeat
-from frame.core.parallel.replica_choice import ReplicaChooser, sum_loads
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+from frame.parallel.replica_choice import ReplicaChooser, sum_loads
 
 READS = ("server_info", "outline_cache", "ping")  # commands that change nothing: a replica may be missing
 

@@ -16,8 +16,8 @@ import msgspec
 
 from frame.core.ipc.inflight_file import hash_request
 from frame.core.messages import Generate, StartDetokenize
-from frame.core.text.incremental_decoder import PROMPT_TAIL
 from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.text.incremental_decoder import PROMPT_TAIL
 
 PROGRESS = 4  # tokens past the position of a crash that clear a suspect: the last ones before the crash may not have arrived
 MAX_CRASHES = 2  # at one position, after which a sequence is a suspect

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from frame.core.messages import Message, Tokenize, Tokenized
-from frame.core.text.chat_template import TEMPLATE, ChatTemplateError
-from frame.core.text.text_bounds import WHOLE, TextTooLongError
-from frame.core.text.tokenizer import Encoded, Tokenizer, panics_as_errors
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.tracing import TRACE
+from frame.text.chat_template import TEMPLATE, ChatTemplateError
+from frame.text.text_bounds import WHOLE, TextTooLongError
+from frame.text.tokenizer import Encoded, Tokenizer, panics_as_errors
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from frame.core.messages import Finish
-from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.engine_client.limits import ContextLengthError, EngineDeadError, InvalidRequestError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, RETRY_AFTER, ApiError, public
+from frame.text.chat_template import ChatTemplateError
 
 
 def raise_failed(sequences: Sequence[SequenceState]) -> None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from frame.core.config.schema import FrameConfig, LogSection, ServerSection
+from frame.config.schema import FrameConfig, LogSection, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints import logs
 from frame.entrypoints.keys import KeyRing, load_keys

@@ -18,8 +18,6 @@ import msgspec
 
 from frame.core.interfaces.model import Task
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.text.chat_template import ChatTemplateError
-from frame.core.text.text_bounds import TextTooLongError
 from frame.entrypoints.engine_client.limits import (
     ContextLengthError,
     EngineDeadError,
@@ -38,6 +36,8 @@ from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.stream_writer import EventPump
+from frame.text.chat_template import ChatTemplateError
+from frame.text.text_bounds import TextTooLongError
 
 T = TypeVar("T")
 R = TypeVar("R")

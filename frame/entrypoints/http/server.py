@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import LogSection
+from frame.config.resolved import Resolved
+from frame.config.schema import LogSection
 from frame.core.interfaces.parsing import ParserContext
 from frame.core.interfaces.stats import StatLoggerContext
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
@@ -47,6 +45,8 @@ from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervis
 from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tracing import open_tracing
+from frame.text.detokenizer import Detokenizer
+from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.sources import LoadedConfig

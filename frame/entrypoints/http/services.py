@@ -14,10 +14,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.interfaces.model import Task
 from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
@@ -33,6 +32,7 @@ from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.speech import Speech
 from frame.entrypoints.tracing import Tracing
 from frame.entrypoints.version import package_version
+from frame.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.http.openai.batch_files import make_folder

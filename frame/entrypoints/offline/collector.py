@@ -28,8 +28,8 @@ from frame.core.messages import (
     StepTokens,
     TokenLogprobs,
 )
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.incremental_decoder import FAILED, PROMPT_TAIL, TextStream
+from frame.text.detokenizer import Detokenizer
+from frame.text.incremental_decoder import FAILED, PROMPT_TAIL, TextStream
 
 
 @dataclass(slots=True)

@@ -28,18 +28,18 @@ import numpy as np
 from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Control, ControlReply
-from frame.core.text.chat_template import ChatTemplateError
 from frame.entrypoints.audio import open_audio
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
 from frame.entrypoints.offline.vectors import Vectors, need_task
 from frame.entrypoints.speech import Speech, Transcription, join_segments
+from frame.text.chat_template import ChatTemplateError
 
 if TYPE_CHECKING:
-    from frame.core.config.schema import FrameConfig
-    from frame.core.text.tokenizer import Encoded, Tokenizer
+    from frame.config.schema import FrameConfig
     from frame.entrypoints.processes.launch import Session
+    from frame.text.tokenizer import Encoded, Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.config.resolved import Resolved
-from frame.core.text.tokenizer import Encoded, Tokenizer
+from frame.config.resolved import Resolved
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.relevance import (
     TEMPLATE_ARGUMENTS,
@@ -22,6 +21,7 @@ from frame.entrypoints.relevance import (
     shortened,
     similarity,
 )
+from frame.text.tokenizer import Encoded, Tokenizer
 
 Run = Callable[[list["Encoded"]], np.ndarray]  # (token ids, start of the second text) of sequences -> float32 [sequences, width]
 METHODS = {"generate": "generate", "embed": "embed or score", "classify": "classify or score"}

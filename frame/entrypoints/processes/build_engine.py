@@ -15,13 +15,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from frame.config.resolve import PLAIN_WEIGHTS
+from frame.config.resolved import Resolved
 from frame.core.blame import blaming
-from frame.core.config.resolve import PLAIN_WEIGHTS
-from frame.core.config.resolved import Resolved
 from frame.core.engine import Engine, EngineOptions, Observers
-from frame.core.execution.components import Loaded, LoadedKernel, Parts, build_runner
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.grammars.grammar_compiler import GrammarCompiler, GrammarSettings
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities
 from frame.core.interfaces.platform import Platform, PlatformContext
@@ -31,16 +29,18 @@ from frame.core.ipc.results import ResultReceiver
 from frame.core.ipc.transport import BatchSender, Traced, Transport
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.messages import Finish
-from frame.core.parallel.attention_groups import GroupRunner, LeadingGroupRunner
-from frame.core.parallel.tp_follower import LeadingRunner
 from frame.core.scheduling.request import Request
 from frame.entrypoints.processes.build_scheduler import build_schedulers
+from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, build_runner
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
+from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
+from frame.parallel.tp_follower import LeadingRunner
 from frame.plugins.loader import observers as find_observers
 from frame.plugins.registry import Registry
+from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSettings
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import EvictionContext, PrefixCacheCapabilities, PrefixCacheContext
@@ -14,9 +14,9 @@ from frame.core.interfaces.scheduling import SchedulingContext
 from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
 from frame.core.messages import Finish
-from frame.core.parallel.grouped_scheduler import GroupedScheduler
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.parallel.grouped_scheduler import GroupedScheduler
 from frame.plugins.registry import Registry
 
 ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import LogSection
+from frame.config.resolved import Resolved
+from frame.config.schema import LogSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.core.ipc.child_process import is_stopped, start_process

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import msgspec
 
+from frame.config.resolved import Resolved
 from frame.core.blame import describe
-from frame.core.config.resolved import Resolved
-from frame.core.grammars.grammar_compiler import CompileTimeoutError
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.core.ipc.child_process import PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.processes.resource_monitor import read_usage
 from frame.plugins.registry import Registry
+from frame.structured_output.grammar_compiler import CompileTimeoutError
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ NICENESS = 5  # compilation is less urgent than running requests
 
 
 class GrammarProcess:
-    """Implements `frame.core.grammars.grammar_compiler.CompilerProcess`. One thread compiles at a
-    time; another may call `close`."""
+    """Implements `frame.structured_output.grammar_compiler.CompilerProcess`. One thread compiles at
+    a time; another may call `close`."""
 
     def __init__(self, resolved: Resolved, command: Sequence[str] | None = None) -> None:
         self._command = command or python_command("-m", MODULE)
@@ -158,7 +158,7 @@ def load_backend(
 ) -> GrammarBackend:
     """The chosen grammar backend, built for the model's tokenizer. `without_limits`: see
     `GrammarContext`."""
-    from frame.core.text.tokenizer import Tokenizer
+    from frame.text.tokenizer import Tokenizer
 
     choice = resolved.choice("grammar_backend")
     tokenizer = Tokenizer.load(Path(resolved.tokenizer_path or ""), trust_remote_code=resolved.user.model.trust_remote_code)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.interfaces.collective import LOOPBACK, Collective, CollectiveContext, LocalGroup
 from frame.core.interfaces.platform import Platform
 from frame.core.interfaces.rank_context import Pipeline
-from frame.core.parallel.rank_watch import RankWatch, WatchedGroup
+from frame.parallel.rank_watch import RankWatch, WatchedGroup
 from frame.plugins.registry import Registry
 
 

@@ -17,18 +17,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import FrameConfig
+from frame.config.resolved import Resolved
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.garbage_collection import paused_collection
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Control, Heartbeat, Message, Ready
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.offline.collector import Collector
 from frame.entrypoints.processes.deployment import Deployment, Layout
+from frame.text.detokenizer import Detokenizer
+from frame.text.tokenizer import Tokenizer
 
 CLOSE_TIMEOUT = 30.0  # seconds for an engine to stop
 
@@ -234,7 +234,7 @@ def _phases(data: dict[str, Any], total: float) -> str:
 def resolve_arguments(config: Any, keywords: dict[str, Any], classes: Sequence[type] = ()) -> Prepared:
     """Resolve the arguments of `Engine(...)`: a FrameConfig, or a YAML file and keywords; and
     plugin classes, which are selected for the settings that are not given."""
-    from frame.core.config.schema import FrameConfig
+    from frame.config.schema import FrameConfig
     from frame.entrypoints.configuration.sources import from_keywords, refuse_server_settings
 
     if isinstance(config, FrameConfig):

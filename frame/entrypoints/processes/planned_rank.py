@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.core.config.resolve_platform import get_capabilities
-from frame.core.config.resolved import Resolved
+from frame.config.resolve_platform import get_capabilities
+from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
-from frame.core.execution.components import Loaded, Parts, build_context, plan_rank, prepare_drafter
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.collective import CollectiveContext, LocalGroup
 from frame.core.interfaces.model import ModelContext
@@ -26,6 +25,7 @@ from frame.core.interfaces.rank_context import Pipeline, RankContext
 from frame.core.kv_cache.memory_plan import MemoryPlan
 from frame.core.loading.loader import Checkpoint, load_weights
 from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format, load_kernels
+from frame.entrypoints.processes.components import Loaded, Parts, build_context, plan_rank, prepare_drafter
 from frame.plugins.registry import Registry
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from frame.config.resolved import Resolved
+from frame.config.schema import LogSection
 from frame.core.blame import explain
-from frame.core.config.resolved import Resolved
-from frame.core.config.schema import LogSection
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.collective import LOOPBACK
@@ -44,8 +44,8 @@ from frame.plugins.loader import load_configured
 if TYPE_CHECKING:
     import numpy as np
 
-    from frame.core.text.detokenizer import Detokenizer
-    from frame.core.text.tokenizer import Tokenizer
+    from frame.text.detokenizer import Detokenizer
+    from frame.text.tokenizer import Tokenizer
 
 EXIT_FAILED = 1
 HEARTBEAT = 1.0  # seconds, while idle
@@ -122,9 +122,9 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     with paused_collection():
-        from frame.core.parallel.tp_follower import follow
         from frame.entrypoints.processes.build_engine import add_group, add_profiling, build_rank
         from frame.entrypoints.processes.join_groups import Place
+        from frame.parallel.tp_follower import follow
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
@@ -143,7 +143,7 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
 
 
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
-    from frame.core.text.detokenizer import Detokenizer
+    from frame.text.detokenizer import Detokenizer
 
     detokenize(resolved, transport, name, Detokenizer(tokenizer_of(resolved), EARLY_LIMIT, open_inflight_text(options)))
 
@@ -180,7 +180,7 @@ def detokenize_message(detokenizer: Detokenizer, message: AnyMessage, spans: Tex
     except Exception:
         logging.getLogger(__name__).exception("the detokenizer failed on a message of type %s", type(message).__name__)
         if isinstance(message, StepTokens):
-            from frame.core.text.incremental_decoder import FAILED
+            from frame.text.incremental_decoder import FAILED
 
             rids, count = message.rids, len(message.rids)
             return [StepText(rids=rids, texts=[""] * count, token_ids=[[] for _ in rids], finishes=dict.fromkeys(range(count), FAILED))]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from frame.core.parallel.replica_choice import ReplicaChooser
+from frame.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Finds the likeliest next tokens of the branches of a tree of drafted tokens in two launches: the
 greatest logits of blocks and groups of columns, then a search of the groups that may have the
-greatest scores. The PyTorch version is `frame.core.drafting.token_ranking.rank_tokens`.
+greatest scores. The PyTorch version is `frame.speculation.token_ranking.rank_tokens`.
 
 Nothing waits for the host, so both launches can be captured in a CUDA graph. Used by the passes of
 device drafters.

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Chooses the branches that a pass of a tree of drafted tokens extends, and the tokens that are
 drafted, in one launch each. The PyTorch versions, which say what the arguments are, are in
-`frame.core.drafting.tree_choice`. Used by the passes of device drafters.
+`frame.speculation.tree_choice`. Used by the passes of device drafters.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.execution.host_memory import keep_freed_memory, measure_host_memory
+from frame.core.host_memory import keep_freed_memory, measure_host_memory
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.config.schema import FrameConfig
-from frame.core.execution.components import Loaded, build_runner
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.device_drafter import DeviceDrafter
@@ -27,6 +26,7 @@ from frame.core.loading.model_config import EMBEDDED
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.components import Loaded, build_runner
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.local_loop import LocalLoop
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.testing.conformance import SkipCheck
+from frame.text.tokenizer import Tokenizer
 
 PADDING = 29  # ids of the model past those of the tokenizer
 

@@ -11,9 +11,9 @@ import pytest
 
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.grammar_backends.llguidance import LLCompiled
 from frame.plugins.loader import load_registry
+from frame.text.tokenizer import Tokenizer
 from frame_automata.automaton import AutomatonCompiled
 from frame_automata.backend import AutomataBackend
 from tests.plugins.grammar_backends import test_backends as contract

@@ -7,9 +7,9 @@ import pytest
 
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.grammar_backends import ebnf
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
+from frame.text.tokenizer import Tokenizer
 from frame_automata.backend import AutomataBackend
 from frame_automata.regular import Language
 from frame_automata.regular_ebnf import read_rules

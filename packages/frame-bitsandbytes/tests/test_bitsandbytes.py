@@ -15,7 +15,7 @@ from frame_bitsandbytes.format import BitsAndBytes, NF4Layer
 from frame_bitsandbytes.source import BitsAndBytesSource
 from safetensors.torch import load_file, save_file
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import NF4, FormatContext
 from frame.core.interfaces.weights import WeightSourceContext

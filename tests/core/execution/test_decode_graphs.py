@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.execution import input_batch
 from frame.core.execution.decode_graphs import InputBuffers, graph_sizes
@@ -26,13 +26,13 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.models.deepseek_v32 import Indexer
+from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -41,11 +41,11 @@ from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
-from tests.core.drafting.test_draft_graphs import CapturableAttention
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from tests.core.greedy import Wire
 from tests.core.masked_requests import EveryThird, generate_with
 from tests.models.ranks import on_ranks
+from tests.speculation.test_draft_graphs import CapturableAttention
 
 VOCAB, ROWS, PAGES = 97, 12, 300
 CPU = torch.device("cpu")

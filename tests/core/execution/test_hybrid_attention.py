@@ -31,9 +31,9 @@ from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Control, Generate, StepTokens
-from frame.core.parallel.tp_follower import LeadingRunner, follow
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs

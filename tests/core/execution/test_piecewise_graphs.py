@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from frame.core.errors import ConfigurationError
-from frame.core.execution.components import _capture_graphs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, _intercepted, piece_sizes
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.processes.components import _capture_graphs
 from tests.core.greedy import NATIVE, greedy, make_case, make_loop, random_prompts, run
 
 TOKENS = 2048

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from frame.core.config.resolve import pinned
-from frame.core.config.schema import FrameConfig
-from frame.core.config.selection import ResolveError
+from frame.config.resolve import pinned
+from frame.config.schema import FrameConfig
+from frame.config.selection import ResolveError
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.model import Pooling
 from frame.core.interfaces.platform import HOST
@@ -154,7 +154,7 @@ def test_label_tokens_of_a_language_model(tmp_path: Path) -> None:
 
 
 def prepared_id(folder: Path, text: str) -> int:
-    from frame.core.text.tokenizer import Tokenizer
+    from frame.text.tokenizer import Tokenizer
 
     (found,) = Tokenizer.load(folder).encode(text, False)
     return found
@@ -174,8 +174,8 @@ def test_many_prompts_share_steps_and_long_ones_wait_for_a_whole_step(tmp_path: 
 
 
 def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
-    from frame.core.execution.components import build_runner
     from frame.entrypoints.processes.build_engine import load_parts
+    from frame.entrypoints.processes.components import build_runner
     from tests.models.ranks import on_ranks
 
     folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean")

@@ -13,9 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frame.core.config.schema import FrameConfig
-from frame.core.execution import components
-from frame.core.execution.components import build_runner
+from frame.config.schema import FrameConfig
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
 from frame.core.interfaces.build import Limits
@@ -26,8 +24,10 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes import components
 from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.components import build_runner
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 

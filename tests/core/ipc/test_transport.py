@@ -34,7 +34,7 @@ from frame.core.ipc.transport import (
     encode_batch,
 )
 from frame.core.messages import Abort, AbortAll, Heartbeat, StepTokens
-from frame.core.parallel.tp_follower import LeadingRunner, follow
+from frame.parallel.tp_follower import LeadingRunner, follow
 
 
 def test_in_process_keeps_order_and_wakes() -> None:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from frame.core.execution.host_memory import measure_host_memory
+from frame.core.host_memory import measure_host_memory
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.platform import HOST

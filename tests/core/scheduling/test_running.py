@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frame.core.grammars.grammar_masks import GrammarCalls
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -18,6 +17,7 @@ from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, MIN_STOP_
 from frame.core.scheduling.running import RunningSet, StepRecord
 from frame.core.scheduling.speculation import Speculation
 from frame.plugins.prefix_caches.radix import RadixCache
+from frame.structured_output.grammar_masks import GrammarCalls
 from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import OldestFirst
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.entrypoints.configuration.explain import as_data, as_yaml, explain, explain_all, value_of
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.configuration.sources import load_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import PluginError
 from frame.entrypoints.configuration.plugin_imports import load_apart
 from frame.entrypoints.configuration.prepare import prepare

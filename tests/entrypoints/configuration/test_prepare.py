@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frame.core.config.schema import FrameConfig, ServerSection
+from frame.config.schema import FrameConfig, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration import prepare as module
 from frame.entrypoints.configuration.prepare import prepare

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import ALIASES, by_key, by_keyword, settings

@@ -30,9 +30,6 @@ from frame.core.messages import (
     Tokenize,
     TokenLogprobs,
 )
-from frame.core.text.chat_template import ChatTemplateError
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EXPIRY_GRACE, EngineClient
 from frame.entrypoints.engine_client.limits import (
     ClientLimits,
@@ -43,6 +40,9 @@ from frame.entrypoints.engine_client.limits import (
     get_child_params,
 )
 from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, ThreadedTokenizer, TokenizerProcesses, tokenize
+from frame.text.chat_template import ChatTemplateError
+from frame.text.detokenizer import Detokenizer
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.submitting import submit_request
 
 LIMITS = ClientLimits(max_outstanding=4, max_context=32, vocab_size=100, capacity=64)

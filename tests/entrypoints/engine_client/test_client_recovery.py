@@ -22,9 +22,6 @@ from frame.core.messages import (
     Tokenized,
     TokenLogprobs,
 )
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.incremental_decoder import TextStream
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import (
     ClientLimits,
@@ -32,6 +29,9 @@ from frame.entrypoints.engine_client.limits import (
     InvalidRequestError,
 )
 from frame.entrypoints.engine_client.tokenizing import TokenizerProcesses
+from frame.text.detokenizer import Detokenizer
+from frame.text.incremental_decoder import TextStream
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, generated, make, submit, tokens_of
 from tests.entrypoints.submitting import submit_request
 

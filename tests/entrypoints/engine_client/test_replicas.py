@@ -10,13 +10,13 @@ import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Finish, Generate, Heartbeat, StepTokens
-from frame.core.parallel.replica_choice import BLOCK, MOST_PREFIXES, ReplicaChooser, sum_loads
 from frame.entrypoints.engine_client import commands
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidRequestError, QueueFullError
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.engine_client.stats import Outstanding
+from frame.parallel.replica_choice import BLOCK, MOST_PREFIXES, ReplicaChooser, sum_loads
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, rids
 
 DRAW = random.Random(3)

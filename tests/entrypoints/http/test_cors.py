@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from frame.core.config.schema import ServerSection
+from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.protocol.origin import read_cors

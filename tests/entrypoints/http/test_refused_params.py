@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frame.core.config.selection import ResolveError
+from frame.config.selection import ResolveError
 from tests.entrypoints.inprocess import serving
 
 PENALTIES, BAD_WORDS = ("logits_processor/penalties", "logits_processor/bad-words")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.messages import ErrorCode, Finish, TokenLogprobs
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.anthropic.messages_schema import MessagesChat
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.errors import ApiError
@@ -26,6 +25,7 @@ from frame.entrypoints.http.openai.responses_schema import ResponsesChat
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
+from frame.text.tokenizer import Tokenizer
 
 
 class Thinks(ReasoningParser):

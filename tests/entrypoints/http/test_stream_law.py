@@ -24,8 +24,6 @@ import pytest
 
 from frame.core.loading.model_config import find_model
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
-from frame.core.text.detokenizer import Detokenizer
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.http.chat.output_parser import ParserPair, decode_prompt_end
@@ -34,9 +32,11 @@ from frame.entrypoints.http.openai.completions import ChatResponse, CompletionRe
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
-from tests.core.text.test_detokenizer import byte_fallback
+from frame.text.detokenizer import Detokenizer
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.submitting import submit_request
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, THOUGHTS, WORDS, WRITERS, damaged, some_calls
+from tests.text.test_detokenizer import byte_fallback
 
 CASES, ALL_CASES, BLOCK = 200, 10_000, 500
 TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters}} for f in FUNCTIONS]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from frame import Engine, SamplingParams
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import ScheduledBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_scheduler import build_scheduler

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from frame import Engine, SamplingParams
-from frame.core.config.hardware import Hardware
-from frame.core.config.schema import FrameConfig
+from frame.config.hardware import Hardware
+from frame.config.schema import FrameConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.grammar_process import GrammarProcess
 
@@ -100,8 +100,8 @@ def test_closed_is_closed(process: GrammarProcess) -> None:
 def test_the_process_ends_with_its_engine(tmp_path: Path) -> None:
     """Also in the middle of a compilation, which may take far longer than this test."""
     program = f"""
-from frame.core.config.schema import FrameConfig
-from frame.core.config.hardware import Hardware
+from frame.config.schema import FrameConfig
+from frame.config.hardware import Hardware
 from frame.entrypoints.processes.grammar_process import GrammarProcess
 from frame.entrypoints.configuration.prepare import prepare
 config = FrameConfig.model_validate({{"sampling": {{"grammar_timeout": 500.0}}}})

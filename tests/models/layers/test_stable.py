@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from frame.core.config.schema import PluginsSection
+from frame.config.schema import PluginsSection
 from frame.core.interfaces.kinds import KINDS
 from frame.models import layers
 from frame.plugins.loader import load_configured

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
 from frame.testing.checkpoints import load_reference, make_checkpoint
-from tests.core.drafting.test_draft_graphs import run
-from tests.core.drafting.test_draft_runner import record_drafts
 from tests.core.test_speculative_equality import make_loop, make_requests
 from tests.quantization.fp8_checkpoints import make_pair
+from tests.speculation.test_draft_graphs import run
+from tests.speculation.test_draft_runner import record_drafts
 
 STEPS, VOCAB, DRAFT_VOCAB, HEADS, KV_HEADS = 3, 384, 96, 4, 2
 TAPS = (1, 2, 3)  # the config names the layers before

@@ -11,8 +11,8 @@ import pytest
 
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.loader import load_registry
+from frame.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -10,9 +10,9 @@ import pytest
 
 from frame.core.interfaces.sampling import Grammar, GrammarBackend, GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.grammar_backends import ebnf
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
+from frame.text.tokenizer import Tokenizer
 
 EXPRESSIONS = 'root ::= expr\nexpr ::= term (("+" | "-") term)*  # sums\nterm ::= [0-9]+ | "(" expr ")" | [a-z]+'
 CLASSES = ("[a-c]", "[0-1]", "[^a-c0-1()+\\n]", "[x]", "[a-b0]")

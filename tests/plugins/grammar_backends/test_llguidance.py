@@ -14,7 +14,7 @@ import pytest
 
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
+from frame.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -105,7 +105,7 @@ MEMORY = """
 import random, sys
 from pathlib import Path
 import numpy as np
-from frame.core.execution.host_memory import return_freed_memory
+from frame.core.host_memory import return_freed_memory
 from tests.plugins.grammar_backends.test_llguidance import GrammarContext, LLGuidanceBackend, TOKENIZER
 
 def memory():

@@ -11,12 +11,12 @@ import pytest
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
 from frame.testing.suites.parser_texts import accepts, draw
+from frame.text.tokenizer import Tokenizer
 
 REGISTRY = load_registry(installed=False)
 TOKENIZER = Tokenizer.load(find_model(EMBEDDED))

@@ -11,10 +11,10 @@ from frame import SamplingParams
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.loading.model_config import EMBEDDED, find_model
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
+from frame.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from frame import Engine, SamplingParams
-from frame.core.config.selection import ResolveError
+from frame.config.selection import ResolveError
 from frame.core.installation import install_command
 from tests.architecture.source import ROOT
 

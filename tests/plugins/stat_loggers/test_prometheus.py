@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.interfaces.stats import RequestRecord, StatLoggerContext, StepRecord
 from frame.core.messages import Heartbeat
 from frame.entrypoints.engine_client.stats import ClientStats

@@ -12,7 +12,6 @@ from typing import Any
 
 from frame.core.interfaces.parsing import ReasoningParser
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.text.chat_template import RESERVED, TEMPLATE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, count_reasoning_tokens, decode_prompt_end
 from frame.entrypoints.http.chat.tools import ToolUse
@@ -21,6 +20,7 @@ from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
 from frame.entrypoints.http.request_starter import Caller, Chat, countable_tokens, encode_prompt, start_request
 from frame.entrypoints.http.services import Services
+from frame.text.chat_template import RESERVED, TEMPLATE
 
 
 async def start_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:

@@ -17,10 +17,10 @@ import msgspec
 from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, ToolCallParser, ToolDelta
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
 from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
+from frame.text.tokenizer import Tokenizer
 
 BLOCK = 64  # tokens that are fed at once, to be counted, where all of them are of one kind
 PROMPT_END = 32  # last prompt tokens, from which a reasoning parser tells whether thinking is open

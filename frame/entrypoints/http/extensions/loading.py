@@ -20,8 +20,8 @@ from fastapi import APIRouter, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from frame.config.resolved import Resolved
 from frame.core.blame import blaming, describe, remedy
-from frame.core.config.resolved import Resolved
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpContext, HttpExtension
 from frame.entrypoints.http.errors import SEE_LOG, ApiError, DisconnectedError

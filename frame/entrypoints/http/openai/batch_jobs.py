@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from frame.core.config.schema import BatchesSection
+from frame.config.schema import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
 from frame.entrypoints.http.errors import quoted
 from frame.entrypoints.http.openai.batch_files import (

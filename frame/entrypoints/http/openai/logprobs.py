@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from frame.core.messages import TokenLogprobs
-from frame.core.text.tokenizer import Tokenizer
 from frame.entrypoints.http.paced_json import array_type
+from frame.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 

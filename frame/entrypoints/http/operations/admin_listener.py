@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from frame.core.config.schema import ServerSection
+from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, address, bound_port

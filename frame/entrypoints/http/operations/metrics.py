@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from frame.core.config.resolved import Resolved
+from frame.config.resolved import Resolved
 from frame.core.interfaces.stats import Metric
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from frame.core.config.resolve_plugins import KEYS
+from frame.config.resolve_plugins import KEYS
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.explain import as_data, explain_all
 from frame.entrypoints.configuration.prepare import Prepared

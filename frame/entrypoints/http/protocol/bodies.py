@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.execution.host_memory import return_freed_memory
+from frame.core.host_memory import return_freed_memory
 from frame.entrypoints.http.errors import CLOSE, ApiError
 
 MOST_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it

@@ -12,7 +12,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floor_seconds
 
 if TYPE_CHECKING:
-    from frame.core.config.schema import FrameConfig
+    from frame.config.schema import FrameConfig
     from frame.entrypoints.tools.bench.reference import Workload
     from frame.entrypoints.tools.bench.workload import Job, Shape
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from frame.core.config.hardware import Accelerator, Hardware
+from frame.config.hardware import Accelerator, Hardware
 from frame.core.errors import ConfigError, did_you_mean
 from frame.entrypoints.tools.bench.floors import H200, Ceilings
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frame.core.config.schema import FrameConfig
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
 from frame.core.kv_cache.memory_plan import MemoryPlan
@@ -25,7 +25,7 @@ from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 
 if TYPE_CHECKING:
 
-    from frame.core.config.resolved import Resolved
+    from frame.config.resolved import Resolved
 
 PUBLISHED = Path(__file__).with_name("published")  # folders with the config.json of known checkpoints
 CONTEXT_BYTES = 640 << 20  # of a process on a CUDA device, before its first tensor

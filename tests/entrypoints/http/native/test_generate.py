@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from frame.core.text.tokenizer import Tokenizer
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.serving import RunningServer
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from frame.core.config.schema import BatchesSection
+from frame.config.schema import BatchesSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from frame.core.text.tokenizer import Tokenizer
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.serving import RunningServer
 
 MESSAGES = [{"role": "user", "content": "Tell me about the quick brown fox."}]

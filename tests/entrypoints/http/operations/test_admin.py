@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.core.config.schema import FrameConfig, ServerSection
+from frame.config.schema import FrameConfig, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.operations.admin import router

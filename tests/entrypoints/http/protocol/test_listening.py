@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from frame.core.config.schema import ServerSection
+from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.protocol.listening import address, bound_port

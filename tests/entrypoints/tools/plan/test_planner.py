@@ -10,11 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from frame.core.config.schema import FrameConfig, SpeculativeSection
+from frame.config.schema import FrameConfig, SpeculativeSection
 from frame.core.errors import ConfigError
-from frame.core.execution.components import limits_of
 from frame.core.kv_cache.capacity import GIB, activation_bytes
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.processes.components import limits_of
 from frame.entrypoints.tools.plan.machines import CARDS, parse_machine, recognise
 from frame.entrypoints.tools.plan.planner import DeploymentPlan, Target, plan_deployment, try_plans
 from frame.testing.checkpoints import make_checkpoint

@@ -1,0 +1,494 @@
+"""Resolves the user's configuration, the machine, the model configuration and the plugin records
+into a `Resolved` with reasons.
+
+Used at start. Pure: it must not read files, and must not import or name a plugin. Values that the
+user set are never rewritten: they are used as they are or refused. Resolving the `pinned` form of a
+result gives the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from frame.config.hardware import Hardware
+from frame.config.resolve_attention import choose_attention, shared_page_sizes
+from frame.config.resolve_drafter import check_speculation, find_tree
+from frame.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
+from frame.config.resolve_moe import pair_experts
+from frame.config.resolve_parallel import choose_collective, find_conflicts, find_host_conflicts, make_plan, require_launcher
+from frame.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
+from frame.config.resolve_plugins import (
+    KEYS,
+    Choices,
+    check_unused_options,
+    choose_gemm_kernels,
+    choose_list,
+    choose_parser,
+    find_refused_params,
+    plugin_choice,
+)
+from frame.config.resolve_task import check_step, choose_pooling, choose_task
+from frame.config.resolved import PluginChoice, Resolved
+from frame.config.schema import FrameConfig
+from frame.config.section import PHASES
+from frame.config.selection import (
+    PlainRequirements,
+    ResolveError,
+    Selection,
+    by_rank,
+    join_conflicts,
+    nearest_change,
+    select,
+)
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.attention import AttentionRequirements
+from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements
+from frame.core.interfaces.collective import CollectiveRequirements
+from frame.core.interfaces.drafter import DrafterRequirements, TreeShape
+from frame.core.interfaces.gemm_kernel import GemmRequirements
+from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
+from frame.core.interfaces.moe import MoERequirements
+from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.weight_format import FormatRequirements
+from frame.core.interfaces.weights import WeightSourceRequirements
+from frame.core.loading.model_config import EMBEDDED, find_model
+
+__all__ = ["ResolveError", "pinned", "resolve"]
+
+PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
+NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` call no parser
+PREFERRED_PAGE_SIZE = 16
+
+
+def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
+    """Choose every value that `config` leaves open. Raises ResolveError with the rejected
+    candidates and the smallest change that helps; one ConflictsError where several parts of the
+    configuration conflict."""
+    platform = choose_platform(config, hardware, records.get("platform", ()))
+    records = rank_preferred(records, get_capabilities(platform.record).preferred)
+    (dtype, dtype_why), *others = dtypes_to_try(config, hardware, model_config, platform.record)
+
+    def attempt(dtype: str, dtype_why: str) -> Resolved:
+        return _Solver(config, hardware, model_config, records, platform, dtype).solve({"model.dtype": dtype_why})
+
+    try:
+        return attempt(dtype, dtype_why)
+    except ResolveError as error:
+        for other, other_why in others:
+            with contextlib.suppress(ResolveError):
+                return attempt(other, f"{other_why}; {dtype} was refused: {' '.join(str(part).splitlines()[0] for part in error.parts)}")
+        raise
+
+
+def pinned(resolved: Resolved) -> FrameConfig:
+    """The user's configuration with every open value set as resolved."""
+    user = resolved.user
+    single = {kind: choices[0].name for kind, choices in resolved.plugins.items() if len(choices) == 1 and not KINDS[kind].is_list}
+    values: dict[str, Any] = {key: single[kind] for kind, key in KEYS.items() if kind in single}
+    if len(pair := resolved.plugins["attention_backend"]) > 1:
+        values[KEYS["attention_backend"]] = dict(zip(PHASES, (choice.name for choice in pair), strict=True))
+    values |= {
+        "model.path": resolved.model_path,
+        "model.served_name": resolved.served_name,
+        "model.tokenizer": resolved.tokenizer_path,
+        "model.dtype": resolved.dtype,
+        "model.task": resolved.task,
+        "model.pooling": resolved.pooling and resolved.pooling.mode,
+        "model.max_context": resolved.max_context,
+        "cache.kv_dtype": resolved.kv_dtype,
+        "cache.page_size": resolved.page_size,
+        "cache.mem_fraction": resolved.mem_fraction,
+        "cache.max_total_tokens": resolved.max_total_tokens,
+        "scheduler.max_running_requests": resolved.max_running_requests,
+        "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
+        "scheduler.overlap": resolved.overlap,
+        "sampling.jump_forward": resolved.jump_forward,
+        "execution.device": resolved.device,
+        "execution.threads": resolved.threads,
+        "execution.cuda_graph_max_bs": resolved.cuda_graph_max_bs,
+        "execution.prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
+    }
+    data = user.model_dump()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        data[section][name] = value
+    return FrameConfig.model_validate(data)
+
+
+@dataclass
+class _Solver:
+    """One attempt with a fixed platform and dtype. Fills `chosen` and `reasons` value by value, and
+    `conflicts` with what stands against it."""
+
+    config: FrameConfig
+    hardware: Hardware
+    model_config: ModelConfig
+    records: Mapping[str, Sequence[PluginRecord]]
+    platform: Selection
+    dtype: str
+    chosen: Choices = field(default_factory=Choices)
+    reasons: dict[str, str] = field(default_factory=dict)
+    conflicts: list[ConfigurationError] = field(default_factory=list)
+
+    def solve(self, reasons: Mapping[str, str]) -> Resolved:
+        config = self.config
+        key = KEYS["platform"]
+        self.chosen.impossible = frozenset(f"{key}: {candidate.record.name}" for candidate in self.platform.rejected)
+        self.chosen.note("platform", key, self.platform, is_open=config.execution.device is None)
+        self.reasons.update({key: why for key, why in reasons.items() if why})
+        kv_dtype = self._value("cache.kv_dtype", config.cache.kv_dtype, self.dtype, "the computing type")
+        task, pooling = self._families(kv_dtype)
+        page_size = self._page_size()
+        whole_prompts = pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder)
+        with self._collect():
+            self._prefix_cache(PrefixCacheRequirements(page_size, whole_prompts))
+        max_context = self.model_config.max_context
+        with self._collect():
+            max_context = self._max_context(page_size)
+        sizes = self._sizes(task, whole_prompts, kv_dtype, max_context)
+        plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
+        with self._collect():
+            check_unused_options(config, self.records, self.chosen)
+        for kind, found in self.chosen.selected.items():
+            for selection in found:
+                with self._collect():
+                    plugins[kind].append(plugin_choice(selection.record, config))
+        if self.conflicts:
+            raise join_conflicts(self.conflicts)
+        path = str(find_model(config.model.path))
+        served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
+        named = config.model.tokenizer and str(find_model(config.model.tokenizer))
+        tokenizer = None if config.model.skip_tokenizer_init else self._value("model.tokenizer", named, path, "the model's own")
+        return Resolved(
+            user=config,
+            model_path=path,
+            served_name=served_name,
+            tokenizer_path=tokenizer,
+            model=replace(self.model_config, chat_template=""),  # long, and not used any more
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            plan=self.plan,
+            max_context=max_context,
+            page_size=page_size,
+            tree=self.tree,
+            max_total_tokens=config.cache.max_total_tokens,
+            task=task,
+            pooling=pooling,
+            plugins=plugins,
+            reasons=self.reasons | self.chosen.reasons,
+            rejected=self.chosen.rejected,
+            **sizes,
+            **find_refused_params(self.chosen, self.records),
+        )
+
+    @contextlib.contextmanager
+    def _collect(self) -> Iterator[None]:
+        """Record a conflict of the body and go on, so that one answer holds all of them."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self.conflicts.append(error)
+
+    def _families(self, kv_dtype: str) -> tuple[Task, Pooling | None]:
+        """Choose the task and the plugins of all kinds."""
+        task: Task = checkpoint_tasks(self.model_config.architecture)[0]
+        pooling: Pooling | None = None
+        with self._collect():
+            task = self._task()
+        with self._collect():
+            pooling = self._model(task)
+            if pooling is not None and self.plan.num_groups > 1:
+                raise ResolveError(f"parallel.dp_attention is true, but model.task is {task}.", change="parallel.dp_attention: false")
+        self.conflicts += find_conflicts(
+            self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization
+        )
+        self.conflicts += find_host_conflicts(self.config)
+        with self._collect():
+            ranks = CollectiveRequirements(self.device, self.plan.num_ranks, self.plan.hosts, compatible=self._compatible)
+            choose_collective(self.chosen, self.records, self.config, ranks, self.hardware.of(self.device))
+        with self._collect():
+            named, size = self.config.parallel.launcher, self.plan.num_ranks
+            self._select("launcher", require_launcher(self.config), named, f"No launcher starts {size} rank(s)")
+        with self._collect():
+            self._quantization()
+        with self._collect():
+            named = self.config.model.load_format
+            requirements = WeightSourceRequirements(self.plan.num_ranks, named is not None, self.model_config.quantization)
+            self._select("weight_source", requirements, named, "No weight source reads the checkpoint")
+        with self._collect():
+            self._attention(kv_dtype)
+        with self._collect():
+            self._experts()
+        self._policies(task)
+        return task, pooling
+
+    def _model_has(self, feature: str) -> bool:
+        """Whether the capabilities of the chosen model plugin have this flag."""
+        found = self.chosen.selected.get("model")
+        return bool(found and getattr(found[-1].record.capabilities, feature, False))
+
+    def _experts(self) -> None:
+        moe, model = self.config.moe, self.model_config
+        if not model.num_experts:
+            for key, value in (("moe.runner", moe.runner), ("moe.dispatcher", moe.dispatcher)):
+                if value is not None:
+                    raise ResolveError(f"{key} is {value}, but {model.architecture} has no experts.", change=f"{key}: auto")
+            return
+        biased = self._model_has("biased_experts")
+        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased)
+        named = {"moe_dispatcher": moe.dispatcher, "moe_runner": moe.runner}
+        for kind, name in named.items():
+            with self._collect():
+                needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements
+                self._select(kind, needed, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
+        if all(kind in self.chosen.selected for kind in named):
+            with self._collect():
+                pair_experts(self.chosen, self.records, named, requirements, self.plan)
+
+    def _sizes(self, task: Task, whole_prompts: bool, kv_dtype: str, max_context: int) -> dict[str, Any]:
+        """The sizes of a step, by name."""
+        sizes = self._budgets(kv_dtype)
+        if whole_prompts:
+            with self._collect():
+                sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
+        sizes |= {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
+        with self._collect():
+            tokens, platform = -(-sizes["max_running_requests"] // self.config.parallel.pp), self.platform.record
+            if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
+                tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
+            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens):
+                sizes[key.partition(".")[2]] = self._value(key, given, value, why)
+        sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
+        return sizes
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return make_plan(self.config)
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The form of drafts; None: chains, or there is no drafter."""
+        return find_tree(self.config, self.records.get("drafter", ()))
+
+    @property
+    def device(self) -> str:
+        """The platform's name."""
+        return self.platform.record.name
+
+    @property
+    def _compatible(self) -> tuple[str, ...]:
+        """The platforms whose plugins run on this one too."""
+        return get_capabilities(self.platform.record).compatible
+
+    def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
+        """The user's value, or else `chosen`, whose reason is recorded."""
+        if given is not None:
+            return given
+        self.reasons[key] = why
+        return chosen
+
+    def _capability(self) -> tuple[int, int] | None:
+        found = self.hardware.of(self.device)
+        return min((each.compute_capability for each in found if each.compute_capability is not None), default=None)
+
+    def _task(self) -> Task:
+        task, why = choose_task(self.config, self.model_config)
+        if why:
+            self.reasons["model.task"] = why
+        return task
+
+    def _model(self, task: Task) -> Pooling | None:
+        """Choose the model plugin and adapt the model configuration to it. -> how vectors are
+        pooled; None for the task generate."""
+        given, compiles = self.config.parallel, self.config.execution.torch_compile
+        requirements = ModelRequirements(self.model_config.architecture, given.tp, task, given.pp, self.plan.num_groups > 1, compiles)
+
+        def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
+            return (getattr(record.capabilities, "architectures", ()) is None, *by_rank(record))
+
+        subject = f"No model plugin serves {requirements.architecture} for {task} on {requirements.tp} tensor-parallel rank(s)"
+        subject += f" and {given.pp} stages" if given.pp > 1 else ""
+        found = self._select("model", requirements, self.config.model.implementation, subject, exact_first)
+        capabilities = found.record.capabilities
+        if self.model_config.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
+            self.model_config = replace(self.model_config, kind="mha", latent=None, num_kv_heads=self.model_config.num_heads)
+        if isinstance(capabilities, ModelCapabilities) and capabilities.encoder:
+            self.model_config = replace(self.model_config, encoder=True)
+        if task == "generate":
+            return None
+        pooling, why = choose_pooling(self.config, self.model_config, task)
+        if why:
+            self.reasons["model.pooling"] = f"{pooling.mode}: {why}"
+        return pooling
+
+    def _whole_prompts(self, chunk: int, max_context: int) -> int:
+        """Most tokens of a step if each prompt is computed in one step."""
+        if self.config.scheduler.chunked_prefill_size is None and chunk < max_context:
+            self.reasons["scheduler.chunked_prefill_size"] = "holds the longest prompt, which is computed in one step"
+            return max_context
+        check_step(self.config, chunk, max_context)
+        return chunk
+
+    def _quantization(self) -> None:
+        stored, named = self.model_config.quantization, self.config.model.quantization
+        open_choice = None if stored else PLAIN_WEIGHTS
+        subject = f"No weight format loads {stored or 'plain'} weights"
+        found = self._select("weight_format", FormatRequirements(stored), named or open_choice, subject)
+        if named is None:
+            self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
+        requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible)
+        choose_gemm_kernels(self.chosen, self.records, self.config.model.gemm_kernel, requirements, found.record)
+
+    def _attention(self, kv_dtype: str) -> None:
+        model_config = self.model_config
+        requirements = AttentionRequirements(
+            device=self.device,
+            compatible=self._compatible,
+            compute_capability=self._capability(),
+            kind=model_config.kind,
+            head_dim=model_config.head_dim,
+            v_head_dim=model_config.v_head_dim,
+            latent=model_config.latent,
+            other_head_dims=model_config.other_head_dims,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            page_size=self.config.cache.page_size,
+            sliding_window=model_config.sliding_window is not None,
+            soft_cap=bool(model_config.config.get("attn_logit_softcapping")),
+            sinks=self._model_has("sinks"),
+            sparse=self._model_has("sparse"),
+            chunked=self._model_has("chunked"),
+            bidirectional=model_config.encoder,
+            tree_mask=self.tree is not None,
+            group=model_config.num_heads // max(1, model_config.num_kv_heads),
+            device_name=next((accelerator.name for accelerator in self.hardware.of(self.device)), None),
+        )
+        page = f", pages of {requirements.page_size} tokens" if requirements.page_size else ""
+        subject = (
+            f"No attention backend serves {model_config.kind} attention with head size {model_config.head_dim} "
+            f"on {self.device} in {self.dtype} "
+            f"with a {kv_dtype} KV cache{page}"
+        )
+        choose_attention(self.chosen, self.records, self.config.attention.backend, requirements, subject)
+
+    def _page_size(self) -> int:
+        records = [found.record for found in self.chosen.selected.get("attention_backend", ())]
+        sizes = shared_page_sizes(records)
+        if sizes is None or PREFERRED_PAGE_SIZE in sizes:
+            size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
+        else:
+            size = min(sizes, key=lambda size: (abs(size - PREFERRED_PAGE_SIZE), size))
+            why = (
+                f"of the page sizes {list(sizes)} of {' and '.join(record.name for record in records)} the nearest to {PREFERRED_PAGE_SIZE}"
+            )
+        return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
+
+    def _prefix_cache(self, requirements: PrefixCacheRequirements) -> None:
+        """Choose the prefix cache, and the eviction policy if it takes one."""
+        subject = f"No prefix cache stores pages of {requirements.page_size} tokens"
+        found = self._select("prefix_cache", requirements, self.config.cache.prefix, subject).record
+        if isinstance(found.capabilities, PrefixCacheCapabilities) and not found.capabilities.eviction_policy:
+            self.reasons["cache.eviction"] = f"not used: the prefix cache {found.name} takes no eviction policy"
+        else:
+            self._select("eviction_policy", PlainRequirements(self.device), self.config.cache.eviction, "")
+
+    def _policies(self, task: Task) -> None:
+        config, requirements = self.config, PlainRequirements(self.device, self._compatible)
+        with self._collect():
+            self._select("scheduling_policy", requirements, config.scheduler.policy, "")
+        with self._collect():
+            choose_list(self.chosen, self.records, "http_extension", config.server.extensions, requirements)
+        with self._collect():
+            choose_list(self.chosen, self.records, "stat_logger", config.log.stat_loggers, requirements)
+        with self._collect():
+            self._drafter(task)
+        if task != "generate":  # nothing is sampled
+            return
+        with self._collect():
+            choose_list(self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
+        if not config.model.skip_tokenizer_init:
+            with self._collect():
+                self._optional("grammar_backend", requirements, config.sampling.grammar)
+        for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
+            if name is not None and name != NO_PARSER:
+                with self._collect():
+                    self._select(kind, requirements, name, "")
+            elif name is None and not config.model.skip_tokenizer_init:
+                choose_parser(self.chosen, self.records, kind, self.model_config.chat_template)
+
+    def _drafter(self, task: Task) -> None:
+        """Choose the drafter that the user names; without a name there is none."""
+        is_named = check_speculation(self.config, task, self.model_config, self.plan.num_groups, self.tree)
+        config = self.config.speculative
+        requirements = DrafterRequirements(
+            device=self.device,
+            draft_model=config.draft_model_path is not None,
+            draft_layers=self.model_config.num_draft_layers,
+            pp=self.config.parallel.pp,
+            compatible=self._compatible,
+        )
+        if is_named:
+            self._select("drafter", requirements, config.algorithm, "")
+
+    def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
+        found = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)
+        if found is not None:
+            self.chosen.note(kind, KEYS[kind], found, is_open=named is None)
+        else:
+            self.chosen.reject(KEYS[kind], kind, self.records, requirements)
+            self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
+
+    def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
+        key, candidates = KEYS[kind], self.records.get(kind, ())
+        found = select(key, candidates, requirements, named, order, self.chosen.impossible, kind)
+        if found is None:
+            rejected = self.chosen.reject(key, kind, self.records, requirements)
+            missing = requirements.checkpoint if isinstance(requirements, FormatRequirements) else None
+            raise ResolveError(f"{subject}.", rejected, nearest_change(rejected), missing)
+        self.chosen.note(kind, key, found, is_open=named is None)
+        return found
+
+    def _max_context(self, page_size: int) -> int:
+        given, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.model_config.max_context
+        if given is not None and given > trained:
+            raise ResolveError(
+                f"model.max_context is {given}, but the model was made for {trained} tokens.", change=f"model.max_context: {trained}"
+            )
+        if total is not None and total < page_size:
+            raise ResolveError(
+                f"cache.max_total_tokens is {total}, less than one page of {page_size} tokens.",
+                change=f"cache.max_total_tokens: {page_size}",
+            )
+        if given is not None and total is not None and total < given:
+            raise ResolveError(
+                f"cache.max_total_tokens is {total}, less than one request of model.max_context ({given}).",
+                change=f"model.max_context: {total}",
+            )
+        if total is not None and total < trained:
+            return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
+        longest = self.model_config.sentence and self.model_config.sentence.max_tokens
+        if given is None and longest and longest < trained:
+            return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
+        return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
+
+    def _jump_forward(self, has_graphs: bool) -> int:
+        """The shortest run of forced tokens that is computed in one step."""
+        size, why = 2, "a row of several tokens costs a step little more than one of one"
+        if has_graphs:
+            size, why = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
+        return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
+
+    def _budgets(self, kv_dtype: str) -> dict[str, Any]:
+        """The sizes that follow from the machine's cores and memory, by name."""
+        found = budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype)
+        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
+
+
+def _name_of(path: str) -> str:
+    return EMBEDDED if path == EMBEDDED else find_model(path).name

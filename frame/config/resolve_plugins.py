@@ -1,0 +1,230 @@
+"""The parts of `resolve` that choose MoE plugins, logits processors and parsers, and `Choices`, the
+record of all choices.
+
+`KEYS` maps a plugin kind to the setting that names its plugin. Pure; it must not import or name a
+plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from frame.config.resolved import PluginChoice
+from frame.config.schema import FrameConfig
+from frame.config.selection import Rejected, ResolveError, Selection, by_rank, objections, select
+from frame.core.errors import PluginError, did_you_mean
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
+from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.parsing import ParserCapabilities
+from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
+from frame.core.interfaces.weight_format import Codes, FormatCapabilities
+
+KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
+
+BUILT_IN = "builtin"  # in a list of plugins: all in-tree ones of its kind, except those with a rank below 0
+OWN_DISTRIBUTION = "frame-serve"
+
+
+@dataclass
+class Choices:
+    """The choices made so far."""
+
+    impossible: frozenset[str] = frozenset()  # changes that this machine cannot make, which are not proposed
+    selected: dict[str, list[Selection]] = field(default_factory=dict)  # by kind
+    reasons: dict[str, str] = field(default_factory=dict)  # by setting
+    rejected: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by setting, then by plugin
+
+    def note(self, kind: str, key: str, found: Selection, *, is_open: bool) -> None:
+        """Record a selection. `is_open`: the user left the setting open, so its reason is recorded
+        too."""
+        self.selected.setdefault(kind, []).append(found)
+        if is_open:
+            self.reasons[key] = f"{found.record.name} is {found.reason}"
+        self._record_rejected(key, found.rejected)
+
+    def reject(self, key: str, kind: str, records: Mapping[str, Sequence[PluginRecord]], requirements: Any) -> list[Rejected]:
+        """Record and return the plugins of a kind that do not meet `requirements`, with the
+        reasons."""
+        judged = [(record, objections(record, requirements, self.impossible)) for record in sorted(records.get(kind, ()), key=by_rank)]
+        rejected = [Rejected(record, reasons) for record, reasons in judged if reasons]
+        self._record_rejected(key, rejected)
+        return rejected
+
+    def _record_rejected(self, key: str, rejected: Sequence[Rejected]) -> None:
+        for candidate in rejected:
+            self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
+
+
+def choose_list(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any
+) -> None:
+    """Choose the named plugins of a kind once each, in their order; `BUILT_IN` stands for in-tree
+    ones. Raises ResolveError if one is unknown or unfit."""
+    key, candidates = KEYS[kind], sorted(records.get(kind, ()), key=by_rank)
+    found: dict[str, Selection] = {}
+    for name in named:
+        if name == BUILT_IN:
+            own = [record for record in candidates if record.distribution == OWN_DISTRIBUTION and record.rank >= 0]
+            refused = {each.record.name for each in chosen.reject(key, kind, {kind: own}, requirements)}
+            found |= {each.name: Selection(each, "built in") for each in own if each.name not in refused and each.name not in found}
+        elif (selection := select(key, candidates, requirements, name, kind=kind)) is not None:
+            found.setdefault(name, selection)
+    chosen.selected[kind] = list(found.values())
+    chosen.reasons[key] = f"in this order: {', '.join(found) or 'none'}"
+
+
+def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:
+    """`refused_params` and `custom_params` of `Resolved`, from the chosen logits processors."""
+    kind = "logits_processor"
+    if kind not in chosen.selected:  # nothing is sampled
+        return {}
+    used = [found.record for found in chosen.selected[kind]]
+    keys = [can.custom if isinstance(can := record.capabilities, ProcessorCapabilities) else None for record in used]
+    custom = None if None in keys else tuple(key for each in keys for key in each or ())
+    missing = [name for name in PROCESSOR_PARAMS if not any(_implements(record, name) for record in used)]
+    return {"refused_params": {name: _refuse_param(name, records.get(kind, ())) for name in missing}, "custom_params": custom}
+
+
+def _implements(record: PluginRecord, param: str) -> bool:
+    return isinstance(record.capabilities, ProcessorCapabilities) and param in record.capabilities.params
+
+
+def _refuse_param(param: str, records: Sequence[PluginRecord]) -> str:
+    """The sentence for a request with a parameter that no chosen logits processor implements."""
+    able = [record for record in sorted(records, key=by_rank) if _implements(record, param)]
+    if not able:
+        return f"{param} needs a logits processor, and none that implements it is installed; leave it out"
+    names = " or ".join(record.name for record in able)
+    add = f"add {able[0].name} to {KEYS['logits_processor']}"
+    remedy = "; ".join(map(str, able[0].problems)) or add
+    return f"{param} needs the logits processor {names}, which this server does not use; leave it out, or change the server: {remedy}"
+
+
+def choose_gemm_kernels(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: str | None, requirements: GemmRequirements, stored: PluginRecord
+) -> None:
+    """Choose all GEMM kernels that fit the device: the layers select among them by the weight and
+    the number of rows. Raises ResolveError if the named one is unknown, unfit, or not made for what
+    the weight format `stored` yields."""
+    kind, key = "gemm_kernel", KEYS["gemm_kernel"]
+    candidates = sorted(records.get(kind, ()), key=by_rank)
+    capabilities = stored.capabilities
+    codes = capabilities.codes if isinstance(capabilities, FormatCapabilities) else ()
+    chosen.reject(key, kind, records, requirements)
+    usable = [record for record in candidates if not objections(record, requirements)]
+    rated = [RatedRecord(record, record.name == named) for record in usable]
+    if named is not None:
+        select(key, candidates, requirements, named, kind=kind)
+        (own,) = (each for each in rated if each.required)
+        if not any(speed.codes in codes for speed in own.speeds):
+            takes = dict.fromkeys(speed.codes for speed in own.speeds)
+            raise ResolveError(
+                f"{key}: {named} multiplies {' and '.join(takes) or 'no'} weights, but model.quantization {stored.name} "
+                f"yields {' and '.join(codes)} ones; set another model.quantization or leave {key} open."
+            )
+    chosen.selected[kind] = [Selection(record, "fits the device") for record in usable]
+    chosen.reasons[key] = "; ".join(f"{each}: {_describe_ranges(rated, each)}" for each in codes)
+
+
+@dataclass(frozen=True, slots=True)
+class RatedRecord:
+    """A kernel's record as `choose_ranges` compares it."""
+
+    record: PluginRecord
+    required: bool
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def speeds(self) -> tuple[Speed, ...]:
+        return self.record.capabilities.speeds if isinstance(self.record.capabilities, GemmCapabilities) else ()
+
+
+def _describe_ranges(rated: Sequence[RatedRecord], codes: Codes) -> str:
+    """The kernels of some codes with their measured speeds, which are relative to unquantized
+    weights."""
+    parts = []
+    for rows, each in choose_ranges(rated, codes):
+        ratios = [speed.ratio for speed in each.speeds if speed.codes == codes and (speed.rows == rows or not speed.rows)]
+        where = f" to {rows} rows" if rows else ""
+        parts.append(f"{each.name}{where} (x {max(ratios, default=0.0):g})")
+    return ", ".join(parts) or "no kernel"
+
+
+def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:
+    """Choose the parser whose markers the chat template contains; if there is none, the best-ranked
+    general parser; if there are several, none."""
+    key = KEYS[kind]
+    usable: list[PluginRecord] = []
+    general: list[PluginRecord] = []
+    for record in sorted(records.get(kind, ()), key=by_rank):
+        can = record.capabilities
+        if isinstance(can, ParserCapabilities) and not record.problems and template:
+            usable += [record] if can.suits(template) else []
+            general += [record] if can.is_general else []
+    if len(usable) == 1:
+        chosen.note(kind, key, Selection(usable[0], "the only one whose markers are in the chat template"), is_open=True)
+    elif usable:
+        chosen.reasons[key] = f"none: the chat template has the markers of {' and '.join(record.name for record in usable)}; name one"
+    elif general:
+        chosen.note(kind, key, Selection(general[0], "general, and the chat template has no known markers"), is_open=True)
+    else:
+        chosen.reasons[key] = "none: the chat template has no known markers"
+
+
+def plugin_choice(record: PluginRecord, config: FrameConfig) -> PluginChoice:
+    """The choice as sent to other processes, with the plugin's own settings validated and complete.
+    Raises PluginError."""
+    options = plugin_options(record, config.plugins.options.get(f"{record.kind}/{record.name}", {}))
+    return PluginChoice(
+        kind=record.kind,
+        name=record.name,
+        target=record.target,
+        distribution=record.distribution,
+        version=record.version,
+        options=options.model_dump(mode="json") if options is not None else {},
+    )
+
+
+def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
+    """Validate `values` against the plugin's options model; None if it has none. Raises PluginError
+    that names the key."""
+    where = f"plugins.options.{record.kind}/{record.name}"
+    if record.options is None:
+        if values:
+            raise PluginError(f"{where} has keys ({', '.join(values)}), but {record.name} takes no options; remove them.")
+        return None
+    known = set(record.options.model_fields) | {f.alias for f in record.options.model_fields.values() if f.alias}
+    if record.options.model_config.get("extra") != "allow":
+        for key in values:
+            if key not in known:
+                allowed = ", ".join(sorted(known)) or "none"
+                raise PluginError(f"{where}.{key} is unknown{did_you_mean(key, known) or '.'} Its options: {allowed}.")
+    try:
+        return record.options.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {message}.") from None
+
+
+def check_unused_options(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]], chosen: Choices) -> None:
+    """Raise PluginError for settings of a plugin that is not installed, and for wrong ones of a
+    plugin that is not selected."""
+    known = {f"{kind}/{record.name}": record for kind, found in records.items() for record in found}
+    selected = [selection.record for found in chosen.selected.values() for selection in found]
+    for name, values in config.plugins.options.items():
+        if name in known:
+            if known[name].options is not None and known[name] not in selected:  # commands may have options on the class
+                plugin_options(known[name], values)
+        else:
+            raise PluginError(f"plugins.options holds {name!r}, but no such plugin is installed{did_you_mean(name, known) or '.'}")

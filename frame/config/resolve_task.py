@@ -1,0 +1,78 @@
+"""The parts of `resolve` that choose the task and how a sequence's vector is pooled. Pure."""
+
+from __future__ import annotations
+
+from frame.config.schema import FrameConfig
+from frame.config.selection import ResolveError
+from frame.core.interfaces.model import ModelConfig, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
+
+
+def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
+    """The task, and the reason if the user left it open. Raises ResolveError for a task that the
+    checkpoint has no head for, and for settings that the task does not use."""
+    task, why = _task(config, model_config)
+    takes_labels = task == "classify" and not is_classifier(model_config.architecture)
+    for key, value, taken, without in (
+        ("pooling", config.model.pooling, task != "generate", "auto"),
+        ("label_tokens", ",".join(config.model.label_tokens), takes_labels, "[]"),
+    ):
+        if value and not taken:
+            sentence = f"model.{key} is {value}, which {model_config.architecture} does not use for the task {task}."
+            raise ResolveError(sentence, change=f"model.{key}: {without}")
+    return task, why
+
+
+def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
+    possible, wanted = checkpoint_tasks(model_config.architecture), config.model.task
+    if wanted is not None:
+        if wanted not in possible:
+            raise ResolveError(
+                f"model.task is {wanted}, but a checkpoint of {model_config.architecture} can only {' or '.join(possible)}.",
+                change=f"model.task: {possible[0]}",
+            )
+        return wanted, ""
+    if "generate" in possible and config.model.label_tokens:
+        return "classify", "label tokens are set"
+    if "embed" in possible and model_config.sentence is not None:
+        return "embed", "the folder is one of sentence-transformers"
+    return possible[0], f"what a checkpoint of {model_config.architecture} is for"
+
+
+def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -> tuple[Pooling, str]:
+    """How a sequence's vector is pooled for the task embed or classify, and the reason."""
+    if task == "embed":
+        sentence = model_config.sentence
+        stored = None if sentence is None else sentence.mode
+        mode, why = _mode(
+            config, stored or ("mean" if model_config.encoder else "last"), "1_Pooling/config.json" if stored else _usual(model_config)
+        )
+        return Pooling(mode, normalize=True if sentence is None else sentence.normalize), why
+    tokens = config.model.label_tokens
+    mode, why = _mode(config, "cls" if model_config.encoder else "last", _usual(model_config))
+    if is_classifier(model_config.architecture):
+        several = model_config.config.get("problem_type") == "multi_label_classification"
+        return Pooling(mode, activation="sigmoid" if model_config.num_labels == 1 or several else "softmax"), why
+    if len(tokens) < 2:
+        raise ResolveError(
+            f"model.task is classify, but {model_config.architecture} has no head over labels: name the tokens that stand for them.",
+            change="model.label_tokens: [no, yes]",
+        )
+    return Pooling(mode, activation="softmax", label_tokens=tokens), why
+
+
+def check_step(config: FrameConfig, chunk: int, max_context: int) -> None:
+    """Raise ResolveError unless a step of `chunk` tokens holds a prompt of `max_context` tokens,
+    which is computed in one step."""
+    if chunk < max_context:
+        raise ResolveError(
+            f"scheduler.chunked_prefill_size is {chunk}, but this model computes a prompt of up to {max_context} tokens in one step.",
+            change=f"scheduler.chunked_prefill_size: {max_context}" if config.model.max_context else f"model.max_context: {chunk}",
+        )
+
+
+def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:
+    return (mode, why) if config.model.pooling is None else (config.model.pooling, "")
+
+
+def _usual(model_config: ModelConfig) -> str:
+    return "the default of encoders" if model_config.encoder else "the last token attends to the whole text"

@@ -1,0 +1,79 @@
+"""`Section` and `setting`: the base class and the fields of the configuration's sections, and the
+validators that fields share. Used by `frame.config.schema`. It must not know a section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+TYPE_ALIASES: dict[str, str] = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "fp8_e4m3",
+}
+
+
+def _auto_is_none(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+def lower(value: Any) -> Any:
+    """SGLang writes the names of algorithms in capitals."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def _full_type_name(value: Any) -> Any:
+    return TYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+Auto = BeforeValidator(_auto_is_none)
+TypeName = BeforeValidator(_full_type_name)  # `bf16` means bfloat16 wherever a type is named
+
+
+def phase_backends(text: str | None) -> dict[str, str]:
+    """Parse `attention.backend` into names by phase ("prefill", "decode"). A single name applies to
+    both; open phases are left out. Raises ValueError for any other text."""
+    if text is None or "=" not in text:
+        return {} if text is None else dict.fromkeys(PHASES, text)
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        phase, _, name = (piece.strip() for piece in part.partition("="))
+        if phase not in PHASES or not name or phase in found:
+            raise ValueError(f"a backend's name, or prefill=NAME,decode=NAME, not {text!r}")
+        if name != "auto":
+            found[phase] = name
+    return found
+
+
+def _phases_as_text(value: Any) -> Any:
+    """A mapping of phases as text, the form that flags and variables use too."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{phase}={name}" for phase, name in value.items() if name is not None) or None
+    if not isinstance(value, str):
+        return value
+    found = phase_backends(value)
+    if len(set(found.values())) == 1 and len(found) == len(PHASES):
+        return found["decode"]
+    return ",".join(f"{phase}={found[phase]}" for phase in PHASES if phase in found) or None
+
+
+PHASES = ("prefill", "decode")
+Phases = BeforeValidator(_phases_as_text)  # one attention backend, or one a phase
+
+
+def setting(default: Any, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
+    """A configuration field with its default, one-sentence description, bounds and flag (`tp` ->
+    `--tp`)."""
+    return Field(default, description=description, json_schema_extra={"flag": flag} if flag else None, **bounds)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen. Unknown keys are errors, and so are NaN and infinity, which
+    JSON cannot hold."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=False, protected_namespaces=())

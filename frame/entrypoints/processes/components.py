@@ -1,0 +1,441 @@
+"""`Parts` (the loaded plugin classes of a rank), and the objects built from them: build context,
+logits processors and model runner.
+
+Used by `processes.build_engine`, which loads the classes. Must not know a plugin by name or the
+registry.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from frame import kernels
+from frame.core.blame import blaming
+from frame.core.errors import ConfigurationError
+from frame.core.execution.finite_check import check_finite
+from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
+from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
+from frame.core.execution.torch_compile import Forward, keep_out
+from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.device_drafter import DraftModelContext
+from frame.core.interfaces.gemm_kernel import GemmChoice
+from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.weight_format import FormatContext
+from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
+from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
+from frame.core.kv_cache.kv_pool import KVPool
+from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
+from frame.core.loading.config_fields import ConfigFields
+from frame.core.loading.loader import Checkpoint, load_model, plan_bytes
+from frame.core.loading.model_config import find_model
+from frame.core.loading.remote_code import load_class
+from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
+from frame.kernels.compile_ahead import compile_ahead
+from frame.parallel.collectives import is_true_on_all_ranks
+from frame.parallel.expert_moves import ExpertBalancer, count_transit_bytes, list_movable
+from frame.parallel.stage_runner import StageRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pydantic import BaseModel
+
+    from frame.config.resolved import Resolved
+    from frame.core.interfaces.attention import AttentionBackend
+    from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel
+    from frame.core.interfaces.gemm_kernel import GemmKernel, Speed
+    from frame.core.interfaces.model import Model, ModelConfig
+    from frame.core.interfaces.moe import MoEDispatcher, MoERunner
+    from frame.core.interfaces.platform import DeviceMemory, Platform
+    from frame.core.interfaces.rank_context import Pipeline, RankContext
+    from frame.core.interfaces.sampling import LogitsProcessor
+    from frame.core.interfaces.weight_format import WeightFormat
+    from frame.core.interfaces.weights import WeightSource
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_MOST_GROUPS = 8  # groups with pages of their own, besides `tokens`
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[T]):
+    """A plugin class and its validated options."""
+
+    target: Callable[[Any, BaseModel | None], T]
+    options: BaseModel | None = None
+
+    def build(self, context: Any) -> T:
+        """Construct the plugin. Every kind takes `(context, options)`."""
+        return self.target(context, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A GEMM kernel's name, class and speeds. `required`: the user named it."""
+
+    name: str
+    loaded: Loaded[GemmKernel]
+    speeds: tuple[Speed, ...]
+    required: bool
+
+    def build(self, context: RankContext) -> GemmChoice:
+        """Construct the kernel for one rank."""
+        return GemmChoice(self.name, self.loaded.build(context), self.speeds, self.required)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The plugin classes of one rank. None: the model does not use this kind of plugin."""
+
+    model: Loaded[Model]
+    weight_source: Loaded[WeightSource]
+    attention: Loaded[AttentionBackend]
+    decode_attention: Loaded[AttentionBackend] | None = None  # None: `attention` computes decodes too
+    weight_format: Loaded[WeightFormat] | None = None
+    gemm_kernels: tuple[LoadedKernel, ...] = ()
+    moe_runner: Loaded[MoERunner] | None = None
+    moe_dispatcher: Loaded[MoEDispatcher] | None = None
+    processors: tuple[Loaded[LogitsProcessor], ...] = ()
+    drafter: Loaded[DeviceDrafter] | None = None  # None: none runs on the device
+    draft: Parts | None = None  # of `Resolved.draft`
+    head_format: Loaded[WeightFormat] | None = None  # of a draft model with files of its own that no model plugin loads
+
+
+def limits_of(resolved: Resolved) -> Limits:
+    """The maximum sizes of a step: a full prefill chunk plus one decode token and one draft of each
+    running request."""
+    most = resolved.chunked_prefill_size + resolved.max_running_requests * (1 + resolved.most_drafted)
+    is_padded = resolved.plan.num_groups > 1  # with prompts in the padding slot, which keep the groups in step
+    return Limits(
+        max_running_requests=resolved.max_running_requests + is_padded * (-(-most // resolved.max_context) + 1),
+        max_tokens_per_step=most + is_padded,
+        max_context=resolved.max_context,
+        page_size=resolved.page_size,
+        max_drafted=resolved.most_drafted,
+        verifies_trees=resolved.tree is not None,
+        max_single_rows=max(
+            resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0, resolved.tree.width if resolved.tree else 0
+        ),
+    )
+
+
+def build_context(
+    resolved: Resolved,
+    parts: Parts,
+    tp: Collective,
+    platform: Platform,
+    pipeline: Pipeline | None = None,
+    experts: Collective | None = None,
+    limits: Limits | None = None,
+) -> BuildContext:
+    """The context of one rank, with its attention backend, weight format, MoE runner and MoE
+    dispatcher. limits: None: those of the configuration."""
+    base = BuildContext(
+        platform=platform,
+        device=platform.device,
+        dtype=DTYPES[resolved.dtype],
+        tp=tp,
+        experts=experts,
+        pipeline=pipeline,
+        limits=limits or limits_of(resolved),
+        task=resolved.task,
+        load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
+        kv_dtype=DTYPES[resolved.kv_dtype],
+        plan=resolved.plan,
+    )
+    built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model)}
+    if parts.weight_format is not None:
+        stored = resolved.model.config.get("quantization_config")
+        built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
+    built["gemm_kernels"] = tuple(part.build(base) for part in parts.gemm_kernels)
+    for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
+        if part is not None:
+            built[name] = part.build(base)
+    return replace(base, **built)
+
+
+def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig) -> AttentionBackend:
+    has_tables = model_config.sliding_window is not None or model_config.encoder_length > 0  # of groups besides `tokens`
+
+    def build(part: Loaded[AttentionBackend]) -> AttentionBackend:
+        return GroupAttention(partial(part.build, base)) if has_tables else part.build(base)
+
+    if parts.decode_attention is None:
+        return build(parts.attention)
+    return HybridAttention(build(parts.attention), build(parts.decode_attention))
+
+
+def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
+    """The logits processors, in the order of `parts`."""
+    context = ProcessorContext(model_config.vocab_size, num_slots, device, model_config.eos_token_ids)
+    return [part.build(context) for part in parts.processors]
+
+
+def build_runner(
+    resolved: Resolved,
+    parts: Parts,
+    tp: Collective,
+    platform: Platform,
+    pipeline: Pipeline | None = None,
+    experts: Collective | None = None,
+    *,
+    is_cold: bool = False,
+) -> TorchModelRunner:
+    """Build one rank's runner, of one stage of a pipeline or of one attention group: load the
+    weights and size the KV cache. is_cold: Triton has to compile its kernels. Raises
+    CheckpointError for invalid weights and CapacityError if memory does not suffice."""
+    phases: dict[str, float] = {}
+    clock = time.perf_counter()
+    model_config = resolved.model
+    device = platform.device
+    platform.activate()
+    platform.seed(resolved.user.model.seed)
+    platform.release_memory()  # of an earlier engine of this process
+    before = platform.measure_memory()
+    context = build_context(resolved, parts, tp, platform, pipeline, experts)
+    phases["context"] = time.perf_counter() - clock
+    user = resolved.user
+    checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
+    check_memory = partial(plan_rank, resolved, context, before=before)  # before anything is read
+    make = partial(parts.model.build, ModelContext.from_build(context, replace(model_config, config=ConfigFields(model_config.config))))
+    model, report = load_model(make, context, checkpoint, check_memory)
+    phases.update(report.seconds)
+    clock = time.perf_counter()
+    drafter = _build_drafter(resolved, parts, model, context)
+    uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, uniform, drafter.model if drafter else None)
+    if pipeline is not None:
+        geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
+        if user.speculative.algorithm is not None and any(group.kind == "snapshot" for group in geometry.groups):
+            raise ConfigurationError(
+                "speculative.algorithm cannot be used with the recurrent layers of this model in pipeline stages, of which the "
+                "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
+            )
+    _check_tree(resolved, geometry)
+    further = count_further_bytes(resolved, model, context, before.total)
+    activations = activation_bytes(model_config, context.limits, context.dtype) + further
+    draft_bytes = drafter.bytes if drafter else 0
+    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, further)
+    memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
+    pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
+    ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
+    pages = _least_of_ranks(pages, ranks, device)
+    pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
+    pools = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, ranks, device)) for each in pools)
+    pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device)
+    slots = context.limits.max_running_requests
+    phases["cache"] = time.perf_counter() - clock
+    capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
+    if resolved.pooling is None:
+        processors = Processors(build_processors(parts, model_config, slots, device), slots)
+        kind = TorchModelRunner if pipeline is None else StageRunner
+        runner = kind(model, model_config, context, pool, processors, capacity)
+        if drafter is not None:
+            runner.set_drafter(drafter.model, resolved.most_drafted, drafter.attention, resolved.tree)
+        if (length := user.speculative.synthetic_acceptance_length) is not None:
+            runner.inputs.synthetic = SyntheticAcceptance(length, user.speculative.num_steps)
+            _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
+    else:
+        runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
+    clock = time.perf_counter()
+    runner.settle_backend()
+    phases["attention"] = time.perf_counter() - clock
+    clock = time.perf_counter()
+    with blaming("in a warm-up step"):
+        if kernels.can_use_triton(device) and not is_true_on_all_ranks(not is_cold, context.ep_group, device):
+            with compile_ahead(tp.rank, tp.size):
+                runner.warm_up()
+                _capture_graphs(runner, resolved, {}, is_dry=True)
+            phases["kernels"] = time.perf_counter() - clock
+            clock = time.perf_counter()
+        runner.warm_up()
+        check_finite(runner)
+    if user.execution.torch_compile:  # after an uncompiled warm-up, in which backends set up their persistent state
+        keep_out(context.attention, "run", "run_mla")
+        runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
+        with blaming("in a warm-up step with torch.compile"):
+            runner.warm_up()
+    phases["warm_up"] = time.perf_counter() - clock
+    _capture_graphs(runner, resolved, phases)
+    runner.allow_compilation()
+    if resolved.plan.balances_experts:
+        runner.balancer = _build_balancer(resolved, model, context)
+    if planned is not None and tp.rank == 0:
+        for sentence in planned.find_deviations(report.bytes + draft_bytes, capacity.max_total_tokens, platform.measure_memory()):
+            _log.warning("%s", sentence)
+    return runner
+
+
+def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:
+    """Raise ConfigurationError if drafts are trees, which the model cannot verify."""
+    if resolved.tree is None:
+        return
+    problem, most = "", resolved.tree.num_extended
+    if any(group.kind != "tokens" for group in geometry.groups):
+        problem = "layers with states or an indexer verify chains alone"
+    elif resolved.max_context <= most:
+        problem = f"trees read {most} tokens after the last one, and model.max_context is {resolved.max_context}"
+    if problem:
+        raise ConfigurationError(f"the option eagle_topk of {resolved.choice('drafter').name} is above 1, and {problem}; set it to 1")
+
+
+def _build_balancer(resolved: Resolved, model: Model, context: BuildContext) -> ExpertBalancer:
+    """The balancer of the model's layers with experts. Raises ConfigurationError if their weights
+    cannot be moved."""
+    settings = resolved.user.parallel
+    layers = list_movable(model)
+    if not layers and context.pipeline is None:  # a stage may have none
+        raise ConfigurationError("parallel.eplb is true, but the model's implementation cannot move experts; set it to false")
+    if not all(layer.list_tensors() for layer in layers):
+        raise ConfigurationError(
+            "parallel.eplb moves plain and float8 experts that a MoE runner multiplies, and a GEMM kernel has packed those of this "
+            "model; set parallel.eplb to false"
+        )
+    return ExpertBalancer(layers, context.ep_group, settings.eplb_interval, settings.eplb_stage_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafter:
+    """The loaded model of a device drafter. `attention`: its own backend; None: the target's."""
+
+    model: DraftModel
+    bytes: int
+    attention: AttentionBackend | None
+
+
+def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: BuildContext) -> _Drafter | None:
+    """Build and load the model of a device drafter, if there is one."""
+    if (prepared := prepare_drafter(resolved, parts, target, build)) is None:
+        return None
+    make, own, checkpoint = prepared
+    model, report = load_model(make, own, checkpoint)
+    kinds = {group.kind for group in model_geometry(model, KVGeometry((), 1, build.dtype)).groups}
+    # an indexer of a prediction layer has a number of its own, one of a draft model a number of the
+    # target's
+    known = {"tokens"} if parts.draft is not None else {"tokens", "sidecar"}
+    if not kinds <= known or (parts.draft is not None and not kinds):
+        raise ConfigurationError("speculative.draft_model_path has layers with a window, a state or an indexer; name a draft model without")
+    return _Drafter(model, report.bytes, own.attention)
+
+
+def prepare_drafter(
+    resolved: Resolved, parts: Parts, target: Model, build: BuildContext
+) -> tuple[Callable[[], DraftModel], BuildContext, Checkpoint] | None:
+    """What builds the model of a device drafter, its context, whose attention backend is None if it
+    is the target's, and its checkpoint; None where no drafter runs on the device."""
+    if parts.drafter is None:
+        return None
+    drafter, source, attention, make = parts.drafter.build(resolved.drafter_context), parts.weight_source, None, None
+    config = drafter.read_config(resolved.model)
+    if parts.draft is not None and resolved.draft is not None:
+        build = build_context(resolved.draft, parts.draft, build.tp, build.platform, limits=build.limits)
+        config, source, attention = resolved.draft.model, parts.draft.weight_source, build.attention
+        make = partial(parts.draft.model.build, ModelContext.from_build(build, config))
+    elif parts.head_format is not None and drafter.get_folder() is not None:
+        build = replace(build, weight_format=parts.head_format.build(FormatContext(build.dtype)))
+    context = DraftModelContext(target, ModelContext.from_build(build, config), find_free_layer(target, resolved.model.num_layers), make)
+    checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
+    # the target's layers have prepared its backend
+    return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint
+
+
+def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
+    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: experts
+    that move, and keys of prompts in another form than the cache's."""
+    moving = list_movable(model) if resolved.plan.balances_experts else []
+    transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes) if moving else 0
+    if context.attention is None:
+        return transit
+    is_quantized = resolved.kv_dtype != resolved.dtype
+    return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, total, is_quantized=is_quantized)
+
+
+def plan_rank(
+    resolved: Resolved, context: BuildContext, model: Model, draft: DraftModel | None = None, *, before: DeviceMemory
+) -> MemoryPlan | None:
+    """The memory of a rank with these models, which are on the meta device; None for one that
+    builds its layers while it loads. Raises CapacityError if the KV cache does not fit."""
+    if not (weights := plan_bytes(model)):  # type: ignore[arg-type]
+        return None
+    draft_bytes = 0 if draft is None else plan_bytes(draft)  # type: ignore[arg-type]
+    uniform = kv_geometry(resolved.model, context.tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, uniform, draft)
+    further = count_further_bytes(resolved, model, context, before.total)
+    planned = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, before, further)
+    return replace(planned, drafter=draft_bytes)
+
+
+def _plan_memory(
+    resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory, further: int
+) -> MemoryPlan | None:
+    """The prediction that the start is compared with; None where it says that too little memory is
+    free."""
+    if not weights:  # a model that builds its layers while it loads
+        return None
+    try:
+        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before, further)
+    except CapacityError:
+        return None
+
+
+def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float], *, is_dry: bool = False) -> None:
+    """Capture the resolved CUDA graphs. is_dry: run their sizes once instead. A failure to capture
+    piecewise graphs is an error only if the user set their size."""
+    clock = time.perf_counter()
+    if resolved.cuda_graph_max_bs:
+        runner.capture_decode_graphs(resolved.cuda_graph_max_bs, is_dry=is_dry)
+        phases["graphs"] = time.perf_counter() - clock
+    clock = time.perf_counter()
+    if _wants_pieces(runner, resolved):
+        try:
+            most = min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step)
+            runner.capture_piecewise_graphs(most, is_dry=is_dry)
+        except ConfigurationError as error:
+            if resolved.user.execution.prompt_graph_max_tokens:
+                raise
+            _log.warning("%s to skip the attempt; these steps run without graphs", error)
+        phases["prompt_graphs"] = time.perf_counter() - clock
+
+
+def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
+    """Whether to capture piecewise graphs. Recurrent layers have them on request only: the speed
+    of their pieces has not been measured. Raises ConfigurationError if the user asks for what
+    cannot be captured."""
+    groups, asked = runner.inputs.groups, resolved.user.execution.prompt_graph_max_tokens
+    obstacle = ""
+    if runner.drafts is not None and runner.drafts.model.tapped_layers:
+        obstacle = f"the drafter {resolved.user.speculative.algorithm} reads hidden states in the middle of a step"
+    elif groups is not None and groups.windows:
+        obstacle = "layers with windows have page tables of their own"
+    if asked and obstacle:
+        raise ConfigurationError(f"execution.prompt_graph_max_tokens is {asked}, but {obstacle}; set --prompt-graph-max-tokens 0.")
+    return bool(resolved.prompt_graph_max_tokens) and not obstacle and (groups is None or bool(asked))
+
+
+def _least_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device) -> int:
+    """The minimum page count over the ranks of these groups: rank 0's scheduler assigns the pages
+    of all."""
+    for group in groups:
+        if group.size > 1:
+            pages = int(group.all_gather(torch.tensor([pages], device=device), dim=0).min())
+    return pages
+
+
+def _list_groups(geometry: KVGeometry, stages: Collective, device: torch.device) -> list[GroupKey]:
+    """The groups with pages of their own, besides `tokens`, of all stages, in the order of the
+    model's layers. 0 stands for a group of states, other numbers for a window."""
+    own = [group.window or 0 for group in geometry.groups[1 : geometry.num_pools]]
+    padded = torch.tensor(own + [-1] * (_MOST_GROUPS - len(own)), device=device)
+    every = dict.fromkeys(window for window in stages.all_gather(padded, dim=0).tolist() if window >= 0)
+    return [("window", window) if window else ("snapshot", None) for window in every]

@@ -1,0 +1,161 @@
+"""`GroupedScheduler`: the schedulers of attention groups as one, for the engine's loop.
+
+Each group has requests, slots and pages of its own. A step has one batch of each group, None for
+one that has nothing to run; all ranks get all of them, so that they know the step's sizes. Must not
+touch a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.sampling import Grammar
+from frame.core.messages import Finish, FinishReason, Generate, StepTokens
+from frame.core.scheduling.scheduler import FailedRequests, Scheduler
+from frame.parallel.replica_choice import ReplicaChooser, sum_loads
+
+ALLOWED = -1  # a word of a grammar mask that allows all tokens
+
+
+class GroupedScheduler:
+    """Has the methods of `Scheduler` that the engine calls. A request stays in the group that it
+    was given to, which is chosen by load and by cached prefix."""
+
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self.config = schedulers[0].config
+        self._schedulers = schedulers
+        self._chooser = ReplicaChooser()
+        self._step = 0
+
+    def add_request(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
+        """See `Scheduler.add_request`."""
+        home = next((each for each in self._schedulers if each.has_request(message.rid)), None)
+        if home is None:
+            loads = {number: each.num_requests for number, each in enumerate(self._schedulers)}
+            home = self._schedulers[self._chooser.choose_replica(message.token_ids, message.namespace, loads)]
+        return home.add_request(message, grammar, arrival)
+
+    def abort(self, rids: Sequence[str], reason: FinishReason = "abort") -> None:
+        for each in self._schedulers:
+            each.abort(rids, reason)
+
+    def abort_all(self, reason: FinishReason = "abort") -> None:
+        for each in self._schedulers:
+            each.abort_all(reason)
+
+    def drain_outputs(self) -> StepTokens | None:
+        found = [ended for each in self._schedulers if (ended := each.drain_outputs()) is not None]
+        return join_tokens(found) if found else None
+
+    def close(self) -> None:
+        for each in self._schedulers:
+            each.close()
+
+    # steps ----------------------------------------------------------------------------------------
+
+    def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None:
+        """The next step of all groups; None when no group has anything to run."""
+        groups = [each.schedule_batch(now) for each in self._schedulers]
+        parts = [part for part in groups if part is not None]
+        if not parts:
+            return None
+        batch = join_rows(parts)
+        self._step += 1
+        return msgspec.structs.replace(batch, step=self._step - 1, groups=groups)
+
+    def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
+        """The masks of the groups whose masks are deferred, one after another; rows of the others
+        allow all tokens."""
+        parts = [(each, part) for each, part in zip(self._schedulers, batch.groups, strict=True) if part is not None]
+        masks = [each.fill_deferred_mask(part) if part.has_deferred_grammar_mask else None for each, part in parts]
+        width = max((mask.shape[1] for mask in masks if mask is not None), default=0)
+        if not width:
+            return None
+        return np.concatenate([
+            np.full((int(part.samples.sum()), width), ALLOWED, np.int32) if mask is None else mask
+            for mask, (_, part) in zip(masks, parts, strict=True)
+        ])  # fmt: skip
+
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> StepTokens:
+        """See `Scheduler.commit`."""
+        every = zip(self._schedulers, batch.groups, result.groups, strict=True)
+        return join_tokens([each.commit(part, own) for each, part, own in every if part is not None])
+
+    def fail_step(self, batch: ScheduledBatch, error: str) -> FailedRequests:
+        """See `Scheduler.fail_step`."""
+        parts = zip(self._schedulers, batch.groups, strict=True)
+        failed = [each.fail_step(part, error) for each, part in parts if part is not None]
+        return replace(
+            failed[0],
+            ended=join_tokens([each.ended for each in failed]),
+            retried=[rid for each in failed for rid in each.retried],
+            is_first=any(each.is_first for each in failed),
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        return all(each.is_idle for each in self._schedulers)
+
+    def publish_inflight(self, path: Path) -> None:
+        first, *others = self._schedulers
+        first.publish_inflight(path, others)
+
+    # maintenance ----------------------------------------------------------------------------------
+
+    def flush_cache(self) -> int:
+        return sum(each.flush_cache() for each in self._schedulers)
+
+    def outline_cache(self, limit: int) -> dict[str, Any]:
+        """That of the first group."""
+        return self._schedulers[0].outline_cache(limit)
+
+    def get_load(self) -> dict[str, Any]:
+        return sum_loads([each.get_load() for each in self._schedulers])
+
+    def check_integrity(self) -> None:
+        for each in self._schedulers:
+            each.check_integrity()
+
+    def audit_integrity(self) -> Iterator[None]:
+        for each in self._schedulers:
+            yield from each.audit_integrity()
+
+    def repair_integrity(self) -> list[str]:
+        return [sentence for each in self._schedulers for sentence in each.repair_integrity()]
+
+
+def join_rows(parts: Sequence[ScheduledBatch]) -> ScheduledBatch:
+    """A batch that tells of all rows of the parts, for what counts rows and tokens."""
+    names = ("slots", "num_computed", "num_scheduled", "samples")
+    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return ScheduledBatch(
+        step=0,
+        num_decodes=sum(part.num_decodes for part in parts),
+        token_ids=np.empty(0, np.int32),
+        new_pages=np.empty((0, 3), np.int32),
+        has_deferred_grammar_mask=any(part.has_deferred_grammar_mask for part in parts),
+        **joined,
+    )
+
+
+def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
+    """The tokens of several groups as one message; the entries by index are shifted."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {"rids": [], "token_ids": []}
+    for part in parts:
+        start = len(joined["rids"])
+        for name in StepTokens.__struct_fields__:
+            value = getattr(part, name)
+            if isinstance(value, list):
+                joined[name] += value
+            else:
+                joined.setdefault(name, {}).update({start + place: entry for place, entry in value.items()})
+    return StepTokens(**joined)

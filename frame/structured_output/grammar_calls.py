@@ -1,0 +1,255 @@
+"""Calls of one request's grammar, or of many at once, that run in `grammar_threads`, and the budget
+of their CPU time.
+
+Used by `grammar_masks`. Must not know the scheduler's steps or a backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from frame.core.blame import explain
+from frame.core.messages import Finish
+from frame.core.scheduling.request import GrammarState
+from frame.structured_output.draft_masks import fill_draft_masks
+from frame.structured_output.grammar_threads import LOST_SECONDS, ThreadedCall
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.sampling import BatchedGrammar, Grammar, MaskBatch
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.scheduling.request import Request
+
+BROKEN_GRAMMAR = Finish(
+    "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
+)
+TOKEN_ALLOWANCE = 0.002  # seconds that each token adds to a grammar's budget
+
+
+def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
+    """How a request ends whose grammar raised `error`. ValueError: the grammar is invalid; other
+    errors are faults of the backend."""
+    if isinstance(error, ValueError):
+        kind = params.grammar[0] if params.grammar is not None else None
+        return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
+    return Finish("error", error=f"the grammar backend failed: {explain(error)}")
+
+
+class GrammarMeter:
+    """CPU seconds of a request's grammar: used, and allowed (`budget` plus `TOKEN_ALLOWANCE` for
+    each token)."""
+
+    def __init__(self, budget: float, spent: float = 0.0) -> None:
+        self.spent = spent
+        self.num_tokens = 0
+        self._budget = budget
+
+    def charge(self, seconds: float) -> None:
+        """Add CPU seconds. Raises ValueError when the budget is exceeded."""
+        self.spent += seconds
+        self.check()
+
+    def check(self, more: float = 0.0) -> None:
+        """Raise ValueError when `more` seconds would exceed the budget."""
+        if self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens:
+            raise ValueError(
+                f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
+                f"{1000 * TOKEN_ALLOWANCE:g} ms a token; simplify it"
+            )
+
+
+class MeteredGrammar:
+    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is
+    exceeded; `accept_token` only before it takes the token, so that a rollback counts right."""
+
+    def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
+        self.meter = meter
+        self._grammar = grammar
+        self._is_finished: bool | None = None  # None: not known
+
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        began = time.thread_time()
+        is_limited = self._grammar.fill_mask(mask)
+        self.meter.charge(time.thread_time() - began)
+        return is_limited
+
+    @property
+    def batch(self) -> MaskBatch | None:
+        """See `BatchedGrammar`."""
+        return getattr(self._grammar, "batch", None)
+
+    def start_mask(self, mask: np.ndarray) -> Any:
+        """See `BatchedGrammar`."""
+        return cast("BatchedGrammar", self._grammar).start_mask(mask)
+
+    def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
+        """See `BatchedGrammar`."""
+        is_limited = cast("BatchedGrammar", self._grammar).finish_mask(mask, seconds)
+        self.meter.charge(seconds)
+        return is_limited
+
+    def accept_token(self, token_id: int) -> bool:
+        self.meter.check()
+        self._is_finished = None
+        began = time.thread_time()
+        is_taken = self._grammar.accept_token(token_id)
+        self.meter.num_tokens += is_taken
+        if is_taken:  # asked for next; a clock for each of both costs as much as they do
+            self._is_finished = self._grammar.is_finished()
+        self.meter.spent += time.thread_time() - began
+        return is_taken
+
+    def is_finished(self) -> bool:
+        if self._is_finished is None:
+            began = time.thread_time()
+            self._is_finished = self._grammar.is_finished()
+            self.meter.charge(time.thread_time() - began)
+        return self._is_finished
+
+    def rollback_tokens(self, count: int) -> None:
+        self._is_finished = None
+        self._grammar.rollback_tokens(count)
+        self.meter.num_tokens -= count
+
+
+class GrammarCall(ThreadedCall):
+    """Accepts tokens and fills the next mask, int32 [words]. `end`: how the last token ends the
+    request, if it does; `mask_error`: how the request ends when the mask could not be filled."""
+
+    def __init__(self, request: Request, tokens: Sequence[int], mask: np.ndarray) -> None:
+        super().__init__()
+        self.request = request
+        self.mask = mask
+        self.batch: BatchCall | None = None  # fills the mask
+        self.end: Finish | None = None
+        self.mask_error: Finish | None = None
+        self.tokens = tokens
+        meter = getattr(request.grammar, "meter", None)
+        self._meter: GrammarMeter | None = meter
+        self._spent = 0.0 if meter is None else meter.spent
+
+    def check_budget(self) -> Finish | None:
+        """How the request ends when this running call has exceeded the budget. None: it has not."""
+        if self._meter is None:
+            return None
+        try:
+            self._meter.check(self._spent + self.cpu_seconds() - self._meter.spent)  # avoids counting twice what it has charged
+        except ValueError as error:
+            return grammar_error(error, self.request.params)
+        return None
+
+    def execute(self) -> None:
+        grammar = self.request.grammar
+        assert grammar is not None
+        self.end = accept_tokens(grammar, self.tokens, self.request.params)
+        if self.end is not None:
+            return
+        try:
+            if not grammar.fill_mask(self.mask):
+                self.mask[:] = -1
+        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+            self.mask_error = grammar_error(error, self.request.params)
+
+    def start_mask(self) -> Any:
+        """Begin to fill the mask in a batch: see `BatchedGrammar.start_mask`."""
+        try:
+            return cast("BatchedGrammar", self.request.grammar).start_mask(self.mask)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.mask_error = grammar_error(error, self.request.params)
+            return None
+
+    def finish_mask(self, seconds: float) -> None:
+        """Complete the mask that a batch has filled."""
+        try:
+            if not cast("BatchedGrammar", self.request.grammar).finish_mask(self.mask, seconds):
+                self.mask[:] = -1
+        except Exception as error:  # noqa: BLE001 - as above
+            self.mask_error = grammar_error(error, self.request.params)
+
+
+class BatchCall(ThreadedCall):
+    """Fills the masks of several calls at once; `finish_masks` completes them. `wall`: seconds of
+    the clock that the backend took. masks: int32 [n, words]; entries: each call with its handle and
+    its row of `masks`."""
+
+    def __init__(self, batch: MaskBatch, masks: np.ndarray, entries: Sequence[tuple[GrammarCall, Any, int]]) -> None:
+        super().__init__()
+        self.calls = [call for call, _, _ in entries]
+        for call in self.calls:
+            call.batch = self
+        self.wall = 0.0
+        self._is_filled = False
+        self._batch, self._masks = batch, masks
+        self._handles, self._rows = [handle for _, handle, _ in entries], [row for _, _, row in entries]
+
+    def execute(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._batch.fill_masks(self._handles, self._rows, self._masks)
+        except Exception:  # noqa: BLE001 - each call raises it again for its request alone
+            for call in self.calls:
+                call.execute()
+        else:
+            self._is_filled = True
+            self.wall = time.perf_counter() - began
+
+    def finish_masks(self) -> None:
+        """Complete the masks, once this call is finished. The engine's thread does it: the thread
+        of this call would wait 5 ms for the interpreter's lock."""
+        for call in self.calls:
+            if self._is_filled:
+                call.finish_mask(get_grammar_state(call.request).estimate_seconds())
+            call.is_finished = True
+
+    def is_slow(self) -> bool:
+        return self.thread is not None and time.monotonic() - self.queued_at > LOST_SECONDS
+
+
+class DraftCall(GrammarCall):
+    """Fills the masks along a draft and undoes it. `path`: int32 [k + 1, words]; `num_allowed`:
+    drafted tokens that the grammar allows; `is_known`: see `fill_draft_masks`."""
+
+    def __init__(self, request: Request, draft: Sequence[int], words: int) -> None:
+        self.path = np.empty((len(draft) + 1, words), np.int32)
+        super().__init__(request, (), self.path[0])  # the next mask
+        self.num_allowed, self.is_known = 0, False
+        self._draft, self._first = draft, get_grammar_state(request).mask
+
+    def execute(self) -> None:
+        assert self.request.grammar is not None
+        try:
+            self.num_allowed, self.is_known = fill_draft_masks(self.request.grammar, self._draft, self._first, self.path)
+            if self._meter is not None:
+                self._meter.spent = self._spent  # drafts do not use up the request's budget
+        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+            self.mask_error = grammar_error(error, self.request.params)
+
+
+def get_grammar_state(request: Request) -> GrammarState:
+    """The state of a request's grammar, created on first use: most requests have no grammar."""
+    if request.grammar_state is None:
+        request.grammar_state = GrammarState()
+    return request.grammar_state
+
+
+def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:
+    """Accept a sampled token. Returns how it ends the request (reason "stop" where only the end may
+    follow). None: it continues."""
+    try:
+        if not grammar.accept_token(token):
+            return BROKEN_GRAMMAR
+        return Finish("stop") if grammar.is_finished() else None
+    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+        return grammar_error(error, params)
+
+
+def accept_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
+    """Accept tokens, of which the last may end the request. Returns how it ends. None: it
+    continues."""
+    for token in tokens:
+        if (end := accept_token(grammar, token, params)) is not None:
+            return end
+    return None

@@ -1,0 +1,376 @@
+"""Grammars of running requests in a step: accepts sampled tokens and fills token masks.
+
+Calls run in threads. A step does not wait for a slow call: its request is held until the call ends.
+Used by the scheduler. Must not know the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.interfaces.drafter import Drafts
+from frame.core.messages import Finish
+from frame.core.scheduling.request import queue_full
+from frame.core.scheduling.request_slots import GRAMMAR
+from frame.structured_output.grammar_calls import (
+    BROKEN_GRAMMAR,
+    BatchCall,
+    DraftCall,
+    GrammarCall,
+    accept_tokens,
+    get_grammar_state,
+    grammar_error,
+)
+from frame.structured_output.grammar_threads import NICENESS, QUICK_SECONDS, CallBatch, GrammarThreads
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.sampling import Grammar, MaskBatch
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.scheduling.request import GrammarState, Request
+    from frame.core.scheduling.request_slots import RequestTable
+
+MAX_THREADS = 8
+SECONDS_PER_THREAD = 0.0005  # CPU seconds of a step's calls per thread; threads wait for each other's use of the interpreter
+SLOW_SECONDS = 0.004  # mean CPU seconds of a request's calls, above which its next call runs beside the steps
+CROWDED_SECONDS = 0.004  # CPU seconds of a step's calls per thread, above which `HEAVY_SECONDS` may count as slow
+HEAVY_SECONDS = 0.0005  # mean CPU seconds of a request's calls
+QUICK_ROWS = 64  # of a step; the masks of more rows may take as much longer
+THREAD_TIMEOUT = 10.0  # seconds that a request waits for a thread
+# A batch does not tell what a single mask took: some masks are filled alone, to measure them.
+MIN_MEASURED = 2  # of a request, before its masks are filled in batches
+KNOWN_MEASURED = 8  # of a request, while the masks of a step take longer than `CROWDED_SECONDS`
+MEASURED_SHARE = 1 / 16  # of the masks after that
+MAX_MEASURED = 4  # masks of a step after that, in the mean
+# Tokens are accepted in parts of a step's rows, and the masks of a part are filled meanwhile.
+NUM_PARTS = 4
+MIN_PART_ROWS = 16
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Calls that have begun. `alone`: one mask each, by `workers` threads; `batches`: many masks
+    each."""
+
+    workers: int
+    alone: Sequence[GrammarCall]
+    batches: Sequence[BatchCall]
+    started: CallBatch
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Masks of a step of `num_rows` rows that are filled while the engine's thread does other work.
+    requests: of the first rows of masks, int32 [requests or more, words]."""
+
+    num_rows: int
+    masks: np.ndarray
+    requests: list[Request]
+    parts: list[_Pending]
+
+
+class GrammarCalls:
+    """Makes the grammar calls of a scheduler's steps. After each step `take_stopped` returns the
+    requests that must leave the device because of a slow call, and `take_settled` those whose slow
+    call has ended. Masks do not depend on the thread that computes them."""
+
+    def __init__(self, vocab_size: int, threads: int | None = None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._words = -(-vocab_size // 32)
+        self._quick = GrammarThreads(threads or min(MAX_THREADS, cores))
+        self._slow = GrammarThreads(2, NICENESS)
+        self._held: dict[str, GrammarCall] = {}
+        self._stopped: list[Request] = []
+        self._filling: _Filling | None = None
+        self._filled: _Filling | None = None  # the last one
+        self._random = random.Random()  # a client must not know which masks are measured
+        self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
+        self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
+        self._is_batch_lost = False  # one did not end
+
+    def __len__(self) -> int:
+        """The number of held requests."""
+        return len(self._held)
+
+    def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
+        """Accept sampled tokens, of which only a request's last may end it. Returns for each
+        request how it ends. None: it continues. num_rows: rows of the step, with and without a
+        grammar. Masks that a `MaskBatch` fills may be unfinished until `settle`."""
+        self.settle()
+        calls: dict[int, GrammarCall] = {}
+        ends: list[Finish | None] = []
+        fills: list[GrammarCall] = []
+        filling = _Filling(num_rows, np.empty((len(drawn), self._words), np.int32), [], [])
+        part_rows = max(MIN_PART_ROWS, -(-len(drawn) // NUM_PARTS))
+        for i, (request, tokens) in enumerate(drawn):
+            state = get_grammar_state(request)
+            end = state.error
+            if end is None and not state.is_slow and request.grammar is not None and _get_batch(request) is not None:
+                end = accept_tokens(request.grammar, tokens, request.params)
+                state.mask = None
+                if end is None:
+                    fills.append(GrammarCall(request, (), filling.masks[len(filling.requests)]))
+                    filling.requests.append(request)
+            elif end is None:
+                calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
+            ends.append(end)
+            if len(fills) == part_rows or (fills and i == len(drawn) - 1):
+                filling.parts += self._begin(fills, num_rows, filling.masks, len(filling.requests) - len(fills))
+                fills = []
+        self._filling = filling
+        self._run(list(calls.values()), num_rows)
+        for i, call in calls.items():
+            ends[i] = call.end if call.is_finished else None
+        return ends
+
+    def settle(self) -> None:
+        """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            self._finish(filling.parts, filling.num_rows)
+            self._filled = filling
+
+    def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
+        """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a
+        grammar allow all tokens. None: no slot has a grammar."""
+        self.settle()
+        constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
+        if not constrained.size:
+            return None
+        filled, self._filled = self._filled, None
+        if filled is not None and filled.requests == [table.requests[slot] for slot in slots.tolist()]:
+            states = [get_grammar_state(request) for request in filled.requests]
+            if all(state.mask is not None for state in states):
+                for state in states:
+                    state.mask = None
+                return filled.masks[: len(slots)]  # nothing to copy
+        mask = np.full((len(slots), self._words), -1, np.int32)
+        calls: dict[int, GrammarCall] = {}
+        firsts = constrained[np.flatnonzero(np.diff(slots[constrained], prepend=-1))]  # a row with a draft has several samples
+        masks = np.empty((len(firsts), self._words), np.int32)
+        for i in firsts.tolist():
+            request = table.requests[int(slots[i])]  # None: it has finished
+            if request is None or request.grammar is None:
+                continue
+            state = get_grammar_state(request)
+            if state.path is not None and i + 1 < len(slots) and slots[i + 1] == slots[i]:
+                samples = np.flatnonzero(slots[i : i + len(state.path)] == slots[i])  # fewer than masks if pages were short
+                mask[i + samples], state.path, state.mask = state.path[: len(samples)], None, None
+            elif state.mask is not None:
+                mask[i], state.mask = state.mask, None
+            elif state.error is None and state.call is None:
+                calls[i] = GrammarCall(request, (), masks[len(calls)])
+        self._run(list(calls.values()), len(slots), masks)
+        for i, call in calls.items():
+            state = get_grammar_state(call.request)
+            if state.mask is not None:
+                mask[i], state.mask = state.mask, None
+        return mask
+
+    def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
+        """Cut the drafts of slots with a grammar before the first token that it does not allow or
+        that ends it, and keep their masks for `fill_masks`. Forced tokens, slow grammars and trees
+        get no draft. is_late: the drafts are in the step in flight, so that all of them get masks;
+        a request without them leaves the device."""
+        self.settle()
+        constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
+        if not constrained.size:
+            return drafts
+        counts, ends, is_chain = drafts.counts.copy(), np.cumsum(drafts.counts), drafts.parents is None
+        calls: dict[int, DraftCall] = {}
+        for i in constrained.tolist():
+            request = table.requests[int(slots[i])]  # None: it has finished
+            counts[i] = 0
+            if request is None:
+                continue
+            state = get_grammar_state(request)
+            state.path = None
+            is_free = state.error is None and state.call is None
+            if is_free and (is_late or (is_chain and not state.is_slow and not getattr(request.grammar, "forced", ()))):
+                calls[i] = DraftCall(request, drafts.token_ids[ends[i] - drafts.counts[i] : ends[i]].tolist(), self._words)
+        self._run(list(calls.values()), len(slots))
+        for i, call in calls.items():
+            if is_late and call.is_finished and call.mask_error is None and not call.is_known:
+                self.stop_request(call.request)
+            elif call.is_finished and (call.num_allowed or is_late) and call.mask_error is None:
+                counts[i] = call.num_allowed
+                get_grammar_state(call.request).path = call.path[: call.num_allowed + 1]
+        return drafts.shorten(counts)
+
+    def stop_request(self, request: Request) -> None:
+        """Let a request leave the device until its next mask is filled."""
+        self.settle()
+        state = get_grammar_state(request)
+        if state.call is None and state.error is None:
+            call = GrammarCall(request, (), np.empty(self._words, np.int32))
+            self._slow.submit([call])
+            self._stop(call)
+
+    def take_stopped(self) -> list[Request]:
+        """Remove and return the requests that must leave the device because of a slow call."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def hold_request(self, request: Request) -> None:
+        """Hold a request that has left the device."""
+        call = get_grammar_state(request).call
+        assert isinstance(call, GrammarCall)
+        self._held[request.rid] = call
+
+    def take_settled(self) -> list[tuple[Request, Finish | None]]:
+        """Remove and return the held requests whose call has ended, each with how it ends. None: it
+        continues."""
+        found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
+        for request, _ in found:
+            self.release_request(request)
+        return [(request, outcome if isinstance(outcome, Finish) else None) for request, outcome in found]
+
+    def release_request(self, request: Request) -> bool:
+        """Release a held request and abandon its call. Returns whether it was held."""
+        call = self._held.pop(request.rid, None)
+        if call is None:
+            return False
+        self._slow.abandon(call)  # no effect on a call that was abandoned before
+        get_grammar_state(request).call = None
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._quick.close()
+        self._slow.close()
+
+    def _run(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None = None) -> None:
+        """Run calls of a step of `num_rows` rows, and wait for those of requests whose calls are
+        quick. masks: int32 [calls or more, words], the calls' own; None: each is made alone."""
+        self._finish(self._begin(calls, num_rows, masks, 0), num_rows)
+
+    def _begin(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None, first: int) -> list[_Pending]:
+        """Start calls, those of slow requests beside the steps. Their masks are the rows of `masks`
+        from `first` on. -> an entry if any can be waited for."""
+        alone: list[GrammarCall] = []
+        batched: dict[MaskBatch, list[tuple[GrammarCall, Any, int]]] = {}
+        share = min(MEASURED_SHARE, MAX_MEASURED / num_rows)
+        for row, call in enumerate(calls, first):
+            if get_grammar_state(call.request).is_slow:
+                self._slow.submit([call])
+                self._stop(call)
+            elif masks is None or (batch := self._choose_batch(call, share)) is None:
+                alone.append(call)
+            elif (handle := call.start_mask()) is None:
+                _keep_mask(call)
+            else:
+                batched.setdefault(batch, []).append((call, handle, row))
+        if not alone and not batched:
+            return []
+        batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()] if masks is not None else []
+        seconds = sum(get_grammar_state(call.request).seconds for call in alone)
+        workers = min(self._quick.threads, 1 + int(seconds / SECONDS_PER_THREAD)) if alone else 0
+        return [_Pending(workers, alone, batches, self._quick.submit([*batches, *alone], workers + len(batches)))]
+
+    def _choose_batch(self, call: GrammarCall, share: float) -> MaskBatch | None:
+        """What fills the mask of a call with others. None: it is filled alone, as this share of
+        the masks that could be filled with others."""
+        batch = _get_batch(call.request)
+        if batch is None or call.tokens or not self._batches_masks:
+            return None
+        is_known = get_grammar_state(call.request).num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
+        return batch if is_known and self._random.random() >= share else None
+
+    def _finish(self, parts: Sequence[_Pending], num_rows: int) -> None:
+        """Wait for calls of a step that have begun and keep their masks."""
+        if not parts:
+            return
+        for part in parts:
+            self._quick.wait(part.started)
+        for call in (call for part in parts for call in part.alone):
+            if call.is_finished:
+                self._note(call)
+            else:
+                self._stop(call if call.thread is not None else self._begin_slow(call))
+        batches = [batch for part in parts for batch in part.batches]
+        for batch in batches:
+            if batch.is_finished:
+                batch.finish_masks()
+            for each in batch.calls:
+                (_keep_mask if batch.is_finished else self._stop)(each)
+            self._is_batch_lost |= not batch.is_finished
+        slowest = max((batch.wall for batch in batches), default=0.0)
+        more = max(1.0, num_rows / QUICK_ROWS)
+        self._batches_masks = not self._is_batch_lost and slowest <= QUICK_SECONDS * more
+        self._is_crowded = slowest > CROWDED_SECONDS * more or any(
+            sum(call.cpu_seconds() for call in part.alone) > CROWDED_SECONDS * part.workers for part in parts
+        )
+        if self._is_crowded:
+            calls = [call for part in parts for call in (*part.alone, *(call for batch in part.batches for call in batch.calls))]
+            self._mark_slow([get_grammar_state(call.request) for call in calls], num_rows)
+
+    @staticmethod
+    def _mark_slow(states: Sequence[GrammarState], num_rows: int) -> None:
+        """Mark the requests that the others of a crowded step wait for: heavy ones, if they take
+        most of the time. If almost all rows are heavy, they delay few others."""
+        estimates = [state.estimate_seconds() for state in states]
+        heavy = [seconds for seconds in estimates if seconds > HEAVY_SECONDS]
+        if 4 * len(heavy) < 3 * num_rows and 2 * sum(heavy) > sum(estimates):
+            for state in states:
+                # `seconds` is below the estimate until many calls are measured, so that a few slow
+                # masks do not make a request leave
+                state.is_slow |= state.seconds > HEAVY_SECONDS
+
+    def _begin_slow(self, call: GrammarCall) -> GrammarCall:
+        """Replace a call that did not start because all threads are busy; the new one runs when a
+        thread is free."""
+        again = GrammarCall(call.request, call.tokens, np.empty(self._words, np.int32))
+        self._slow.submit([again])
+        return again
+
+    def _stop(self, call: GrammarCall) -> None:
+        get_grammar_state(call.request).call = call
+        self._stopped.append(call.request)
+
+    def _note(self, call: GrammarCall) -> None:
+        state = get_grammar_state(call.request)
+        seconds = call.seconds / len(call.path) if isinstance(call, DraftCall) else call.seconds
+        state.measure(seconds)
+        state.is_slow = state.seconds > SLOW_SECONDS
+        _keep_mask(call)
+
+    def _outcome(self, call: GrammarCall) -> Finish | bool | None:
+        """How a held request ends. True: it continues; None: it stays held."""
+        if not call.is_finished and call.batch is not None and call.batch.is_finished:
+            call.batch.finish_masks()
+        if call.is_finished:
+            self._note(call)
+            return call.end or call.mask_error or True
+        if (finish := call.check_budget()) is not None:  # the call may never end
+            return finish
+        if call.thread is None and time.monotonic() - call.queued_at > THREAD_TIMEOUT:
+            return queue_full("other grammars keep the threads busy")
+        return None
+
+
+def _get_batch(request: Request) -> MaskBatch | None:
+    """What fills the masks of a request together with others."""
+    batch: MaskBatch | None = getattr(request.grammar, "batch", None)
+    return batch
+
+
+def _keep_mask(call: GrammarCall) -> None:
+    """Keep the mask of a finished call, or why there is none."""
+    state = get_grammar_state(call.request)
+    state.error = call.mask_error
+    state.mask = call.mask if call.end is None and call.mask_error is None else None
+
+
+def replay_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
+    """Accept the output of a recovered request from the grammar's start. Returns how the request
+    ends on failure, else None."""
+    try:
+        return None if all(grammar.accept_token(token) for token in tokens) else BROKEN_GRAMMAR
+    except Exception as error:  # noqa: BLE001 - as above
+        return grammar_error(error, params)

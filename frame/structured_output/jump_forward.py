@@ -1,0 +1,205 @@
+"""Jump-forward decoding: tokens that a grammar forces are computed in one step instead of sampled
+one by one.
+
+Where a mask allows a single token, that token is certain before it is sampled, and so may be the
+next ones. The request gets such a run at once: its next row computes all of it, like a chunk of a
+prompt, and samples the token after it. The tokens are those that masked sampling yields. Used by
+the scheduler. Must not know a backend or a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
+from frame.core.interfaces.sampling import MAX_ROLLBACK
+from frame.core.scheduling.request_slots import GRAMMAR
+from frame.structured_output.grammar_calls import get_grammar_state
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from frame.core.interfaces.sampling import BatchedGrammar, Grammar, MaskBatch
+    from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.scheduling.running import RunningSet
+    from frame.structured_output.grammar_calls import GrammarMeter
+
+MAX_FORCED_TOKENS = 256  # tokens of one run
+FEW_WORDS = 128  # of a mask that are checked first
+MAX_LOOKAHEAD_SECONDS = 0.01  # CPU seconds; all rows of a step wait for its masks
+
+
+class LookaheadGrammar:
+    """A `Grammar` that runs ahead of its request while only one token is allowed.
+
+    Its masks and results are those of the wrapped grammar. `forced`: the next tokens, which the
+    wrapped grammar has accepted already.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.forced: deque[int] = deque()
+        self._taken: deque[int] = deque(maxlen=MAX_ROLLBACK)  # forced tokens since the last one that was not forced
+        self._grammar = grammar
+        self._next: np.ndarray | None = None  # the mask after `forced`, if computed
+        self._ends: bool | None = None  # whether nothing may follow `forced`, if known
+        self._error: Exception | None = None  # raised while looking ahead; raised again after the forced tokens
+
+    @property
+    def meter(self) -> GrammarMeter | None:
+        """The meter of the wrapped grammar."""
+        return getattr(self._grammar, "meter", None)
+
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        if not self.forced:
+            if self._error is not None:
+                raise self._error
+            if self._next is not None:
+                mask[:] = self._next
+                return True
+            if not self._grammar.fill_mask(mask):
+                return False
+            self._look_ahead_from(mask)
+        if self.forced:
+            mask[:] = 0
+            mask.view(np.uint32)[self.forced[0] // 32] = 1 << self.forced[0] % 32
+        return True
+
+    @property
+    def batch(self) -> MaskBatch | None:
+        """See `BatchedGrammar`."""
+        return getattr(self._grammar, "batch", None)
+
+    def start_mask(self, mask: np.ndarray) -> Any:
+        """See `BatchedGrammar`."""
+        if self.forced or self._error is not None or self._next is not None:
+            self.fill_mask(mask)
+            return None
+        return cast("BatchedGrammar", self._grammar).start_mask(mask)
+
+    def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
+        """See `BatchedGrammar`."""
+        if not cast("BatchedGrammar", self._grammar).finish_mask(mask, seconds):
+            return False
+        self._look_ahead_from(mask)
+        return True
+
+    def accept_token(self, token_id: int) -> bool:
+        if self.forced:
+            if token_id != self.forced[0]:
+                return False
+            self._taken.append(self.forced.popleft())
+            return True
+        if not self._grammar.accept_token(token_id):
+            return False
+        self._next = self._ends = None
+        self._taken.clear()
+        return True
+
+    def rollback_tokens(self, count: int) -> None:
+        while count and self._taken:
+            self.forced.appendleft(self._taken.pop())
+            count -= 1
+        if count:
+            self._grammar.rollback_tokens(count + len(self.forced))
+            self.forced.clear()
+            self._next = self._ends = self._error = None
+
+    def is_finished(self) -> bool:
+        if self.forced:
+            return False
+        if self._ends is None:
+            self._ends = self._grammar.is_finished()
+        return self._ends
+
+    def take_forced(self, fewest: int, most: int, stops: Collection[int]) -> list[int]:
+        """Remove and return a run of `fewest` to `most` forced tokens, none of which may end the
+        request: no stop token, and not the grammar's last token. Empty: the run is shorter."""
+        count = min(most, len(self.forced) - bool(self._ends))
+        if count < fewest:
+            return []
+        run = list(self.forced)[:count]
+        run = run[: next((i for i, token in enumerate(run) if token in stops), count)]
+        if len(run) < fewest:
+            return []
+        for _ in run:
+            self._taken.append(self.forced.popleft())
+        return run
+
+    def _look_ahead_from(self, first: np.ndarray) -> None:
+        """Accept forced tokens after the mask `first`, which stays as it is."""
+        token = find_only_token(first)
+        if token is None:
+            return
+        mask, began = np.empty_like(first), time.thread_time()
+        try:
+            while token is not None and self._grammar.accept_token(token):
+                self.forced.append(token)
+                self._ends = self._grammar.is_finished()
+                if self._ends or len(self.forced) == MAX_FORCED_TOKENS or time.thread_time() - began > MAX_LOOKAHEAD_SECONDS:
+                    return
+                is_limited = self._grammar.fill_mask(mask)
+                token = find_only_token(mask) if is_limited else None
+                if is_limited and token is None:
+                    self._next = mask
+        except Exception as error:  # noqa: BLE001 - raised again after the forced tokens
+            self._error = error
+
+
+class JumpForward:
+    """Appends forced tokens to running requests. `fewest`: minimum length of a run; 0: off. `rows`:
+    a run must have one token for each `rows` rows of the step, since a longer row delays the
+    others; 0: no such limit. `tokens`: maximum tokens of a step with runs, which is then computed
+    as single rows (at most `MAX_SINGLE_TOKEN_ROWS` of its runs); 0: unlimited."""
+
+    def __init__(self, running: RunningSet, fewest: int, rows: int = 0, tokens: int = 0) -> None:
+        self.num_tokens = 0  # jumped over: no step sampled them
+        self._running = running
+        self._fewest = fewest
+        self._rows = rows
+        self._tokens = tokens
+
+    def wrap_grammar(self, grammar: Grammar | None, params: SamplingParams) -> Grammar | None:
+        """Wrap a request's grammar. A request with log-probabilities keeps its own: those come from
+        sampling."""
+        if grammar is None or not self._fewest or params.logprobs is not None or params.prompt_logprobs is not None:
+            return grammar
+        return LookaheadGrammar(grammar)
+
+    def apply_jumps(self, slots: np.ndarray) -> None:
+        """Append forced tokens to the sampling rows of a step whose masks were just filled. All
+        steps before it must be committed. A row that jumps samples the first token of its run.
+        slots: one entry per sample; rows with a draft, which have several, do not jump."""
+        if not self._fewest:
+            return
+        table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
+        a = table.arrays
+        room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)
+        is_repeated = slots[1:] == slots[:-1]
+        can_jump = (a.special[slots] & GRAMMAR) != 0
+        can_jump[1:] &= ~is_repeated
+        can_jump[:-1] &= ~is_repeated
+        for slot in slots[can_jump].tolist():
+            request = table.requests[slot]  # None: it has finished
+            if request is None or not isinstance(request.grammar, LookaheadGrammar):
+                continue
+            if get_grammar_state(request).call is not None or not request.grammar.forced:  # a thread uses the grammar
+                continue
+            most = request.max_num_tokens - 1 - int(a.num_committed_tokens[slot])  # the last token is sampled, which ends the request
+            run = request.grammar.take_forced(fewest, min(most, room), request.stop_ids)
+            if run:
+                room -= len(run)
+                self._running.extend_request(request, run)
+                self.num_tokens += len(run) - 1
+
+
+def find_only_token(mask: np.ndarray) -> int | None:
+    """The token of a mask that allows exactly one, else None. mask int32 [words]."""
+    if np.count_nonzero(mask[:FEW_WORDS]) > 1 or np.count_nonzero(mask) != 1:  # decides most masks
+        return None
+    place = int(np.flatnonzero(mask)[0])
+    word = int(mask[place]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * place + word.bit_length() - 1

@@ -1,0 +1,63 @@
+"""`PythonTokenizer`: wraps a transformers tokenizer written in Python in the methods of
+`tokenizers.Tokenizer` that frame uses.
+
+Used by `frame.text.tokenizer` for checkpoints with tokenizer code. It holds the interpreter's
+lock while it tokenizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Encoded(NamedTuple):
+    """The fields of `tokenizers.Encoding` that frame uses."""
+
+    ids: list[int]
+    type_ids: list[int]
+    special_tokens_mask: list[int]
+
+
+class PythonTokenizer:
+    """Wraps `made`, a `PreTrainedTokenizerBase`."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def encode(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        first, second = (text, None) if isinstance(text, str) else (text[0], text[1])
+        given = self._made(
+            first, second, add_special_tokens=add_special_tokens, return_token_type_ids=True, return_special_tokens_mask=True, verbose=False
+        )
+        return Encoded(list(given["input_ids"]), list(given["token_type_ids"]), list(given["special_tokens_mask"]))
+
+    def encode_batch(self, texts: Sequence[str | Sequence[str]], add_special_tokens: bool = True) -> list[Encoded]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    encode_batch_fast = encode_batch
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._made.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return text
+
+    def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def token_to_id(self, text: str) -> int | None:
+        found: int | None = self.get_vocab().get(text)
+        return found
+
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        return dict(self._made.get_vocab())
+
+    def get_vocab_size(self, with_added_tokens: bool = True) -> int:
+        return len(self._made)
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self._made.added_tokens_decoder)
+
+    def to_str(self) -> str:
+        """An empty description: there is no tokenizer.json for byte-level decoding or grammar
+        backends."""
+        return "{}"

@@ -1,0 +1,257 @@
+"""Sizes that follow from machine and model: running requests, and steps captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from frame.config.hardware import Accelerator, Hardware
+from frame.config.resolve import ResolveError, resolve
+from frame.config.resolve_drafter import resolve_draft_model
+from frame.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, count_weights, launch_bound_tokens
+from frame.config.resolve_parallel import find_conflicts
+from frame.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.model import ModelConfig
+from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.loading.model_config import EMBEDDED
+from frame.plugins.loader import load_registry
+
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=32,
+    hidden_size=4096,
+    vocab_size=128256,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    kind="mha",
+    latent=None,
+    max_context=8192,
+    dtype="bfloat16",
+    config={"intermediate_size": 14336},
+)
+H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 << 30),) * 2)
+
+LINKED = dataclasses.replace(H200, accelerators=tuple(dataclasses.replace(each, is_linked=True) for each in H200.accelerators))
+
+EIGHT = dataclasses.replace(LINKED, accelerators=LINKED.accelerators * 4)
+
+
+def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any) -> Any:
+    records = load_registry(installed=False).all_records()
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "execution": execution})
+    return resolve(config, H200, model_config, records)
+
+
+def test_stages_capture_micro_batches_of_decodes() -> None:
+    sections: dict[str, Any] = {"model": {"path": EMBEDDED}, "parallel": {"pp": 2}, "execution": {"device": "cuda"}}
+    config = FrameConfig.model_validate(sections | {"scheduler": {"max_running_requests": 33}})
+    found = resolve(config, H200, LLAMA_8B, load_registry(installed=False).all_records())
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (17, 0)
+    assert "stages exchange tensors" in found.reasons["execution.prompt_graph_max_tokens"]
+
+
+def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
+    small = dataclasses.replace(LLAMA_8B, hidden_size=1024, num_heads=16, config={"intermediate_size": 3072})
+    sparse = {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    experts = dataclasses.replace(LLAMA_8B, hidden_size=2048, num_kv_heads=4, num_experts=128, config=sparse)
+    latent = dataclasses.replace(
+        LLAMA_8B, hidden_size=7168, num_heads=128, kind="mla", latent=(512, 64), head_dim=192,
+        config={"intermediate_size": 18432, "q_lora_rank": 1536},
+    )  # fmt: skip
+    assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
+
+
+@pytest.mark.parametrize(
+    ("machine", "parallel", "expected"),
+    [
+        (LINKED, {"tp": 2}, "p2p"),
+        (LINKED, {"tp": 2, "collective": "nccl"}, "nccl"),
+        (LINKED, {"tp": 4, "nnodes": 2, "dist_init_addr": "10.0.0.1:29500"}, "nccl"),
+        (LINKED, {}, "single"),
+        (LINKED, {"pp": 2}, "nccl"),
+        (EIGHT, {"tp": 2}, "p2p"),
+        (EIGHT, {"tp": 8}, "nccl"),  # p2p was measured on two cards
+        (EIGHT, {"tp": 8, "collective": "p2p"}, "p2p"),
+        (H200, {"tp": 2}, "nccl"),
+        (H200, {"tp": 2, "collective": "p2p"}, "p2p"),
+    ],
+)
+def test_linked_devices_sum_over_their_links(machine: Hardware, parallel: dict[str, Any], expected: str) -> None:
+    sections = {"model": {"path": EMBEDDED}, "parallel": parallel, "execution": {"device": "cuda"}}
+    found = resolve(FrameConfig.model_validate(sections), machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert found.choice("collective").name == expected
+    assert ("over links" in found.reasons.get("parallel.collective", "")) == (expected == "p2p" and "collective" not in parallel)
+
+
+def test_graph_sizes_default_from_model_and_machine() -> None:
+    found = resolved(device="cuda")
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
+    assert "launch" in found.reasons["execution.prompt_graph_max_tokens"]
+    assert resolved(device="cuda", prompt_graph_max_tokens=0).prompt_graph_max_tokens == 0
+    assert resolved(device="cuda", prompt_graph_max_tokens=777).prompt_graph_max_tokens == 777
+
+
+def test_steps_of_several_ranks_are_captured_too() -> None:
+    found = resolved(device="cuda", tp=2)
+    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
+
+
+@pytest.mark.parametrize(
+    ("execution", "why"),
+    [({"device": "cpu"}, "platform cpu captures no graphs"), ({"device": "cuda", "torch_compile": True}, "captures its own graphs")],
+)
+def test_steps_that_cannot_be_captured_have_no_graphs_and_a_given_size_is_refused(execution: dict[str, Any], why: str) -> None:
+    found = resolved(**execution)
+    assert found.prompt_graph_max_tokens == 0
+    assert why in found.reasons["execution.prompt_graph_max_tokens"]
+    with pytest.raises(ResolveError, match=why):
+        resolved(**execution, prompt_graph_max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "why"),
+    [("DeepseekV32ForCausalLM", "mla", "selects keys"), ("WhisperForConditionalGeneration", "mha", "encoder runs")],
+)
+def test_some_models_have_graphs_of_decodes_alone(architecture: str, kind: Any, why: str) -> None:
+    latent = (512, 64) if kind == "mla" else None
+    model_config = dataclasses.replace(LLAMA_8B, architecture=architecture, kind=kind, latent=latent)
+    records = load_registry(installed=False).all_records()
+    found = resolve(FrameConfig.model_validate({"model": {"path": EMBEDDED}}), H200, model_config, records)
+    assert found.cuda_graph_max_bs == found.max_running_requests
+    assert found.prompt_graph_max_tokens == 0
+    assert why in found.reasons["execution.prompt_graph_max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "tp", "cache", "running"),
+    [
+        (140, 1, {}, MOST_RUNNING),
+        (80, 1, {}, 448),  # 72 GiB without 16 GiB of weights, 128 KiB for each token
+        (80, 2, {}, MOST_RUNNING),
+        (24, 1, {}, LEAST_RUNNING),
+        (140, 1, {"mem_fraction": 0.4}, 320),
+        (140, 1, {"kv_dtype": "fp8_e4m3", "mem_fraction": 0.4}, MOST_RUNNING),
+        (140, 1, {"max_total_tokens": 8192}, LEAST_RUNNING),
+    ],
+)
+def test_max_running_requests_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
+    machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * 2)
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "cache": cache})
+    found = resolve(config, machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert found.max_running_requests == running
+    assert "KV cache holds about" in found.reasons["scheduler.max_running_requests"]
+    assert found.cuda_graph_max_bs == running  # every decode batch has a graph
+
+
+@pytest.mark.parametrize("running", [100, 777, 1024])
+def test_decode_graphs_cover_all_running_requests(running: int) -> None:
+    records = load_registry(installed=False).all_records()
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "scheduler": {"max_running_requests": running}})
+    found = resolve(config, H200, LLAMA_8B, records)
+    assert found.max_running_requests == running
+    assert found.cuda_graph_max_bs == running
+    drafts = {"speculative": {"algorithm": "ngram", "num_steps": 3}}
+    found = resolve(FrameConfig.model_validate({**config.model_dump(), **drafts}), H200, LLAMA_8B, records)
+    assert found.cuda_graph_max_bs == min(4 * running, 1024)  # each token of a draft is a row
+
+
+@pytest.mark.parametrize(("setting", "value"), [("num_steps", 5), ("draft_model_path", "drafts"), ("synthetic_acceptance_length", 2)])
+def test_settings_of_drafts_ask_for_a_drafter(setting: str, value: Any) -> None:
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "speculative": {setting: value}})
+    with pytest.raises(ResolveError, match=rf"speculative\.{setting} is .*; name a drafter"):
+        resolve(config, H200, LLAMA_8B, load_registry(installed=False).all_records())
+
+
+def resolve_tree(speculative: dict[str, Any], options: dict[str, Any], model: dict[str, Any], attention: str | None = None) -> Any:
+    name = speculative.get("algorithm", "mtp")
+    given = {
+        "model": {"path": EMBEDDED},
+        "speculative": {"algorithm": name, "adaptive": False, **speculative},
+        "plugins": {"options": {f"drafter/{name}": options}},
+        "parallel": {"pp": model.pop("pp", 1)},
+        "attention": {"backend": attention},
+    }
+    config = {**LLAMA_8B.config, "num_nextn_predict_layers": 1}
+    records = load_registry(installed=False).all_records()
+    return resolve(FrameConfig.model_validate(given), H200, dataclasses.replace(LLAMA_8B, config=config, **model), records)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "options", "model", "sentence"),
+    [
+        ({"algorithm": "ngram"}, {}, {}, r"plugins.options.drafter/ngram.eagle_topk is unknown"),
+        ({"num_steps": 5}, {"eagle_topk": 8}, {}, r"\(num_steps - 1\) \* eagle_topk must be at most 31"),
+        ({"num_steps": 2}, {"num_draft_tokens": 17}, {}, "num_draft_tokens may be 3 to 7, not 17"),
+        ({}, {"num_draft_tokens": 3}, {}, "num_draft_tokens may be 4 to 11, not 3"),
+        ({}, {"eagle_topk": 1, "num_draft_tokens": 6}, {}, "num_draft_tokens may be 4 to 4, not 6"),
+        ({"synthetic_acceptance_length": 2}, {}, {}, "trees, which do not work with drafts that are accepted at random .*; remove"),
+        ({}, {}, {"sliding_window": 128}, "trees, which do not work with layers with a window; remove"),
+        ({}, {}, {"pp": 2}, r"trees, which do not work with stages \(parallel.pp\); remove"),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(
+    speculative: dict[str, Any], options: dict[str, Any], model: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        resolve_tree(speculative, {"eagle_topk": 2, **options}, model, "torch_native")
+
+
+def test_trees_ask_the_attention_backend_for_a_mask() -> None:
+    assert resolve_tree({}, {"eagle_topk": 2}, {}, "torch_native").most_drafted == 6
+    with pytest.raises(ConfigurationError, match="has no mask for trees of drafted tokens"):
+        resolve_tree({}, {"eagle_topk": 2}, {}, "flex_attention")
+    assert resolve_tree({}, {}, {}, "flex_attention").most_drafted == 3
+
+
+def test_the_draft_model_of_trees_gets_the_attention_backend_of_the_target() -> None:
+    target = resolve_tree({"algorithm": "draft_model", "draft_model_path": EMBEDDED}, {"eagle_topk": 2}, {})
+    asked: list[FrameConfig] = []
+
+    def note(config: FrameConfig) -> Any:
+        asked.append(config)
+        return target
+
+    resolve_draft_model(target, target.model, note)
+    assert asked[0].attention.backend == target.choice("attention_backend").name == "triton"
+
+
+@pytest.mark.parametrize(("chosen_format", "gib"), [(None, 131), ("none", 131), ("fp8", None), ("int4", None)])
+def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: str | None, gib: int | None) -> None:
+    """A format that quantizes while loading makes them fit."""
+    large = dataclasses.replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, config={"intermediate_size": 28672})
+    small = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "H100", (9, 0), 80 << 30),))
+    found = list(find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), small, chosen_format))
+    sentences = [str(each) for each in found]
+    assert sentences == [] if gib is None else f"at least {gib} GiB / 1 rank(s) = {gib} GiB a rank" in sentences[0]
+
+
+@pytest.mark.parametrize(("devices", "gib", "change"), [(8, 80, 2), (8, 40, 4), (8, 24, 8), (4, 24, None), (6, 40, 4)])
+def test_the_change_for_weights_that_do_not_fit_is_one_that_fits(devices: int, gib: int, change: int | None) -> None:
+    """131 GiB of weights, whose 8 KV heads 3, 5, 6 or 7 ranks cannot share."""
+    large = dataclasses.replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, config={"intermediate_size": 28672})
+    machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * devices)
+    (found,) = find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), machine, None)
+    assert found.change == (None if change is None else f"parallel.tp: {change}")
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "config", "parameters"),
+    [
+        # Llama 4 Maverick: experts in every second layer
+        (48, 5120, {"intermediate_size": 8192, "interleave_moe_layer_step": 2}, 401e9),
+        # Qwen3-30B-A3B
+        (48, 2048, {"intermediate_size": 6144, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []}, 30.5e9),
+        # Nemotron 3 Nano: a layer is attention, a recurrence or experts
+        (52, 2688, {"intermediate_size": 1856, "moe_intermediate_size": 1856, "hybrid_override_pattern": "MEM*E"}, 31.6e9),
+    ],
+)
+def test_the_count_of_weights_is_never_above_the_published_one(layers: int, hidden: int, config: dict[str, Any], parameters: float) -> None:
+    large = dataclasses.replace(LLAMA_8B, num_layers=layers, hidden_size=hidden, num_heads=hidden // 128, num_experts=128, config=config)
+    assert count_weights(large, None) <= 2 * parameters
+    if "hybrid_override_pattern" not in config:
+        assert count_weights(large, None) > 1.8 * parameters

@@ -1,0 +1,74 @@
+"""Moves of experts: places that stay, and what is on a rank after each stage."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.collective import Collective
+from frame.core.interfaces.moe import ExpertPlacement
+from frame.models.layers.moe import ExpertRoutes
+from frame.parallel.expert_moves import ExpertBalancer, Move, count_transit_bytes, find_moves, keep_places
+from frame.testing.suites.thread_group import run_ranks
+
+
+def test_experts_of_a_rank_stay_in_their_places() -> None:
+    present, wanted = np.array([0, 1, 2, 3, 4, 0]), np.array([3, 4, 0, 2, 1, 0])
+    kept = keep_places(present, wanted, ranks=2)
+    assert sorted(kept[:3]) == [0, 3, 4] and kept[0] == 0
+    assert sorted(kept[3:]) == [0, 1, 2] and kept[5] == 0
+
+
+def test_a_copy_comes_from_the_same_rank_if_it_can() -> None:
+    assert find_moves(np.array([0, 1, 2, 3, 0, 2]), np.array([0, 1, 0, 3, 0, 0]), ranks=2) == [Move(0, 2), Move(4, 5)]
+
+
+def test_replicas_take_turns() -> None:
+    routes = ExpertRoutes(ExpertPlacement.divide(4, 2, 2), 4, torch.device("cpu"), counts_tokens=True)
+    ids = torch.tensor([[0, 2], [0, 3], [1, 0]])
+    assert routes(ids).tolist() == [[0, 2], [4, 3], [1, 0]]
+    assert routes.counts.tolist() == [3, 1, 1, 1]
+
+
+class Layer:
+    """Four experts and two redundant places on two ranks; an expert's weights are its number, in
+    two dtypes."""
+
+    def __init__(self, group: Collective) -> None:
+        self.placement = ExpertPlacement.divide(4, 2, 2)
+        self.counts = torch.tensor([90, 90, 90, 1])
+        own = torch.tensor(self.placement.find_local(group.rank))
+        self.tensors = [own.float()[:, None, None].expand(-1, 2, 3).contiguous(), own.to(torch.float8_e4m3fn)[:, None].contiguous()]
+
+    def get_counts(self) -> torch.Tensor:
+        return self.counts
+
+    def list_tensors(self) -> list[torch.Tensor]:
+        return self.tensors
+
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        self.placement = placement
+
+
+def test_a_layer_switches_when_all_weights_are_there() -> None:
+    def act(group: Collective) -> list[tuple[int, ...]]:
+        layer = Layer(group)
+        counts = layer.counts.clone()
+        balancer = ExpertBalancer([layer], group, interval=2, stage_bytes=1)  # type: ignore[arg-type,list-item]
+        assert not layer.counts.any()  # those of warm-up steps
+        layer.counts += counts
+        one = sum(tensor[0].nbytes for tensor in layer.tensors)
+        assert count_transit_bytes([layer], 1) == (len(layer.tensors[0]) + 1) * one  # type: ignore[list-item]
+        seen = []
+        for _ in range(8):
+            balancer.begin_step()
+            seen.append(layer.placement.logical)
+            own = layer.placement.find_local(group.rank)
+            assert layer.tensors[0][:, 0, 0].tolist() == list(own) == layer.tensors[1][:, 0].float().tolist()
+        return seen
+
+    first, second = run_ranks(2, act)
+    assert first == second
+    changes = [index for index in range(1, 8) if first[index] != first[index - 1]]
+    assert len(changes) == 1 and changes[0] > 2  # the counts are read before the second step, and a stage moves one expert
+    assert set(first[-1]) == {0, 1, 2, 3}
