@@ -7,6 +7,7 @@ Filled by `EngineClient` and `TokenRouter`, read by the metrics. Must not know a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
 from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
+
+RENDER_PAUSE = 10  # times that rendering took, until metrics are rendered again
 
 
 class StepTimes(NamedTuple):
@@ -35,6 +38,8 @@ class StatLoggers:
         self._model = model
         self._loggers = dict(loggers)
         self._get_load = get_load
+        self._rendered: RenderedMetrics | None = None
+        self._renders_at = 0.0  # `time.monotonic` from which on `_rendered` is too old
 
     def record_step(self, message: StepText | StepTokens, sequences: Mapping[str, SequenceState], times: StepTimes) -> None:
         """Record a step, before its ended sequences are removed from `sequences`."""
@@ -76,8 +81,14 @@ class StatLoggers:
         self._call("record_request", record)
 
     def render_metrics(self) -> RenderedMetrics | None:
-        """The metrics of the first logger that has any; None: none has."""
-        return next((found for found in self._call("render_metrics") if found is not None), None)
+        """The metrics of the first logger that has any; None: none has. Rendering takes at most a
+        tenth of the time, however often a client asks: the last text is used in between."""
+        began = time.monotonic()
+        if began >= self._renders_at:
+            self._rendered = next((found for found in self._call("render_metrics") if found is not None), None)
+            now = time.monotonic()
+            self._renders_at = now + RENDER_PAUSE * (now - began)
+        return self._rendered
 
     def close(self) -> None:
         self._call("close")

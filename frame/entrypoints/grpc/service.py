@@ -74,7 +74,7 @@ class Service:
         return self._schema["TokenizeReply"](token_ids=ids)
 
     async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
-        text = await detokenize_ids(self._services, list(request.token_ids), request.skip_special_tokens, "token_ids")
+        text = await detokenize_ids(self._services, list(request.token_ids), request.skip_special_tokens, "token_ids", caller.tenant)
         return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, caller: GrpcCaller) -> Any:

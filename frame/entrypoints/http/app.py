@@ -6,11 +6,13 @@ Used by the server, once for the API and once for the listener of operators.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
@@ -61,6 +63,7 @@ class App(FastAPI):
         self.bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout, value_limit(context))
         self.body_limits = body_limits(services)
         self.keys = self.gate.keys
+        self._openapi_json: asyncio.Task[bytes] | None = None
         if services.batches is not None and not is_admin:
             services.batches.route = self.run_for_tenant
 
@@ -114,6 +117,12 @@ class App(FastAPI):
             schema = get_openapi(title=self.title, version=self.version, routes=[*shown, *self.extensions.documented])
             self.openapi_schema = complete_schema(schema, shown)
         return self.openapi_schema
+
+    async def encode_openapi(self) -> bytes:
+        """`openapi` as JSON. It is built once, within seconds, in a thread."""
+        if self._openapi_json is None:
+            self._openapi_json = asyncio.create_task(asyncio.to_thread(lambda: msgspec.json.encode(self.openapi())))
+        return await asyncio.shield(self._openapi_json)
 
 
 class Dispatcher:

@@ -76,6 +76,7 @@ class Services:
     # Held by each audio file that is being decoded, in a process that takes up to 512 MB
     audio_files: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(8, 2))
     audio_turns: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(2))  # for the work on one window
+    text_turns: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))  # for many token ids to text
     # The place of the large responses that are being formatted
     formatting: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request

@@ -42,6 +42,7 @@ from frame.entrypoints.http.response_models.native import DetokenizeResult, Gene
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.validation_errors import validation_error
+from frame.text.tokenizer import SHORT
 
 health_router = ApiRouter(access=Access.OPEN)
 metrics_router = ApiRouter(access=Access.USER)
@@ -314,7 +315,7 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
 
 @router.post("/tokenize", responses=responds_with(TokenizeResult))
 @router.post("/v1/tokenize", responses=responds_with(TokenizeResult))
-async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
+async def tokenize(request: TokenizeRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Convert text or messages to token ids."""
     services.check_model(request.model)
     tokenizer = services.need_tokenizer()
@@ -327,27 +328,31 @@ async def tokenize(request: TokenizeRequest, services: ServicesDep) -> Any:
         ids = await encode_prompt(services, text or "", request.add_special_tokens is not False, countable_tokens(services))
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
     if request.return_token_strs:
-        result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.get_token_text(i) for i in ids])
+        async with services.text_turns.hold_slot(context.tenant):
+            result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.get_token_text(i) for i in ids])
     return result
 
 
 @router.post("/detokenize", responses=responds_with(DetokenizeResult))
 @router.post("/v1/detokenize", responses=responds_with(DetokenizeResult))
-async def detokenize(request: DetokenizeRequest, services: ServicesDep) -> Any:
+async def detokenize(request: DetokenizeRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Convert token ids to text."""
     services.check_model(request.model)
-    text = await detokenize_ids(services, request.tokens, request.skip_special_tokens, "tokens")
+    text = await detokenize_ids(services, request.tokens, request.skip_special_tokens, "tokens", context.tenant)
     return {"text": text, "prompt": text}
 
 
-async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens: bool, name: str) -> str:
-    """The text of token ids from the field `name`. Raises ApiError 400."""
+async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens: bool, name: str, tenant: str) -> str:
+    """The text of token ids from the field `name`, in turn by tenant. Raises ApiError 400."""
     tokenizer, most = services.need_tokenizer(), countable_tokens(services)
     if len(ids) > most:
         raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
     if ids and not 0 <= min(ids) <= max(ids) < services.resolved.model.vocab_size:
         raise ApiError(400, f"{name} has an id outside the vocabulary (0 to {services.resolved.model.vocab_size - 1})", name)
-    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
+    if len(ids) <= SHORT:
+        return tokenizer.decode(ids, skip_special_tokens)
+    async with services.text_turns.hold_slot(tenant):
+        return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
 
 
 # health -------------------------------------------------------------------------------------------

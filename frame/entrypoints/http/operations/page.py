@@ -14,7 +14,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import msgspec
 from fastapi import Request
 
 from frame.config.resolve_plugins import KEYS
@@ -129,10 +128,7 @@ async def docs(context: ContextDep) -> Any:
 @router.get("/openapi.json", responses=responds_with(dict[str, Any]))
 async def openapi(request: Request, context: ContextDep) -> Any:
     """This description, as OpenAPI 3.1."""
-    state = request.app.state
-    if not hasattr(state, "openapi_json"):
-        state.openapi_json = msgspec.json.encode(request.app.openapi())
-    await context.respond(state.openapi_json)
+    await context.respond(await request.app.encode_openapi())
 
 
 def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ FIRST_CHECK, CHECK_INTERVAL = 0.05, 1.0  # seconds between looks at a client tha
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every HTTP/1.1 client takes it before a response (RFC 9110, section 15.2)
 TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)  # Linux
 TCP_CLOSED = 7  # the first byte of TCP_INFO
+MIN_IDLE = 1.0  # seconds after which an idle connection is closed where a new one finds no place
 LINGER = 1.0  # seconds that a refused client has to read the error
 MOST_LINGERING = 128  # refused connections that are given this time
 SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
@@ -39,12 +40,24 @@ SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """`client_timeout` in seconds: for a whole head, and for a client that does not read.
-    `lingering`: refused connections that are not closed yet. `parsing`: work of all connections."""
+    `lingering`: refused connections that are not closed yet. `parsing`: work of all connections.
+    `idle`: connections without a request, with the event loop's time since when, the oldest first.
+    """
 
     max_connections: int
     client_timeout: float
     lingering: set[asyncio.Protocol] = field(default_factory=set)
     parsing: ParsingQueue = field(default_factory=ParsingQueue)
+    idle: dict[GuardedProtocol, float] = field(default_factory=dict)
+
+    def close_longest_idle(self, now: float) -> bool:
+        """Close the connection that has been idle longest, for a new one; False: none has been for
+        `MIN_IDLE`. `now`: the event loop's time."""
+        connection, since = next(iter(self.idle.items()), (None, now))
+        if connection is None or now - since < MIN_IDLE:
+            return False
+        connection.close_idle()
+        return True
 
 
 class GuardedProtocol(PacedProtocol):
@@ -73,10 +86,19 @@ class GuardedProtocol(PacedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         most = self._limits.max_connections
-        if len(self.connections) > most:
+        if len(self.connections) > most and not self._limits.close_longest_idle(self.loop.time()):
             self._refuse(ApiError(503, f"{most} connections are open, all that server.max_connections allows; try again later"))
         else:
+            self._limits.idle[self] = self.loop.time()
             self._await_reading()
+
+    def close_idle(self) -> None:
+        """Close the connection, which has no request."""
+        self._limits.idle.pop(self, None)
+        if self.transport.can_write_eof():
+            self.transport.close()
+        else:  # over TLS, `close` waits for the client
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_timer()
@@ -84,6 +106,7 @@ class GuardedProtocol(PacedProtocol):
             self._probe.close()
         self.resume_writing()
         self._limits.lingering.discard(self)
+        self._limits.idle.pop(self, None)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -150,6 +173,7 @@ class GuardedProtocol(PacedProtocol):
         self._head_bytes = self._parsed_bytes = self._num_headers = self._body_size = self._framing = 0
         self._has_begun = True
         self._has_host = False
+        self._limits.idle.pop(self, None)
         self.begin_head()
         super().on_message_begin()
 
@@ -202,7 +226,11 @@ class GuardedProtocol(PacedProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         is_idle = self._is_head and not self._has_begun
-        if not is_idle and self.cycle.response_complete and self._reading is None:
+        if not self.cycle.response_complete:
+            return
+        if is_idle:
+            self._limits.idle[self] = self.loop.time()
+        elif self._reading is None:
             self._await_reading()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

@@ -83,13 +83,19 @@ class Listener:
                 self._loop.call_later(PAUSE, self._resume)
                 return
             connection.setblocking(False)
-            if _has_ended(connection) or (self._context is not None and len(self._connections) >= self._limits.max_connections):
+            if _has_ended(connection) or not self._has_place():
                 connection.close()  # over TLS, a sentence could be sent only after a handshake
                 continue
             self._open(connection)
             num_left -= 1
             if not num_left:
                 return
+
+    def _has_place(self) -> bool:
+        """Whether a connection over TLS may begin its handshake."""
+        if self._context is None or len(self._connections) < self._limits.max_connections:
+            return True
+        return self._limits.close_longest_idle(self._loop.time())
 
     def _open(self, connection: socket.socket) -> None:
         protocol = self._make_protocol()
