@@ -18,7 +18,8 @@ from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
 
-RENDER_PAUSE = 10  # times that rendering took, until metrics are rendered again
+RENDER_SHARE = 0.1  # of the time, in which metrics are rendered at most
+RENDER_BURST = 0.25  # seconds of rendering beyond it
 
 
 class StepTimes(NamedTuple):
@@ -39,7 +40,8 @@ class StatLoggers:
         self._loggers = dict(loggers)
         self._get_load = get_load
         self._rendered: RenderedMetrics | None = None
-        self._renders_at = 0.0  # `time.monotonic` from which on `_rendered` is too old
+        self._render_debt = 0.0  # seconds of rendering beyond the share
+        self._asked_at = 0.0  # `time.monotonic`, the last time
 
     def record_step(self, message: StepText | StepTokens, sequences: Mapping[str, SequenceState], times: StepTimes) -> None:
         """Record a step, before its ended sequences are removed from `sequences`."""
@@ -81,13 +83,14 @@ class StatLoggers:
         self._call("record_request", record)
 
     def render_metrics(self) -> RenderedMetrics | None:
-        """The metrics of the first logger that has any; None: none has. Rendering takes at most a
-        tenth of the time, however often a client asks: the last text is used in between."""
+        """The metrics of the first logger that has any; None: none has. Where clients ask so often
+        that rendering would take more than `RENDER_SHARE` of the time, they get the last text."""
         began = time.monotonic()
-        if began >= self._renders_at:
+        self._render_debt = max(0.0, self._render_debt - RENDER_SHARE * (began - self._asked_at))
+        self._asked_at = began
+        if self._render_debt <= RENDER_BURST:
             self._rendered = next((found for found in self._call("render_metrics") if found is not None), None)
-            now = time.monotonic()
-            self._renders_at = now + RENDER_PAUSE * (now - began)
+            self._render_debt += time.monotonic() - began
         return self._rendered
 
     def close(self) -> None:
