@@ -72,3 +72,77 @@ def pytest_configure() -> None:
         type(builder).get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _share_types(tl)
+
+
+def _share_types(tl: Any) -> None:
+    """Make each block type once, and what a tensor reads from its type once for each type: most of
+    the time of an operation on tensors as small as those of the tests. Dimensions are compared once
+    for each pair of shapes."""
+    constexpr, block_type, tensor = tl.constexpr, tl.block_type, tl.tensor
+    made: dict[tuple[int, tuple[Any, ...]], Any] = {}  # by the identity of an element type, which its block type keeps
+    fill_block, fill_tensor = block_type.__init__, tensor.__init__
+
+    def make_block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        dims = tuple([each.value if type(each) is constexpr else each for each in shape])
+        block = made.get((id(element_ty), dims))
+        if block is None:
+            fill_block(block := object.__new__(cls), element_ty, shape)
+            block.dims = dims
+            made[id(element_ty), dims] = block
+        return block
+
+    def make_tensor(self: Any, handle: Any, ty: Any) -> None:
+        shared = vars(ty).get("of_tensors")
+        if shared is None:
+            fill_tensor(self, handle, ty)
+            ty.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
+        else:
+            vars(self).update(shared)
+            self.handle = handle
+
+    block_type.__new__, block_type.__init__ = make_block, lambda self, element_ty, shape: None
+    tensor.__init__ = make_tensor
+    _share_results(block_type)
+
+
+def _share_results(block_type: Any) -> None:
+    """Find what two shapes are broadcast to, and the type that two are computed in, once for each
+    pair."""
+    from triton.language.semantic import TritonSemantic
+
+    semantic: Any = TritonSemantic
+    broadcast, compute_type, convert = semantic.broadcast_impl_value, semantic.computation_type_impl, semantic.cast
+    targets: dict[tuple[Any, Any], Any] = {}
+    types: dict[tuple[Any, ...], Any] = {}
+
+    def widen(self: Any, value: Any, dims: Any, target: Any) -> Any:
+        if dims == target:
+            return value
+        return self.make_tensor(self.builder.create_broadcast(value.handle, target), block_type(value.type.scalar, list(target)))
+
+    def broadcast_known(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = vars(lhs.type).get("dims"), vars(rhs.type).get("dims")  # None: a scalar
+        if left == right:
+            return lhs, rhs
+        if left is None or right is None or len(left) != len(right):
+            return broadcast(self, lhs, rhs)
+        target = targets.get((left, right))
+        if target is None:
+            found = broadcast(self, lhs, rhs)
+            targets[left, right] = found[0].type.dims
+            return found
+        return widen(self, lhs, left, target), widen(self, rhs, right, target)
+
+    def compute_known_type(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (id(a_ty), a_is_scalar, id(b_ty), b_is_scalar, div_or_mod)
+        if key not in types:  # the two are kept, so that no other type gets their identity
+            types[key] = (compute_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod), a_ty, b_ty)
+        return types[key][0]
+
+    def cast_unless_alike(self: Any, value: Any, dst_ty: Any, *rounding: Any, **named: Any) -> Any:
+        return value if value.type.scalar is dst_ty.scalar else convert(self, value, dst_ty, *rounding, **named)
+
+    semantic.broadcast_impl_value = broadcast_known
+    semantic.computation_type_impl = compute_known_type
+    semantic.cast = cast_unless_alike
