@@ -20,6 +20,7 @@ from frame.entrypoints.cli.main import COMMANDS, cli
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.plugins import loader
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,7 +95,9 @@ def test_plugins_list_in_words_and_json() -> None:
     assert {each["kind"] for each in only["plugins"]} == {"eviction_policy"}
 
 
-def test_every_plugin_has_a_summary_and_is_shown() -> None:
+def test_every_plugin_has_a_summary_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = loader.load_registry()
+    monkeypatch.setattr(loader, "load_registry", lambda *_: registry)  # read once for all
     for each in json.loads(frame("plugins", "list", "--json").output)["plugins"]:
         assert each["summary"], each["name"]
         shown = frame("plugins", "info", f"{each['kind']}/{each['name']}")

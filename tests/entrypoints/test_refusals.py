@@ -2,7 +2,7 @@
 start refuses. One table: broken folders, and settings.
 
 Each case runs the check; the start of its engine runs in this process, as `frame.Engine`. The slow
-test runs both commands as processes."""
+tests run `frame serve` as a process, and one `frame config check`."""
 
 from __future__ import annotations
 
@@ -218,23 +218,32 @@ def test_the_check_reads_no_values(checkpoint: Path, monkeypatch: pytest.MonkeyP
 def run_command(command: str, flags: list[str]) -> tuple[int, str]:
     arguments = [sys.executable, "-m", "frame", *command.split(), *flags]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert "Traceback" not in done.stderr
     return done.returncode, say(done.stderr)
 
 
 def sample(names: Iterable[str]) -> list[Any]:
-    """Each sixth name; `make soak` runs the others. Each case starts two processes."""
+    """Each sixth name; `make soak` runs the others. Each case starts a server."""
     return [pytest.param(name, marks=[pytest.mark.soak] if index % 6 else [pytest.mark.slow]) for index, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("name", sample(SETTINGS))
 def test_both_commands_refuse_settings_alike(name: str, checkpoint: Path, tmp_path: Path) -> None:
     with filled(SETTINGS[name], checkpoint, tmp_path) as flags:
-        assert run_command("config check", flags) == run_command("serve", flags)
+        assert run_check(*flags) == run_command("serve", flags)
 
 
 @pytest.mark.parametrize("broken", sample(FOLDERS), indirect=True)
 def test_both_commands_refuse_folders_alike(broken: Path) -> None:
     flags = ["--model", str(broken), "--device", "cpu", "--port", "0"]
-    checked = run_command("config check", flags)
+    checked = run_check(*flags)
     assert checked[0] == 78
     assert checked == run_command("serve", flags)
+
+
+@pytest.mark.slow
+def test_a_process_of_the_check_says_what_it_says_here(checkpoint: Path) -> None:
+    flags = ["--model", str(checkpoint), "--device", "cpu", "--port", "4567", "--admin-port", "4567"]
+    checked = run_check(*flags)
+    assert checked[0] in (2, 78)
+    assert checked == run_command("config check", flags)

@@ -62,7 +62,7 @@ for kind, checkpoint, readme in zip(*[iter(sys.argv[1:])] * 3):
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env={**os.environ, **environment})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

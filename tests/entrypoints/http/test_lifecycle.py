@@ -239,16 +239,10 @@ def stop_while_starting(checkpoint: Path, folder: str) -> None:
     assert not any(child.is_running() for child in children)
 
 
-def test_a_start_that_cannot_succeed_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    import shutil
-
-    broken = tmp_path / "broken"
-    shutil.copytree(checkpoint, broken)
-    weights = next(broken.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:1000])
-    command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--model"]
-    for folder, part in ((broken, weights.name), (tmp_path / "none", "is no folder")):
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 78, done.stderr
-        assert part in done.stderr
-        assert "Traceback" not in done.stderr
+def test_a_start_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    """`test_refusals.py` has the starts that damaged files end."""
+    command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--model", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 78, done.stderr
+    assert "is no folder" in done.stderr
+    assert "Traceback" not in done.stderr
