@@ -1,5 +1,6 @@
 """A client without a key whose bytes are mostly HTTP framing: `python -m tests.security.framing
-HOST PORT PATTERN CONNECTIONS MEGABYTES_A_SECOND`, until it is killed.
+HOST PORT PATTERN CONNECTIONS MEGABYTES_A_SECOND`, until it is killed. Prints a line when the first
+part is on its way.
 
 `PATTERNS`: what each connection sends, first once and then again and again.
 """
@@ -28,6 +29,9 @@ PATTERNS: dict[str, tuple[bytes, bytes]] = {
 }  # fmt: skip
 
 
+SENDING = threading.Event()
+
+
 def send_forever(address: tuple[str, int], pattern: str, rate: float) -> None:
     """`rate`: bytes a second. Connects again when the server closes the connection."""
     head, body = PATTERNS[pattern]
@@ -39,6 +43,7 @@ def send_forever(address: tuple[str, int], pattern: str, rate: float) -> None:
             while True:
                 connection.sendall(body)
                 sent += len(body)
+                SENDING.set()
                 time.sleep(max(0.0, sent / rate - (time.monotonic() - started)))
         time.sleep(0.001)
 
@@ -53,6 +58,8 @@ def main(host: str, port: str, pattern: str, connections: str, megabytes: str) -
     count = int(connections)
     for _ in range(count):
         threading.Thread(target=send_forever, args=((host, int(port)), pattern, float(megabytes) * 1e6 / count), daemon=True).start()
+    SENDING.wait()
+    print("sending", flush=True)
     threading.Event().wait()
 
 
