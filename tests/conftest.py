@@ -1,5 +1,5 @@
-"""For all tests: child processes import from this checkout, and clients of httpx share the default
-TLS context.
+"""For all tests: child processes import from this checkout, clients of httpx share the default TLS
+context, and garbage collections skip what imports have made.
 
 httpx reads the certificates of all authorities for each client and each call without one, 25 ms of
 CPU every time; the tests make thousands, to servers without TLS.
@@ -8,6 +8,7 @@ CPU every time; the tests make thousands, to servers without TLS.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import ssl
 from pathlib import Path
@@ -36,3 +37,10 @@ def _create_once(verify: Any = True, cert: Any = None, trust_env: bool = True) -
 
 
 vars(transports)["create_ssl_context"] = _create_once
+
+
+def pytest_collection_finish() -> None:
+    """The modules of tests and libraries stay alive: a collection, which each capture of graphs
+    begins with, would traverse their objects every time."""
+    gc.collect()
+    gc.freeze()

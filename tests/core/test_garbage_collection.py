@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,6 +28,16 @@ def test_a_caller_that_disabled_collection_keeps_it_disabled() -> None:
         gc.enable()
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Without the objects that tests/conftest.py has frozen."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
 def test_objects_of_imports_are_not_traversed_by_the_next_collection() -> None:
     with paused_collection():
         made = [[] for _ in range(10)]
