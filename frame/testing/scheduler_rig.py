@@ -27,11 +27,10 @@ from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingContext, SchedulingPolicy
+from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
-from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
@@ -72,7 +71,7 @@ class InOrder(SchedulingPolicy):
     def __init__(self, context: SchedulingContext = SCHEDULING, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
 
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Sequence[Request]:
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Sequence[SchedulableRequest]:
         return waiting
 
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from array import array
+
+    import numpy as np
     from pydantic import BaseModel
 
-    from frame.core.scheduling.request import Request
+    from frame.core.interfaces.cache import Match
+    from frame.core.interfaces.sampling_params import SamplingParams
 
 PATIENCE = 10.0  # seconds of waiting after which `late_first` puts a request first
 
@@ -39,6 +43,42 @@ class SchedulerView:
     page_size: int  # tokens
 
 
+class SchedulableRequest(Protocol):
+    """What a policy may read of a request, waiting or running. It changes nothing."""
+
+    rid: str
+    prompt: np.ndarray  # int32 [prompt_len]
+    output: array[int]  # output tokens so far
+    params: SamplingParams
+    index: int  # position in the order of arrival
+    arrival: float  # seconds, monotonic
+    deadline: float  # seconds, monotonic
+    max_num_tokens: int  # most tokens of prompt and output together
+    priority: int  # higher first
+    namespace: str  # of the prefix cache
+    tenant: str  # the owner of the namespace
+    match: Match | None  # the cached prefix; see `SchedulingPolicy.needs_matches`
+    num_cached_tokens: int  # prompt tokens found in the prefix cache at the first admission; -1: not admitted yet
+    num_preemptions: int
+
+    @property
+    def prompt_len(self) -> int: ...
+
+    @property
+    def output_len(self) -> int: ...
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most output tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+
+    def all_tokens(self) -> np.ndarray:
+        """Prompt and output so far, int32."""
+
+
 class SchedulingPolicy(ABC):
     """Orders waiting requests and selects the requests to preempt.
 
@@ -57,19 +97,19 @@ class SchedulingPolicy(ABC):
     def __init__(self, context: SchedulingContext, options: BaseModel | None = None) -> None: ...
 
     @abstractmethod
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]: ...
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]: ...
 
-    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[SchedulableRequest], view: SchedulerView) -> SchedulableRequest | None:
         """The request to preempt when pages run out; `running` is oldest first. By default the
         newest. None: none."""
         return running[-1] if len(running) > 1 else None
 
-    def can_preempt(self, waiting: Request, running: Request) -> bool:
+    def can_preempt(self, waiting: SchedulableRequest, running: SchedulableRequest) -> bool:
         """Whether `running` may be preempted for `waiting`."""
         return False
 
 
-def late_first(ordered: Sequence[Request], view: SchedulerView) -> list[Request]:
+def late_first(ordered: Sequence[SchedulableRequest], view: SchedulerView) -> list[SchedulableRequest]:
     """Ageing, for policies whose order may starve a request: requests that waited longer than
     `PATIENCE` come first, the oldest before the others. The rest keeps its order."""
     late = [request for request in ordered if view.now - request.arrival > PATIENCE]

@@ -40,8 +40,8 @@ class GuardedPolicy:
         left = {id(request): request for request in window}  # a copy: the policy may change `window`
         try:
             for request in islice(self._policy.sort_waiting(window, view), 2 * len(left) + 1):  # bounds an endless iterator
-                if left.pop(id(request), None) is not None:
-                    yield request
+                if (known := left.pop(id(request), None)) is not None:
+                    yield known
                 else:
                     self._log_fault(view.now, "an order, returned requests twice or ones that it was not given; these are skipped")
         except Exception as error:  # noqa: BLE001 - third-party code must not end waiting requests
@@ -57,8 +57,9 @@ class GuardedPolicy:
         except Exception as error:  # noqa: BLE001 - as above
             self._log_fault(view.now, f"a victim, failed ({_named(error)}); the newest request is preempted", error)
             return None
-        if victim is None or any(victim is request for request in given[1:]):
-            return victim
+        found = next((request for request in given[1:] if request is victim), None)
+        if found is not None or victim is None:
+            return found
         self._log_fault(view.now, "a victim, returned the oldest request or one that does not run; the newest request is preempted")
         return None
 

@@ -7,14 +7,11 @@ Requests that share a prefix run one after the other, while it is cached.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
-
-if TYPE_CHECKING:
-    from frame.core.scheduling.request import Request
+from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy, late_first
 
 
 class DepthFirstByWeight(SchedulingPolicy):
@@ -28,15 +25,15 @@ class DepthFirstByWeight(SchedulingPolicy):
 
     needs_matches: ClassVar[bool] = True
 
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        ordered: list[Request] = []
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
+        ordered: list[SchedulableRequest] = []
         _visit([(_pages(request), request) for request in waiting], 0, ordered)
         return late_first(ordered, view)
 
 
-def _visit(group: list[tuple[np.ndarray, Request]], depth: int, ordered: list[Request]) -> None:
+def _visit(group: list[tuple[np.ndarray, SchedulableRequest]], depth: int, ordered: list[SchedulableRequest]) -> None:
     """Append the requests of a group that shares its first `depth` pages."""
-    branches: dict[int, list[tuple[np.ndarray, Request]]] = {}
+    branches: dict[int, list[tuple[np.ndarray, SchedulableRequest]]] = {}
     ending = []
     for pages, request in group:
         if len(pages) == depth:
@@ -58,5 +55,5 @@ def _shared(rows: list[np.ndarray], at_least: int) -> int:
     return shared
 
 
-def _pages(request: Request) -> np.ndarray:
+def _pages(request: SchedulableRequest) -> np.ndarray:
     return request.match.pages if request.match is not None else np.empty(0, np.int32)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-
-if TYPE_CHECKING:
-    from frame.core.scheduling.request import Request
+from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy
 
 
 class Fcfs(SchedulingPolicy):
     """Keeps the order of arrival."""
 
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         return waiting

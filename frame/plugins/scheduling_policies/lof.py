@@ -4,21 +4,17 @@ job."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
-
-if TYPE_CHECKING:
-    from frame.core.scheduling.request import Request
+from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy, late_first
 
 
 class LongestOutputFirst(SchedulingPolicy):
     """The request with most remaining output tokens first; on a tie the oldest. Requests past the
     waiting limit come first."""
 
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         return late_first(sorted(waiting, key=_remaining, reverse=True), view)
 
 
-def _remaining(request: Request) -> int:
+def _remaining(request: SchedulableRequest) -> int:
     return request.max_new_tokens - request.output_len

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy, late_first
-
-if TYPE_CHECKING:
-    from frame.core.scheduling.request import Request
+from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy, late_first
 
 
 class LongestPrefixMatch(SchedulingPolicy):
@@ -17,9 +14,9 @@ class LongestPrefixMatch(SchedulingPolicy):
 
     needs_matches: ClassVar[bool] = True
 
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         return late_first(sorted(waiting, key=_cached_tokens, reverse=True), view)
 
 
-def _cached_tokens(request: Request) -> int:
+def _cached_tokens(request: SchedulableRequest) -> int:
     return request.match.num_tokens if request.match is not None else 0

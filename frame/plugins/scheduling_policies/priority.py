@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
-
-if TYPE_CHECKING:
-    from frame.core.scheduling.request import Request
+from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy
 
 
 class PriorityFirst(SchedulingPolicy):
@@ -19,12 +16,12 @@ class PriorityFirst(SchedulingPolicy):
 
     by_priority: ClassVar[bool] = True
 
-    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+    def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         return sorted(waiting, key=attrgetter("priority"), reverse=True)
 
-    def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
+    def select_victim(self, running: Sequence[SchedulableRequest], view: SchedulerView) -> SchedulableRequest | None:
         """The newest request of the lowest priority, never the oldest of all requests."""
         return min(reversed(running[1:]), key=attrgetter("priority"), default=None)
 
-    def can_preempt(self, waiting: Request, running: Request) -> bool:
+    def can_preempt(self, waiting: SchedulableRequest, running: SchedulableRequest) -> bool:
         return waiting.priority > running.priority
