@@ -19,8 +19,8 @@ from frame.core.interfaces.sampling_params import ParamProblem
 from frame.core.messages import Finish, Generate
 from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS
 from frame.core.scheduling.request import Request
+from frame.core.token_ids import as_array
 from frame.structured_output.grammar_masks import replay_tokens
-from frame.text.token_ids import as_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

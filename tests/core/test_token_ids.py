@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frame.text.token_ids import as_array
+from frame.core.token_ids import as_array
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
